@@ -1,0 +1,256 @@
+"""Where problems come from: JSONL files and procedural tasks, each a checked sequence of `Record`.
+
+Everything is read and checked at construction, before any model is built; the largest set in
+common use here (17,000 problems) takes a fraction of a second. Answers are kept as written: to
+normalise and compare them is the grader's business.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import difflib
+import json
+import logging
+import math
+import pathlib
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxrl.data import worked_sums
+from jaxrl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# Room between the seeds of a procedural task; see ReasoningGymRecords. Some tasks seed NumPy, which
+# takes 32 bits, so this leaves them 4,294 seeds.
+_ITEMS_PER_SEED = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One problem.
+
+    Attributes:
+      prompt: the problem's text, before any template.
+      answer: the ground truth, in the grader's own notation.
+      source: name of the data set; metrics are kept apart by it.
+      solution: a worked solution to learn from, if there is one.
+    """
+
+    prompt: str
+    answer: str
+    source: str
+    solution: str | None = None
+
+
+class _Rows(Sequence[Record]):
+    """Records in memory, read by index."""
+
+    def __init__(self, rows: Iterable[Record]):
+        self._rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return self._rows[index]
+
+
+class JsonlRecords(_Rows):
+    """The rows of a JSONL file; blank lines are skipped.
+
+    Args:
+      path: the file, UTF-8.
+      prompt_field, answer_field: names of the fields to take. An answer may be a string or a
+        number; a number becomes its shortest text, 4.0 becoming "4".
+      source: name of the data set.
+      solution_field: name of the field with worked solutions, if they are wanted.
+
+    Raises:
+      UserError: the file is missing or empty, or a row is broken ("file:line: ...").
+    """
+
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        *,
+        prompt_field: str,
+        answer_field: str,
+        source: str,
+        solution_field: str | None = None,
+    ):
+        wanted = f'one JSON object a line, such as {{"{prompt_field}": ..., "{answer_field}": ...}}'
+        path = pathlib.Path(path)
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; put {wanted} there")
+        rows = []
+        # Bytes, because str.splitlines also splits at characters that JSON allows in strings.
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = _parse_object(line)
+                solution = None if solution_field is None else _text(row, solution_field)
+                record = Record(
+                    _text(row, prompt_field), _answer(row, answer_field), source, solution
+                )
+            except _BadRow as error:
+                raise UserError(f"{path}:{number}: {error}") from error
+            rows.append(record)
+        if not rows:
+            raise UserError(f"{path} is empty; put {wanted} there")
+        super().__init__(rows)
+
+
+class ReasoningGymRecords(_Rows):
+    """Questions and answers of a procedural task of reasoning-gym (extra `demo`).
+
+    Only its questions and answers are used: several of its scorers evaluate what the model wrote as
+    code, and most give part marks. Item i of reasoning-gym depends on seed + i alone, so its seeds
+    s and s + 1 share all but one item; here seeds are spread apart and different seeds share none.
+    They can still draw the same *question* twice: see `disjoint`.
+
+    Args:
+      task: name of the data set, such as "chain_sum", for which solutions are written too.
+      size: number of problems, at most 1,000,000.
+      seed: 0 or more.
+      **task_config: the task's own settings, such as `min_terms=3`.
+
+    Raises:
+      UserError: reasoning-gym is not installed, or does not know the task or a setting.
+    """
+
+    def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
+        if not 1 <= size <= _ITEMS_PER_SEED or seed < 0:
+            raise UserError(
+                f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
+                f"1 and {_ITEMS_PER_SEED} and the seed at least 0"
+            )
+        first_seed = seed * _ITEMS_PER_SEED
+        items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
+        super().__init__(_task_record(task, items[i], first_seed + i) for i in range(size))
+
+
+def disjoint(train: Sequence[Record], held_out: Sequence[Record]) -> tuple[Record, ...]:
+    """The rows of `train` whose prompt is not in `held_out`.
+
+    Training rows go rather than held-out ones: a task with few distinct easy questions would
+    otherwise lose just those from evaluation, and a benchmark must stay whole. Prompts are compared
+    without regard to case and spacing.
+
+    Raises:
+      UserError: nothing is left to train on.
+    """
+    seen = {_normalised(record.prompt) for record in held_out}
+    kept = tuple(record for record in train if _normalised(record.prompt) not in seen)
+    if not kept:
+        raise UserError(
+            f"all {len(train)} training prompts also occur among the {len(held_out)} held-out "
+            "ones; hold out fewer, or widen the task's range of numbers"
+        )
+    if len(kept) < len(train):
+        logger.warning(
+            "%d of %d training rows dropped: their prompt is held out for evaluation",
+            len(train) - len(kept),
+            len(train),
+        )
+    return kept
+
+
+def _normalised(prompt: str) -> str:
+    return " ".join(prompt.casefold().split())
+
+
+class _BadRow(ValueError):
+    """What is wrong with a row; the caller adds the place."""
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end
+        raise _BadRow(f"no valid JSON ({error}); mend or remove the line") from error
+    if not isinstance(row, dict):
+        raise _BadRow(
+            f"a JSON {type(row).__name__}; every line must be an object with named fields"
+        )
+    return row
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    if name not in row:
+        raise _BadRow(f"no field {name!r}; the row has {', '.join(map(repr, row))}")
+    return row[name]
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    value = _field(row, name)
+    if not isinstance(value, str) or not value.strip():
+        raise _BadRow(f"field {name!r} is {_shown(value)}; it must be text and not empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _BadRow(
+            f"field {name!r} has half a surrogate pair ({error}), which no tokenizer reads; "
+            "mend or remove the line"
+        ) from error
+    return value
+
+
+def _answer(row: dict[str, Any], name: str) -> str:
+    value = _field(row, name)
+    if isinstance(value, str):
+        return _text(row, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _BadRow(f"field {name!r} is {_shown(value)}; an answer must be text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _BadRow(f"field {name!r} is {value}; an answer must be a finite number")
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:60]
+
+
+def _create_task(task: str, config: dict[str, Any]) -> Any:
+    """The reasoning-gym data set; its settings are checked here, with near names."""
+    try:
+        from reasoning_gym import factory
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"task {task!r} comes from reasoning-gym, which is not installed; run "
+            "pip install jaxrl[demo]"
+        ) from error
+    if task not in factory.DATASETS:
+        raise UserError(
+            f"reasoning-gym has no task {task!r}{_near(task, factory.DATASETS)}; name one of its "
+            f"{len(factory.DATASETS)} data sets"
+        )
+    _, config_class = factory.DATASETS[task]
+    fields = [field.name for field in dataclasses.fields(config_class)]
+    for name in config:
+        if name not in fields:
+            raise UserError(
+                f"task {task!r} has no setting {name!r}{_near(name, fields)}; it has "
+                f"{', '.join(fields)}"
+            )
+    try:
+        return factory.create_dataset(task, **config)
+    except AssertionError as error:  # how reasoning-gym reports settings that do not fit together
+        raise UserError(f"task {task!r} refuses its settings {config}: {error}") from error
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known))
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _task_record(task: str, item: dict[str, Any], item_seed: int) -> Record:
+    solution = None
+    if task == "chain_sum":
+        rng = random.Random(f"worked sum {item_seed}")
+        solution = worked_sums.solve(item["metadata"]["expression"], rng)
+    return Record(item["question"], str(item["answer"]), task, solution)

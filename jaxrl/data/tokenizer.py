@@ -1,0 +1,290 @@
+"""Text to tokens and back: a local Hugging Face tokenizer directory, or a small one trained here.
+
+Read with `tokenizers` and `jinja2` alone. SentencePiece-only directories (`tokenizer.model` without
+`tokenizer.json`) are not read; save them once with a fast tokenizer.
+
+    file of the directory     what is taken from it
+    tokenizer.json            vocabulary, merges, normalisation
+    tokenizer_config.json     eos_token, pad_token, chat_template
+    chat_template.jinja       optional, wins over the key above
+    generation_config.json    optional, eos_token_id: every token that ends a response
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrl.data.chat import ChatTemplate
+from jaxrl.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PAD_TOKEN = "<pad>"
+EOS_TOKEN = "<eos>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to int32 ids and back.
+
+    Attributes:
+      backend: the `tokenizers` object that does the work.
+      vocab_size: ids that exist, added ones included. A model's embedding may have more rows; the
+        sampler must not draw them and `decode` drops them.
+      eos_id: the token that ends a response in training data.
+      stop_ids: every token that ends generation, `eos_id` first.
+      pad_id: filler, never read by the model; `eos_id` where the model names none.
+      special_tokens: by their name in tokenizer_config.json, such as {"eos_token": "<eos>"}.
+      chat_template: None where the model has none (base models).
+    """
+
+    backend: tokenizers.Tokenizer
+    vocab_size: int
+    eos_id: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    special_tokens: Mapping[str, str]
+    chat_template: ChatTemplate | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """The int32 [T] ids of `text`. Nothing is added; special tokens written in it are ids."""
+        return _int32(self.backend.encode(text, add_special_tokens=False))
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, ...]:
+        """`encode` of every text, on all cores."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return tuple(_int32(encoding) for encoding in encodings)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`, without special tokens and without ids that are no token."""
+        return self.backend.decode(self._known(ids), skip_special_tokens=True)
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> tuple[str, ...]:
+        """`decode` of every row, on all cores."""
+        known = [self._known(ids) for ids in batch]
+        return tuple(self.backend.decode_batch(known, skip_special_tokens=True))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model's chat template writes it; see `ChatTemplate.render`."""
+        if self.chat_template is None:
+            raise UserError(
+                "this tokenizer has no chat template, so it cannot render a conversation; set "
+                "`chat` to False, or put a chat_template.jinja into the tokenizer's directory"
+            )
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> np.ndarray:
+        """The int32 [T] ids of `render_chat`."""
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        )
+
+    def save(self, directory: str | pathlib.Path) -> None:
+        """Writes files from which `load_tokenizer` makes this tokenizer again.
+
+        They are tokenizer.json, tokenizer_config.json and, where several tokens end a response,
+        generation_config.json.
+        """
+        directory = pathlib.Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(directory / "tokenizer.json"))
+        config: dict[str, Any] = dict(self.special_tokens)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template.source
+        _write_json(directory / "tokenizer_config.json", config)
+        if len(self.stop_ids) > 1:
+            _write_json(directory / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
+
+    def _known(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        array = np.asarray(ids, np.int64)
+        return array[(array >= 0) & (array < self.vocab_size)].tolist()
+
+
+def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
+    """The tokenizer of a local Hugging Face directory.
+
+    Raises:
+      UserError: a file is missing or broken, or no end-of-sequence token is named; the message says
+        which file and what to put there.
+    """
+    directory = pathlib.Path(directory)
+    backend = _read_backend(directory / "tokenizer.json")
+    config_path = directory / "tokenizer_config.json"
+    config = _read_json(config_path)
+    special_tokens = _special_tokens(config)
+    generation_ids = _generation_eos_ids(directory / "generation_config.json")
+    if "eos_token" in special_tokens:
+        eos_id = _id_of(backend, special_tokens["eos_token"], config_path)
+    elif generation_ids:
+        eos_id = generation_ids[0]
+    else:
+        raise UserError(
+            f'{config_path} names no "eos_token", so a response could never end; add the token '
+            'that ends a text of this model, such as "eos_token": "<|endoftext|>"'
+        )
+    pad_id = eos_id
+    if "pad_token" in special_tokens:
+        pad_id = _id_of(backend, special_tokens["pad_token"], config_path)
+    return Tokenizer(
+        backend=backend,
+        # Not the number of entries: some vocabularies have holes below their last id.
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        eos_id=eos_id,
+        stop_ids=(eos_id, *(i for i in generation_ids if i != eos_id)),
+        pad_id=pad_id,
+        special_tokens=special_tokens,
+        chat_template=_read_chat_template(directory, config, special_tokens),
+    )
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of the task's own text, in which every digit is a token of its own.
+
+    With digits apart a number is read place by place, and 7 is the same token in 7, 17 and 71. All
+    256 bytes are in the vocabulary, so any text survives encoding and decoding. Ids 0 and 1 are
+    `<pad>` and `<eos>`. The same texts give the same tokenizer.
+
+    Args:
+      texts: prompts and solutions; a few thousand are plenty.
+      vocab_size: upper bound, at least 258; a plain task has few words and ends up smaller.
+    """
+    special = [PAD_TOKEN, EOS_TOKEN]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special):
+        raise UserError(
+            f"vocab_size {vocab_size} is too small: {len(alphabet)} bytes and {len(special)} "
+            f"special tokens come first; use at least {len(alphabet) + len(special)}"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(
+        backend=backend,
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        eos_id=1,
+        stop_ids=(1,),
+        pad_id=0,
+        special_tokens={"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN},
+    )
+
+
+def _int32(encoding: tokenizers.Encoding) -> np.ndarray:
+    return np.array(encoding.ids, np.int32)
+
+
+def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist; put the tokenizer.json that was published with the model "
+            "there, or name the directory that has it"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception and nothing narrower
+        raise UserError(
+            f"{path} is no readable tokenizer ({error}); copy the published file again, it may be "
+            "cut short or a Git LFS pointer"
+        ) from error
+    # A published file may carry the settings of somebody's last call; lengths are our own affair.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} does not exist; put the file of that name that was published with the model "
+            'there, or write one that names its tokens: {"eos_token": "..."}'
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; copy the published file again")
+    return value
+
+
+def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `*_token` entries, each written as a string or as {"content": string}."""
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+    # `add_bos_token: true` ends the same way and is no token; an absent one is null.
+    return {key: content for key, content in contents.items() if isinstance(content, str)}
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str, path: pathlib.Path) -> int:
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise UserError(
+            f"{path} names the token {token!r}, which tokenizer.json beside it does not have; put "
+            "two files of one model there"
+        )
+    return token_id
+
+
+def _generation_eos_ids(path: pathlib.Path) -> list[int]:
+    if not path.is_file():
+        return []
+    ids = _read_json(path).get("eos_token_id")
+    if ids is None:
+        return []
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{path} has eos_token_id {ids}; it must be a number or a list of numbers")
+    return ids
+
+
+def _read_chat_template(
+    directory: pathlib.Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    else:
+        path = directory / "tokenizer_config.json"
+        source = config.get("chat_template")
+    if isinstance(source, list):  # an older form: several templates with names
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is None:
+        return None
+    return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)

@@ -1,0 +1,84 @@
+"""Worked solutions of integer sums, the text that the demo's model is first taught to write.
+
+    23 + 60 - 71        23 + 60 = 83              First 23 + 60 = 83, then 83 - 71 = 12.
+                        83 - 71 = 12              Answer: 12
+                        Answer: 12
+
+A model that has seen one fixed form only has nothing left to explore when reinforcement learning
+starts. So the order of the steps and their layout are drawn at random.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxrl.errors import UserError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+_SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
+
+
+class Step(NamedTuple):
+    """One line of the work: `left operator right = result`."""
+
+    left: int
+    operator: str
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.operator} {self.right} = {self.result}"
+
+
+def solve(expression: str, rng: random.Random) -> str:
+    """The steps of a sum such as "23 + 60 - 71" and a last line "Answer: 12".
+
+    Every step joins two numbers. They are taken from left to right, or the additions first; they
+    are written one a line, or as one sentence.
+
+    Raises:
+      UserError: `expression` is not integers joined by " + " and " - ".
+    """
+    if not _SUM.fullmatch(expression):
+        raise UserError(
+            f"{expression!r} is no sum; write integers joined by ' + ' and ' - ', as in '5 - 7 + 9'"
+        )
+    # A sign before every number, so that numbers can change places: + 5 - 7 + 9.
+    first, *rest = expression.split(" ")
+    terms = [("+", int(first))]
+    terms += [(sign, int(number)) for sign, number in zip(rest[::2], rest[1::2], strict=True)]
+
+    reorder = rng.choice([_left_to_right, _additions_first])
+    write = rng.choice([_as_lines, _as_sentence])
+    steps, total = _steps(reorder(terms))
+    return f"{write(steps)}Answer: {total}"
+
+
+def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[Step], int]:
+    total = terms[0][1]
+    steps = []
+    for sign, number in terms[1:]:
+        step = Step(total, sign, number, total + number if sign == "+" else total - number)
+        steps.append(step)
+        total = step.result
+    return steps, total
+
+
+def _left_to_right(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    return terms
+
+
+def _additions_first(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    return sorted(terms, key=lambda term: term[0] == "-")  # stable: order is kept within each kind
+
+
+def _as_lines(steps: Sequence[Step]) -> str:
+    return "".join(f"{step}\n" for step in steps)
+
+
+def _as_sentence(steps: Sequence[Step]) -> str:
+    return f"First {', then '.join(map(str, steps))}.\n" if steps else ""

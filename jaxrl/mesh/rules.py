@@ -1,0 +1,137 @@
+"""Rule tables: which mesh axes carry a logical axis, in training and in generation.
+
+A phase is a table. Moving between phases (`transition.py`) knows nothing but two tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.errors import UserError
+
+Rules = Mapping[str, tuple[str, ...]]
+
+_TENSOR = ("tensor_gen", "tensor_micro")
+
+TRAIN_RULES: Rules = {
+    # weights
+    "layers": ("stage_gen", "stage_micro"),
+    "embed": ("fsdp",),
+    "heads": _TENSOR,
+    "kv_heads": _TENSOR,
+    "head_dim": (),
+    "mlp": _TENSOR,
+    "vocab": _TENSOR,
+    # activations
+    "batch": ("data", "fsdp"),
+    "length": ("context",),
+    "activation": (),
+}
+
+GENERATE_RULES: Rules = {
+    "layers": ("stage_gen",),
+    "embed": (),
+    "heads": ("tensor_gen",),
+    "kv_heads": ("tensor_gen",),
+    "head_dim": (),
+    "mlp": ("tensor_gen",),
+    "vocab": ("tensor_gen",),
+    "batch": ("data", "fsdp", "context", "stage_micro", "tensor_micro"),
+    "length": (),
+    "activation": (),
+}
+
+# Logical axes that are replicated over the part of a mesh axis that does not divide them, as Megatron
+# does with key-value heads; every other axis is refused.
+REPLICABLE = frozenset({"kv_heads"})
+
+
+def partition_spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, sizes: Mapping[str, int], name: str = "array"
+) -> P:
+    """The spec of one array.
+
+    Args:
+      axes: logical axis of each dimension, None for one that is never split.
+      shape: its shape.
+      rules: the table of the phase.
+      sizes: size of each mesh axis.
+      name: how errors call the array.
+
+    Raises:
+      UserError: a dimension does not divide, or two dimensions claim one mesh axis.
+    """
+    claimed: dict[str, str] = {}
+    entries = []
+    for axis, size in zip(axes, shape, strict=True):
+        mesh_axes = tuple(a for a in (rules[axis] if axis else ()) if sizes[a] > 1)
+        if axis in REPLICABLE:
+            while size % _product(mesh_axes, sizes):
+                mesh_axes = mesh_axes[:-1]
+        elif size % _product(mesh_axes, sizes):
+            split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)
+            raise UserError(
+                f"{name}: {axis} of size {size} does not divide over {split} "
+                f"({_product(mesh_axes, sizes)} shards); choose a layout whose product divides {size}"
+            )
+        for mesh_axis in mesh_axes:
+            if mesh_axis in claimed:
+                raise UserError(
+                    f"{name}: mesh axis {mesh_axis} is claimed by both {claimed[mesh_axis]} and {axis}; "
+                    "one mesh axis can split one dimension of an array; change the rule table"
+                )
+            claimed[mesh_axis] = axis or ""
+        entries.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
+    return P(*entries)
+
+
+def _product(mesh_axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[a] for a in mesh_axes)
+
+
+def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -> Any:
+    """NamedShardings of a whole tree.
+
+    Args:
+      axes: tree with a tuple of logical axes at each leaf.
+      shapes: tree of the same structure; leaves have `.shape`.
+      rules: the table of the phase.
+      mesh: where.
+    """
+    sizes = dict(mesh.shape)
+
+    def one(path, names, leaf):
+        spec = partition_spec(names, leaf.shape, rules, sizes, jax.tree_util.keystr(path))
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def constraint(mesh: Mesh, rules: Rules) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
+    """A function that pins an activation to where `rules` puts its logical axes on `mesh`."""
+    sizes = dict(mesh.shape)
+    if math.prod(sizes.values()) == 1:
+        return lambda x, axes: x
+
+    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        spec = partition_spec(axes, x.shape, rules, sizes, "activation")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return constrain
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
+def shards_of(axis: str, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts `rules` splits a logical axis on `mesh`."""
+    sizes = dict(mesh.shape)
+    return _product(rules[axis], sizes)

@@ -1,0 +1,77 @@
+"""Completions -> Scored: the grader's verdict as a reward, plus what the length costs.
+
+A grader compares two texts, the response and the ground truth. Those with a name live in `GRADERS`;
+a user adds one there, or passes any function of the same type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.rewards.answer import Grade, grade_answer, grade_gsm8k
+from jaxrl.types import Completions, Scored
+
+Grader = Callable[[str, str], Grade]
+"""(response, ground truth) -> Grade. It raises UserError for a ground truth it cannot read, and
+never for what a response holds."""
+
+GRADERS: dict[str, Grader] = {"answer": grade_answer, "gsm8k": grade_gsm8k}
+
+
+def grader(name: str) -> Grader:
+    """The grader called `name`; UserError, with the known names, if there is none."""
+    if name in GRADERS:
+        return GRADERS[name]
+    near = difflib.get_close_matches(name, GRADERS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UserError(
+        f"no grader is called {name!r}{hint}; use one of {', '.join(sorted(GRADERS))}, "
+        f"or add yours to `GRADERS` in jaxrl/rewards/score.py"
+    )
+
+
+def score_completions(
+    completions: Completions,
+    *,
+    grade: Grader,
+    overlong: Callable[[np.ndarray], np.ndarray],
+) -> Scored:
+    """Grades every response: +1 if right, else -1 (DAPO eq. 7), and shapes by length (eq. 13).
+
+    Args:
+      completions: B responses.
+      grade: compares a response with its prompt's ground truth.
+      overlong: response lengths in tokens, int64 [B], to the shaping added to the score, [B].
+
+    Raises:
+      UserError: a ground truth is empty or the grader cannot read it; the message names the
+        prompt.
+    """
+    grades = [_grade_row(completions, row, grade) for row in range(len(completions))]
+    correct_B = np.array([g.correct for g in grades], np.bool_)
+    shaping_B = np.asarray(overlong(completions.lengths_B), np.float32)
+    assert shaping_B.shape == correct_B.shape, "overlong returns one value for each response"
+    return Scored(
+        completions=completions,
+        correct_B=correct_B,
+        score_B=np.where(correct_B, np.float32(1), np.float32(-1)),
+        shaping_B=shaping_B,
+        predictions=tuple(g.prediction for g in grades),
+    )
+
+
+def _grade_row(completions: Completions, row: int, grade: Grader) -> Grade:
+    prompts, n = completions.prompts, row // completions.num_samples
+    where = f"prompt {prompts.ids_N[n]} of {prompts.sources[n]!r}"
+    if not prompts.answers[n].strip():
+        raise UserError(
+            f"{where} has an empty ground truth; every prompt needs one: mend or drop it"
+        )
+    try:
+        return grade(completions.texts[row], prompts.answers[n])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error

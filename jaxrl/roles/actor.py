@@ -1,0 +1,262 @@
+"""The actor: the policy that samples and learns.
+
+    U minibatches   M microbatches   R rows   T tokens of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, constraint, partition_spec, replicated, shardings
+from jaxrl.mesh.transition import Transition
+from jaxrl.models.attention import segment_attention
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Compute, Decoder, Params, decoder_graph, init_params
+from jaxrl.models.logprobs import token_logprobs
+from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
+from jaxrl.types import TrainBatch
+
+# (logprob, entropy, microbatch) -> (loss, stats), all per token.
+TokenLoss = Callable[[jax.Array, jax.Array, TrainBatch], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How the learning step is computed.
+
+    Attributes:
+      rows: R, rows of a microbatch over the whole mesh.
+      row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
+      logprob_chunk_tokens: positions of a row whose logits are in memory at once.
+      dtype: of activations, "float32" or "bfloat16"; master weights are float32.
+      remat: what the backward pass keeps of each layer, a name of `models.decoder.REMAT_POLICIES`.
+      unroll: layers per iteration of the layer scan.
+    """
+
+    rows: int = 8
+    row_tokens: int = 256
+    logprob_chunk_tokens: int = 256
+    dtype: str = "float32"
+    remat: str = "none"
+    unroll: int = 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything learning changes.
+
+    Attributes:
+      params: float32 master weights.
+      opt_state: optax state of the same layout.
+      step: int32, finished steps.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+
+    def replace(self, **changes) -> TrainState:
+        """A copy with the given fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class Actor:
+    """A policy on a mesh: its state and its compiled programs `logprobs`, `update` and `to_generate`."""
+
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, *, train: TrainConfig, optim: OptimConfig, temperature: float, generate_dtype: str
+    ):
+        """Builds the programs; `init` or `load` gives the actor its state."""
+        self.model = model
+        self.mesh = mesh
+        self.graph, self.shapes, self.axes = decoder_graph(model)
+        self._train = train
+        self._temperature = temperature
+        self._optimizer = build_optimizer(optim)
+        self._learning_rate = learning_rate(optim)
+        self._compute = Compute(
+            dtype=jnp.dtype(train.dtype), remat=train.remat, constrain=constraint(mesh, TRAIN_RULES), unroll=train.unroll
+        )
+        self.train_shardings = shardings(self.axes, self.shapes, TRAIN_RULES, mesh)
+        self.generate_shardings = shardings(self.axes, self.shapes, GENERATE_RULES, mesh)
+        self._transition = Transition(self.shapes, self.train_shardings, self.generate_shardings, generate_dtype)
+        self._logprobs = jax.jit(self._packed_logprobs)
+        self._updates: dict[TokenLoss, Any] = {}
+        self.state: TrainState | None = None
+
+    # State
+
+    def state_shardings(self) -> TrainState:
+        """Shardings of the training state; the optimiser's moments lie like the weights."""
+        opt_shapes = jax.eval_shape(self._optimizer.init, self.shapes)
+        like_params = optax.tree_utils.tree_map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            opt_shapes,
+            self.train_shardings,
+            transform_non_params=lambda _: replicated(self.mesh),
+        )
+        return TrainState(self.train_shardings, like_params, replicated(self.mesh))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of the training state, nothing allocated."""
+        shapes = jax.eval_shape(self._fresh_state, self.shapes)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings(),
+        )
+
+    def _fresh_state(self, params: Params) -> TrainState:
+        return TrainState(params, self._optimizer.init(params), jnp.int32(0))
+
+    def init(self, seed: int) -> None:
+        """Random weights, born sharded."""
+        make = jax.jit(
+            lambda key: self._fresh_state(init_params(self.model, key)), out_shardings=self.state_shardings()
+        )
+        self.state = make(jax.random.key(seed))
+
+    def restart(self) -> None:
+        """Keeps the weights and forgets the optimiser and the step; for the next stage of training."""
+        make = jax.jit(self._fresh_state, out_shardings=self.state_shardings(), donate_argnums=0)
+        self.state = make(self.state.params)
+
+    # Programs
+
+    def generation_params(self) -> Params:
+        """The weights in the generation layout and type."""
+        return self._transition.to_generate(self.state.params)
+
+    def place(self, batch: TrainBatch) -> TrainBatch:
+        """Host arrays of a batch onto the mesh, rows over the data axes."""
+        sizes = dict(self.mesh.shape)
+        axes = (None, None, "batch", "length")
+
+        def put(x: np.ndarray) -> jax.Array:
+            spec = partition_spec(axes, x.shape, TRAIN_RULES, sizes, "train batch") if x.ndim == 4 else P()
+            return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(put, batch)
+
+    def logprobs(self, batch: TrainBatch) -> jax.Array:
+        """Log-probability of every token under the current weights, float32 [U, M, R, T]."""
+        return self._logprobs(self.state.params, batch)
+
+    def update(self, batch: TrainBatch, loss: TokenLoss) -> dict[str, jax.Array]:
+        """One step of training: U optimiser updates; returns metrics, still on the device.
+
+        The same `loss` object must come back each step, or the program is compiled again.
+        """
+        if loss not in self._updates:
+            self._updates[loss] = jax.jit(
+                lambda state, batch: self._update(state, batch, loss), donate_argnums=0
+            )
+        self.state, metrics = self._updates[loss](self.state, batch)
+        return metrics
+
+    # Pure functions
+
+    def _forward(self, params: Params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
+        """Log-probability and entropy [R, T] of a microbatch."""
+        model: Decoder = nnx.merge(self.graph, params)
+
+        def attend(q, k, v, _):
+            return segment_attention(q, k, v, micro.segment_ids), None
+
+        hidden_RTD, _ = model(micro.tokens, micro.positions, attend, compute=self._compute)
+        return token_logprobs(
+            lambda hidden: model.logits(hidden, compute=self._compute),
+            hidden_RTD,
+            micro.tokens,
+            micro.segment_ids,
+            temperature=self._temperature,
+            chunk_tokens=self._train.logprob_chunk_tokens,
+        )
+
+    def _packed_logprobs(self, params: Params, batch: TrainBatch) -> jax.Array:
+        U, M = batch.tokens.shape[:2]
+
+        def one(i, out):
+            u, m = i // M, i % M
+            logprob, _ = jax.lax.cond(
+                m < batch.num_micro_U[u],
+                lambda: self._forward(params, _micro(batch, u, m)),
+                lambda: (jnp.zeros_like(out[0, 0]), jnp.zeros_like(out[0, 0])),
+            )
+            return out.at[u, m].set(logprob)
+
+        return jax.lax.fori_loop(0, U * M, one, jnp.zeros_like(batch.old_logprob))
+
+    def _update(self, state: TrainState, batch: TrainBatch, loss: TokenLoss) -> tuple[TrainState, dict[str, jax.Array]]:
+        lr = self._learning_rate(state.step)
+
+        def minibatch(carry, u):
+            params, opt_state = carry
+            grads, sums = self._gradient(params, batch, u, loss)
+            with jax.named_scope("optimizer"):
+                grad_norm = optax.global_norm(grads)
+                direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
+                new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
+                # A gradient that is not finite would poison the moments for good: skip it and count it.
+                finite = jnp.isfinite(grad_norm)
+                keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+                params = jax.tree.map(keep, new_params, params)
+                opt_state = jax.tree.map(keep, new_opt_state, opt_state)
+            stats = sums | {"grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
+            return (params, opt_state), stats
+
+        U = batch.tokens.shape[0]
+        (params, opt_state), stats_U = jax.lax.scan(minibatch, (state.params, state.opt_state), jnp.arange(U))
+        new_state = TrainState(params, opt_state, state.step + 1)
+        metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+        return new_state, metrics | {"lr": lr, "first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(U))[0]}
+
+    def _gradient(self, params, batch: TrainBatch, u, loss: TokenLoss):
+        """Gradient of one minibatch's token-mean loss and its mean stats, over all its microbatches.
+
+        Every sum is divided once, by the minibatch's global count of trained tokens, so that neither
+        microbatches nor packing nor the mesh can change it.
+        """
+        count = jnp.maximum(batch.loss_mask[u].sum(), 1.0)
+
+        def micro_loss(params, m):
+            micro = _micro(batch, u, m)
+            logprob, entropy = self._forward(params, micro)
+            # Tokens outside the mask are replaced before the loss sees them: whatever they hold, even
+            # NaN, then has neither value nor gradient.
+            inside = micro.loss_mask > 0
+            safe = lambda x: jnp.where(inside, x, 0.0)  # noqa: E731
+            micro = micro.replace(
+                rollout_logprob=safe(micro.rollout_logprob),
+                old_logprob=safe(micro.old_logprob),
+                advantage=safe(micro.advantage),
+            )
+            loss_RT, stats = loss(safe(logprob), safe(entropy), micro)
+            stats = stats | {"loss": loss_RT, "entropy": entropy, "mean_token_prob": jnp.exp(logprob)}
+            mean = lambda x: jnp.sum(jnp.where(inside, x * micro.loss_mask, 0.0)) / count  # noqa: E731
+            return mean(loss_RT), jax.tree.map(mean, jax.lax.stop_gradient(stats))
+
+        gradient = jax.grad(micro_loss, has_aux=True)
+
+        def accumulate(m, total):
+            return jax.tree.map(jnp.add, total, gradient(params, m))
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, 0))
+        return jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
+
+
+def _micro(batch: TrainBatch, u, m) -> TrainBatch:
+    """Microbatch m of minibatch u: every [U, M, R, T] field becomes [R, T]."""
+    return jax.tree.map(lambda x: x[u, m] if x.ndim == 4 else x, batch)

@@ -1,0 +1,308 @@
+"""The front of every launch script: recipe file and command line in, a checked config out.
+
+    python launch/train.py --config configs/dapo_qwen32b.py --config.optim.lr=1e-6 --dry_run
+
+`run` loads the recipe, lays the overrides over it, turns the whole into frozen dataclasses and
+calls the command with them. What the user can mend is one line on stderr and exit status 2; a fault
+of the program keeps its traceback. jax is not imported here, so a slip of the pen is reported
+before any device is touched, and the command may still choose its devices.
+
+ml_collections parses the overrides, each by the type of the setting. The recipe is executed here,
+since ml_collections' `DEFINE_config_file` uses a loader that Python has deprecated, remembers the
+last recipe under a fixed module name, and hands on the errors of a recipe as text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+import re
+import sys
+import traceback
+import typing
+from typing import Any, TypeVar
+
+from absl import flags
+from ml_collections import config_dict as ml_config_dict
+from ml_collections import config_flags
+from ml_collections.config_flags import config_path
+
+from jaxrl.errors import UserError
+from jaxrl.trainer import config_tree
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_RECIPES = pathlib.Path("configs")
+_MAX_RECIPES_LISTED = 8
+_OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_NEGATION = re.compile(r"--?noconfig\.([^=]+)")
+
+
+def run(
+    command: Callable[..., int | None],
+    config_class: type[C],
+    *,
+    switches: Mapping[str, str] | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parses the command line and calls `command(config, **switches)`.
+
+    A UserError of the command itself is printed like one of the command line; SystemExit and all
+    other exceptions pass through.
+
+    Args:
+      command: gets an instance of `config_class` and one boolean keyword for every switch; returns
+        the exit status, None for 0. The first line of its docstring heads the `--help` text.
+      config_class: the dataclass that holds all settings; its defaults are the defaults.
+      switches: name and help of flags that are False unless given, such as `dry_run`.
+      argv: program name and arguments; `sys.argv` if None.
+
+    Returns:
+      The exit status: the command's own, 2 after a UserError, 130 after an interrupt.
+    """
+    program, *arguments = sys.argv if argv is None else argv
+    switches = switches or {}
+    try:
+        overrides, rest = _take_overrides(arguments, config_tree.leaf_types(config_class))
+        own = _parse_own_flags(program, rest, switches)
+        if own["help"].value:
+            print(_usage(program, command, config_class, switches))
+            return 0
+        config = load_config(config_class, own["config"].value, overrides)
+        return command(config, **{name: own[name].value for name in switches}) or 0
+    except UserError as error:
+        print("error: " + _one_line(str(error)), file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
+    """A recipe with overrides, as frozen dataclasses.
+
+    Args:
+      config_class: the dataclass that holds all settings.
+      recipe: as for `load_recipe`.
+      overrides: text given for a dotted name, applied in order. `none` is None where None is
+        allowed.
+
+    Returns:
+      The checked config.
+
+    Raises:
+      UserError: the recipe cannot be used, or a setting is unknown, mistyped or refused.
+    """
+    if not recipe:
+        raise UserError(f"no recipe given; add --config FILE, {_recipes_near('')}")
+    kinds = config_tree.leaf_types(config_class)
+    tree = load_recipe(recipe, known=list(kinds))
+    for name, text in overrides.items():
+        _apply_override(tree, kinds, name, text)
+    return config_tree.from_config_dict(config_class, tree)
+
+
+def load_recipe(
+    recipe: str | pathlib.Path, *, known: Sequence[str] = ()
+) -> ml_config_dict.ConfigDict:
+    """Executes a recipe file and returns its settings. A recipe may build on another one by this.
+
+    Args:
+      recipe: path of a Python file that defines `get_config()`; after a colon, an argument for it.
+      known: all dotted names there are, to offer near ones where the recipe misspells one.
+
+    Returns:
+      The locked ConfigDict that `get_config` returned.
+
+    Raises:
+      UserError: there is no such file, or it failed; the message has file and line.
+    """
+    path, _, argument = str(recipe).partition(":")
+    if not pathlib.Path(path).is_file():
+        raise UserError(f'no recipe file "{path}"; {_recipes_near(path)}')
+    try:
+        get_config = _execute(path).get("get_config")
+        if get_config is None:
+            raise UserError(f"{path} defines no get_config(), which is what a recipe is read by")
+        tree = get_config(argument) if argument else get_config()
+    except UserError:
+        raise
+    except Exception as error:  # a recipe is the user's own code and may raise anything
+        raise UserError(_recipe_failure(path, error, known)) from error
+    if not isinstance(tree, ml_config_dict.ConfigDict):
+        raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
+    return tree.lock()
+
+
+def _take_overrides(
+    arguments: Sequence[str], kinds: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Parts `--config.name=value`, the last of each name, from the other arguments."""
+    overrides = {}
+    rest = []
+    pending = iter(arguments)
+    for argument in pending:
+        if negated := _NEGATION.fullmatch(argument):
+            overrides[negated[1]] = "false"
+        elif given := _OVERRIDE.fullmatch(argument):
+            name, text = given.groups()
+            if text is None:
+                is_bool = kinds.get(name) in (bool, bool | None)
+                text = "true" if is_bool else next(pending, None)
+            if text is None:
+                raise UserError(f"--config.{name} has no value; write --config.{name}=VALUE")
+            overrides[name] = text
+        else:
+            rest.append(argument)
+    return overrides, rest
+
+
+def _parse_own_flags(
+    program: str, arguments: Sequence[str], switches: Mapping[str, str]
+) -> flags.FlagValues:
+    # Flags of our own, not absl's global ones: a process may run several commands.
+    own = flags.FlagValues()
+    flags.DEFINE_string("config", None, "recipe file", flag_values=own)
+    flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
+    for name, text in switches.items():
+        flags.DEFINE_boolean(name, False, text, flag_values=own)
+    try:
+        _, *positional = own([program, *arguments])
+    except flags.Error as error:
+        raise UserError(f"{error} (--help lists all flags and settings)") from error
+    if positional:
+        raise UserError(
+            f'unexpected argument "{positional[0]}"; settings are given as --config.NAME=VALUE'
+        )
+    return own
+
+
+def _apply_override(
+    tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str, text: str
+) -> None:
+    _require_setting(tree, kinds, name)
+    kind = kinds.get(name)
+    if text.lower() == "none" and config_tree.accepts_none(kind):
+        config_path.set_value(name, tree, None)
+        return
+    if config_tree.group_class(kind):
+        raise UserError(
+            f"--config.{name}={text}: a group of settings can only be set to none; "
+            f"set --config.{name}.NAME=VALUE, or fill the group in the recipe"
+        )
+    argv = ["", f"--config.{name}={text}"]
+    one_setting = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", tree, flag_values=one_setting, sys_argv=argv)
+        one_setting(argv)
+    except flags.IllegalFlagValueError as error:
+        expected = config_tree.type_name(kind or type(config_path.get_value(name, tree)))
+        raise UserError(f"--config.{name}={text}: expected {expected}") from error
+    except (flags.Error, ValueError) as error:
+        # ml_collections reads no lists, no None without a type, no names that are no Python names.
+        raise UserError(
+            f"--config.{name}={text}: this entry can only be changed in the recipe"
+        ) from error
+
+
+def _require_setting(tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str) -> None:
+    """Raises UserError unless `name` is a setting, or an entry of a free-form dict, of `tree`."""
+    node = tree
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if node is None and name in kinds:
+            group = ".".join(parts[:depth])
+            raise UserError(
+                f"--config.{name}: {group} is None in this recipe; fill the group there first"
+            )
+        if not isinstance(node, ml_config_dict.ConfigDict) or part not in node:
+            raise config_tree.unknown_setting(name, {*kinds, *_names_in(tree)})
+        node = node[part]
+    inside = [leaf for leaf in kinds if leaf.startswith(name + ".")]
+    if inside and name not in kinds:
+        raise UserError(f'"{name}" is a group of settings; set one of {", ".join(inside)}')
+
+
+def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, ml_config_dict.ConfigDict):
+            yield from _names_in(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _execute(path: str) -> dict[str, Any]:
+    """The names that the Python file at `path` defines."""
+    # Not an import: that would leave a __pycache__ beside the recipes and trust it for a file that
+    # changed within the second.
+    code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    names = {"__name__": "recipe", "__file__": path}
+    exec(code, names)
+    return names
+
+
+def _recipe_failure(path: str, error: Exception, known: Sequence[str]) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    place = f"{path}:{lines[-1]}" if lines else path
+    misspelt = _misspelt_setting(error)
+    if misspelt:
+        return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
+    return f"{place}: {type(error).__name__}: {error}"
+
+
+def _misspelt_setting(error: Exception) -> str | None:
+    """The name that a locked ConfigDict did not know, or None if `error` is another one."""
+    # A ConfigDict's AttributeError is known by the KeyError in it, whose text begins with the name:
+    # 'lrr' when read, Key "lrr" does not exist when set.
+    cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
+    if not isinstance(cause, KeyError) or cause is error:
+        return None
+    name = re.match(r"""(?:Key )?["'](\w+)["']""", str(cause.args[0]))
+    return name[1] if name else None
+
+
+def _recipes_near(path: str) -> str:
+    """What to say of the recipes there are: those named like `path`, otherwise the first few."""
+    given = pathlib.Path(path)
+    beside = given.parent.glob("*.py") if given.name else ()
+    recipes = {file.stem: str(file) for file in sorted({*beside, *_RECIPES.rglob("*.py")})}
+    near = difflib.get_close_matches(given.stem, recipes)
+    if near:
+        return "near: " + ", ".join(recipes[stem] for stem in near)
+    if not recipes:
+        return f"a Python file with get_config(); there is none in {_RECIPES}/ here"
+    return "such as " + ", ".join(list(recipes.values())[:_MAX_RECIPES_LISTED])
+
+
+def _usage(
+    program: str,
+    command: Callable[..., int | None],
+    config_class: type[DataclassInstance],
+    switches: Mapping[str, str],
+) -> str:
+    about = (command.__doc__ or "").strip().splitlines()[:1]
+    options = "".join(f" [--{name}]" for name in switches)
+    settings = config_tree.flatten_config(config_class())
+    return "\n".join(
+        [
+            *about,
+            f"usage: {program} --config {_RECIPES}/RECIPE.py [--config.NAME=VALUE ...]{options}",
+            *(f"  --{name}: {text}" for name, text in switches.items()),
+            "settings and their defaults, which the recipe may change:",
+            *(f"  --config.{name}={value!r}" for name, value in settings.items()),
+        ]
+    )
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text.strip())

@@ -1,0 +1,321 @@
+"""Where the numbers of a run go: metrics.jsonl (the source of truth), TensorBoard, wandb if asked.
+
+Metric names are those verl users know (`actor/entropy`, `response_length/mean`, `timing_s/gen`).
+Nothing here depends on them, except for held-out accuracy, whose name holds the data set.
+Not covered: reducing metrics over hosts (the caller hands in plain floats, on one host only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import tempfile
+import time
+import uuid
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tensorboardX import SummaryWriter
+
+from jaxrl.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+METRICS_FILE = "metrics.jsonl"
+
+_HELD_OUT_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
+
+
+def ensure_writable(directory: str | os.PathLike[str]) -> None:
+    """Creates `directory` and proves that a file can be written into it.
+
+    Cheap, so that a run can ask before it compiles anything.
+
+    Raises:
+      UserError: the folder cannot be created or written.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"probe")
+            probe.flush()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the output folder {os.fspath(directory)!r} ({error.strerror}); "
+            "choose another folder, or free space and grant write permission on this one"
+        ) from error
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a metrics file, in order of step.
+
+    Safe while the run is going: a last line that was cut short is left out with a warning.
+
+    Returns:
+      One dict per step: "step" (int), "time_s" (Unix seconds at which the row was written) and the
+      metrics as floats, with nan and infinities as such.
+
+    Raises:
+      UserError: there is no such file, or a line other than the last is not a row.
+    """
+    return [row for _, row in _read_lines(Path(path))]
+
+
+def held_out_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Accuracies on held-out data: `val-core/<source>/acc/mean@N` becomes `<source> mean@N`."""
+    matches = {key: _HELD_OUT_ACCURACY.fullmatch(key) for key in metrics}
+    return {f"{m['source']} {m['statistic']}": metrics[key] for key, m in matches.items() if m}
+
+
+@dataclasses.dataclass(frozen=True)
+class WandbOptions:
+    """How a run appears in Weights & Biases.
+
+    Attributes:
+      project: wandb project.
+      name: display name of the run; None lets wandb choose.
+      config: plain nested dict, shown beside the run.
+    """
+
+    project: str
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
+
+
+class MetricsWriter:
+    """Writes each step's metrics to every sink.
+
+    A run that was killed and resumed leaves the same metrics.jsonl as one that never stopped, apart
+    from times: rows of steps the checkpoint does not hold are dropped before the run repeats them.
+
+    Args:
+      directory: folder of the run; gets metrics.jsonl and tensorboard/.
+      resume_step: last step that the restored checkpoint holds; rows after it are dropped. None for
+        a run from the start, which drops all rows.
+      wandb: also log to wandb (needs the extra `wandb`).
+
+    Raises:
+      UserError: the folder cannot be written, the existing metrics file is damaged, or wandb is
+        asked for and does not start.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        resume_step: int | None = None,
+        wandb: WandbOptions | None = None,
+    ):
+        directory = Path(directory)
+        ensure_writable(directory)
+        with contextlib.ExitStack() as on_failure:
+            self._sinks: list[_Sink] = [_JsonlSink(directory / METRICS_FILE, resume_step)]
+            on_failure.callback(self.close)
+            self._sinks.append(_TensorBoardSink(directory / "tensorboard", resume_step))
+            if wandb is not None:
+                self._sinks.append(_WandbSink(directory, resume_step, wandb))
+            on_failure.pop_all()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records `metrics` of `step`. Call once per step; steps increase."""
+        values = {key: float(value) for key, value in metrics.items()}
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Flushes and closes every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class Timers:
+    """Accumulates seconds by phase.
+
+        with timers("gen"):
+            completions = actor.generate(prompts)
+        metrics |= timers.take()  # {"timing_s/gen": ...}
+
+    JAX returns before the device is done: a phase whose values nobody reads inside its block is
+    charged to the phase that reads them.
+    """
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the time spent in the block to `name`, also when the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The accumulated seconds as {"timing_s/<name>": seconds}, and starts again from none."""
+        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+
+class _Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonlSink:
+    """One line per step; a line is on the disk before the next step begins."""
+
+    def __init__(self, path: Path, resume_step: int | None):
+        kept = _lines_up_to(path, resume_step)
+        self._last_step = kept[-1][1]["step"] if kept else None
+        # The kept lines stay byte for byte; parsing and printing again could change them.
+        write_atomically(path, b"".join(line + b"\n" for line, _ in kept))
+        self._file = path.open("ab")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._last_step is None or step > self._last_step, (
+            f"step {step} after step {self._last_step}: one row per step, in increasing order"
+        )
+        self._last_step = step
+        row = {"step": step, "time_s": round(time.time(), 3)}
+        row |= {key: _to_json(value) for key, value in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoardSink:
+    """Event files. TensorBoard shows `@` in a name as `_`."""
+
+    def __init__(self, directory: Path, resume_step: int | None):
+        directory.mkdir(exist_ok=True)
+        # The file name has a resolution of one second; without a number of its own, a run resumed
+        # within the second would overwrite the events of the run before.
+        number = sum(1 for _ in directory.iterdir())
+        self._writer = SummaryWriter(
+            logdir=os.fspath(directory),
+            purge_step=0 if resume_step is None else resume_step + 1,
+            filename_suffix=f".{number}",
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbSink:
+    """A wandb run that continues under its own id when the run is resumed.
+
+    wandb ignores steps that it already has. The steps repeated after a kill are such steps, and
+    their values are the same ones.
+    """
+
+    def __init__(self, directory: Path, resume_step: int | None, options: WandbOptions):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError(
+                "logging to wandb is on and wandb is not installed; "
+                "run `pip install 'jaxrl[wandb]'` or turn it off"
+            ) from error
+        try:
+            self._run = wandb.init(
+                project=options.project,
+                name=options.name,
+                config=dict(options.config or {}),
+                dir=os.fspath(directory),
+                id=_wandb_run_id(directory / "wandb_run_id", resume_step),
+                resume="allow",
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, "
+                "or turn it off"
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_run_id(path: Path, resume_step: int | None) -> str:
+    if resume_step is not None and path.exists():
+        return path.read_text().strip()
+    run_id = uuid.uuid4().hex[:12]
+    write_atomically(path, run_id.encode())
+    return run_id
+
+
+def _lines_up_to(path: Path, last_step: int | None) -> list[tuple[bytes, dict[str, Any]]]:
+    if last_step is None or not path.exists():
+        return []
+    return [(line, row) for line, row in _read_lines(path) if row["step"] <= last_step]
+
+
+def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """(line without its newline, row) of every line; a last one cut short is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError as error:
+        raise UserError(f"there is no metrics file {os.fspath(path)!r}; check the path") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append((line, _parse_row(line)))
+        except (TypeError, ValueError) as error:
+            if number == len(lines):
+                warnings.warn(
+                    f"{path}:{number}: dropped the last line, which was cut short", stacklevel=3
+                )
+                break
+            raise UserError(
+                f"{path}:{number}: not a row of metrics ({error}); "
+                "remove that line, or start the run in another folder"
+            ) from error
+    return rows
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError('expected an object with an integer "step"')
+    return {key: value if key == "step" else float(value) for key, value in row.items()}
+
+
+def _to_json(value: float) -> float | str:
+    # JSON has no nan and no infinities. As strings every parser takes them, and float() reads them.
+    return value if math.isfinite(value) else str(value)

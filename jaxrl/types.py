@@ -1,0 +1,237 @@
+"""Batches that cross rooms. A batch grows by changing type: Prompts -> Completions -> Scored -> TrainBatch.
+
+The first three live on the host, where sequences are ragged and text is allowed. TrainBatch is the
+only one the device sees: sequences packed into rows of equal length, arrays only.
+
+    N prompts in a step   G answers per prompt   B = N*G sequences
+    U minibatches (optimiser updates) in a step   M microbatches of one update   R rows   T tokens of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """N prompts of one generation batch.
+
+    Example of one: id 17, text "State the final answer ...: 23 + 60 - 71 =", answer "12".
+
+    Attributes:
+      ids_N: int64, the identity that seeds sampling. In training it is the prompt's place in the endless
+        shuffled stream, so a prompt met again in a later epoch is sampled afresh.
+      tokens: N int32 arrays, the prompt as the model sees it.
+      texts: N strings, for people and reports only; never tokenised again.
+      answers: N ground truths, in the grader's own notation.
+      sources: N names of data sets; metrics are kept apart by them.
+    """
+
+    ids_N: np.ndarray
+    tokens: tuple[np.ndarray, ...]
+    texts: tuple[str, ...]
+    answers: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Prompts:
+        """The prompts at `indices`, in that order."""
+        return Prompts(
+            ids_N=self.ids_N[np.asarray(indices, np.int64)],
+            tokens=_pick(self.tokens, indices),
+            texts=_pick(self.texts, indices),
+            answers=_pick(self.answers, indices),
+            sources=_pick(self.sources, indices),
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[Prompts]) -> Prompts:
+        """All prompts of `parts`, in order."""
+        return Prompts(
+            ids_N=np.concatenate([p.ids_N for p in parts]),
+            tokens=_join([p.tokens for p in parts]),
+            texts=_join([p.texts for p in parts]),
+            answers=_join([p.answers for p in parts]),
+            sources=_join([p.sources for p in parts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+    """G sampled answers to each of N prompts; row b answers prompt b // G and is its sample b % G.
+
+    Example of one row, with the end-of-sequence token counted as a response token:
+
+        prompt    5 + 7 - 3 =
+        token     5    +    7    =    12   ;    12   -    3    =    9    ;  Answer: 9  <eos>
+        logprob  -.1  -.0  -.0  -.0  -.3   ...
+
+    Attributes:
+      prompts: the N prompts.
+      num_samples: G.
+      tokens: B int32 arrays of response tokens, ending with end-of-sequence unless truncated.
+      rollout_logprob: B float32 arrays, log-probability of each token under the sampler's distribution
+        (temperature applied, before any truncation of the vocabulary).
+      entropy: B float32 arrays, entropy in nats of the same distribution.
+      truncated_B: bool, the response limit came before end-of-sequence.
+      texts: B decoded responses, without special tokens.
+    """
+
+    prompts: Prompts
+    num_samples: int
+    tokens: tuple[np.ndarray, ...]
+    rollout_logprob: tuple[np.ndarray, ...]
+    entropy: tuple[np.ndarray, ...]
+    truncated_B: np.ndarray
+    texts: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths_B(self) -> np.ndarray:
+        """Response tokens of each row, int64."""
+        return np.array([len(t) for t in self.tokens], np.int64)
+
+    @property
+    def prompt_index_B(self) -> np.ndarray:
+        """Index into `prompts` of each row, int64."""
+        return np.repeat(np.arange(len(self.prompts)), self.num_samples)
+
+    def rows_of(self, prompt_indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows that answer the given prompts, group after group."""
+        first = np.asarray(prompt_indices, np.int64)[:, None] * self.num_samples
+        return (first + np.arange(self.num_samples)).reshape(-1)
+
+    def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Completions:
+        """The groups of the prompts at `prompt_indices`, in that order."""
+        rows = self.rows_of(prompt_indices)
+        return Completions(
+            prompts=self.prompts.take(prompt_indices),
+            num_samples=self.num_samples,
+            tokens=_pick(self.tokens, rows),
+            rollout_logprob=_pick(self.rollout_logprob, rows),
+            entropy=_pick(self.entropy, rows),
+            truncated_B=self.truncated_B[rows],
+            texts=_pick(self.texts, rows),
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[Completions]) -> Completions:
+        """All groups of `parts`, in order; every part has the same G."""
+        return Completions(
+            prompts=Prompts.concatenate([p.prompts for p in parts]),
+            num_samples=parts[0].num_samples,
+            tokens=_join([p.tokens for p in parts]),
+            rollout_logprob=_join([p.rollout_logprob for p in parts]),
+            entropy=_join([p.entropy for p in parts]),
+            truncated_B=np.concatenate([p.truncated_B for p in parts]),
+            texts=_join([p.texts for p in parts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Completions with their rewards.
+
+    Attributes:
+      completions: the B rows.
+      correct_B: bool, the graded answer is right. Dynamic sampling looks at this, not at the reward.
+      score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1).
+      shaping_B: float32, what was added for length (DAPO eq. 13: 0 down to -penalty).
+      predictions: B extracted answers, or None where the response holds none.
+    """
+
+    completions: Completions
+    correct_B: np.ndarray
+    score_B: np.ndarray
+    shaping_B: np.ndarray
+    predictions: tuple[str | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def reward_B(self) -> np.ndarray:
+        """What the advantage is computed from, float32."""
+        return self.score_B + self.shaping_B
+
+    @property
+    def correct_NG(self) -> np.ndarray:
+        """Correctness by group, bool."""
+        return self.correct_B.reshape(-1, self.completions.num_samples)
+
+    def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
+        """The groups of the prompts at `prompt_indices`, in that order."""
+        rows = self.completions.rows_of(prompt_indices)
+        return Scored(
+            completions=self.completions.take(prompt_indices),
+            correct_B=self.correct_B[rows],
+            score_B=self.score_B[rows],
+            shaping_B=self.shaping_B[rows],
+            predictions=_pick(self.predictions, rows),
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[Scored]) -> Scored:
+        """All groups of `parts`, in order."""
+        return Scored(
+            completions=Completions.concatenate([p.completions for p in parts]),
+            correct_B=np.concatenate([p.correct_B for p in parts]),
+            score_B=np.concatenate([p.score_B for p in parts]),
+            shaping_B=np.concatenate([p.shaping_B for p in parts]),
+            predictions=_join([p.predictions for p in parts]),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """Packed sequences of one step, on the device. Entry t of every field is about token t.
+
+    Two sequences and padding in one row of T = 10 (P prompt, r response):
+
+        tokens        P P P r r P P r r r .      segment_ids   1 1 1 1 1 2 2 2 2 2 0
+        positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
+
+    A log-probability at t is that of token t given the tokens of its segment before t; at a segment's
+    first token there is none and the field holds 0.
+
+    Attributes:
+      tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
+      loss_mask: float32 [U, M, R, T], 1 on tokens that are trained on.
+      rollout_logprob: float32 [U, M, R, T], from the sampler.
+      old_logprob: float32 [U, M, R, T], from the trainer at the start of the step.
+      advantage: float32 [U, M, R, T].
+      num_micro_U: int32 [U], microbatches that hold anything; the rest is skipped at run time.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    loss_mask: jax.Array
+    rollout_logprob: jax.Array
+    old_logprob: jax.Array
+    advantage: jax.Array
+    num_micro_U: jax.Array
+
+    def replace(self, **changes) -> TrainBatch:
+        """A copy with the given fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _pick(items: tuple, indices) -> tuple:
+    return tuple(items[int(i)] for i in indices)
+
+
+def _join(parts: Sequence[tuple]) -> tuple:
+    return tuple(item for part in parts for item in part)

@@ -1,0 +1,245 @@
+import collections
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from jaxrl.data import (
+    PromptStream,
+    Record,
+    SupervisedStream,
+    held_out_prompts,
+    load_tokenizer,
+    train_tokenizer,
+)
+from jaxrl.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOKENIZER = train_tokenizer(["Sum: 1 + 2 ="], vocab_size=258)
+# Seven prompts; "{a} + {a} =" has one token a character.
+RECORDS = [Record(f"{a} + {a} =", str(2 * a), "sums", f"{2 * a}") for a in range(7)]
+
+
+def prompts(records=RECORDS, **settings):
+    defaults = {"prompts_per_batch": 3, "seed": 5, "max_prompt_tokens": 100}
+    return PromptStream(records, TOKENIZER, **{**defaults, **settings})
+
+
+def examples(records=RECORDS, **settings):
+    defaults = {"examples_per_batch": 3, "seed": 5, "max_tokens": 100}
+    return SupervisedStream(records, TOKENIZER, **{**defaults, **settings})
+
+
+def texts(stream, num_batches: int) -> list[str]:
+    return [text for _ in range(num_batches) for text in next(stream).texts]
+
+
+def take(stream, num_batches: int) -> list:
+    """The next batches, tokens as lists."""
+    batches = [next(stream) for _ in range(num_batches)]
+    if isinstance(stream, PromptStream):
+        return [(b.ids_N.tolist(), [t.tolist() for t in b.tokens], b.answers) for b in batches]
+    return [[(p.tolist(), r.tolist()) for p, r in batch] for batch in batches]
+
+
+def test_every_prompt_once_an_epoch_in_a_new_order():
+    seen = texts(prompts(prompts_per_batch=7), 5)
+    epochs = [tuple(seen[i : i + 7]) for i in range(0, 35, 7)]
+
+    assert all(sorted(epoch) == sorted(r.prompt for r in RECORDS) for epoch in epochs)
+    assert len(set(epochs)) == 5
+
+
+def test_ids_count_through_the_whole_stream():
+    stream = prompts()
+    ids = np.concatenate([next(stream).ids_N for _ in range(5)])
+    np.testing.assert_array_equal(ids, np.arange(15))
+    assert ids.dtype == np.int64
+
+
+def test_fields_belong_together():
+    batch = next(prompts(template="Sum: {prompt}"))
+    for tokens, text, answer, source in zip(
+        batch.tokens, batch.texts, batch.answers, batch.sources, strict=True
+    ):
+        record = next(r for r in RECORDS if r.answer == answer)
+        assert text == f"Sum: {record.prompt}"
+        assert tokens.dtype == np.int32
+        assert (TOKENIZER.decode(tokens), source) == (text, "sums")
+
+
+def test_order_depends_on_the_seed_alone():
+    reference = texts(prompts(), 6)
+    assert texts(prompts(), 6) == reference
+    assert texts(prompts(prompts_per_batch=9), 2) == reference
+    assert texts(prompts(seed=6), 6) != reference
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    batch = next(prompts(prompts_per_batch=20))
+    counts = collections.Counter(batch.texts)
+    assert len(batch) == 20
+    assert sorted(counts.values()) == [2, 3, 3, 3, 3, 3, 3]
+
+
+def test_one_prompt_is_enough():
+    assert texts(prompts(RECORDS[:1], prompts_per_batch=2), 2) == ["0 + 0 ="] * 4
+
+
+def test_reading_starts_no_threads():
+    before = threading.active_count()
+    texts(prompts(), 3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("make", [prompts, examples])
+@pytest.mark.parametrize("num_taken", [0, 1, 4])
+def test_restored_streams_continue_exactly(make, num_taken):
+    stream = make()
+    take(stream, num_taken)
+    state = json.loads(json.dumps(stream.state()))
+    expected = take(stream, 4)
+
+    restored = make()
+    take(restored, 2)  # wherever it stood before
+    restored.restore(state)
+
+    assert restored.state() == state
+    assert take(restored, 4) == expected
+
+
+def test_another_process_continues_exactly():
+    stream = prompts()
+    next(stream)
+    program = (
+        "import json, sys\n"
+        "sys.path.append('tests/data')\n"
+        "from test_stream import prompts, texts\n"
+        "stream = prompts()\n"
+        "stream.restore(json.loads(sys.argv[1]))\n"
+        "print(json.dumps([next(stream).ids_N.tolist(), texts(stream, 3)]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(stream.state())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(result.stdout) == [next(stream).ids_N.tolist(), texts(stream, 3)]
+
+
+def test_the_batch_size_may_change_on_restart():
+    stream = prompts()
+    next(stream)
+    state, expected = stream.state(), texts(stream, 4)
+    wider = prompts(prompts_per_batch=6)
+    wider.restore(state)
+    assert texts(wider, 2) == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: prompts(RECORDS[:6]),
+        lambda: prompts([*RECORDS[:6], Record("9 + 9 =", "18", "sums")]),
+        lambda: prompts(seed=6),
+        lambda: prompts(template="Sum: {prompt}"),
+        lambda: examples(),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other):
+    with pytest.raises(UserError, match="in other data"):
+        other().restore(prompts().state())
+
+
+def test_long_prompts_are_dropped_with_one_count(caplog):
+    stream = prompts([*RECORDS, Record("100 + 100 =", "200", "sums")] * 2, max_prompt_tokens=7)
+
+    assert stream.num_prompts == 14
+    assert "100 + 100 =" not in texts(stream, 10)
+    assert [r.getMessage() for r in caplog.records] == [
+        "2 of 16 prompts dropped: longer than max_prompt_tokens 7 (the longest has 11 tokens)"
+    ]
+
+
+def test_long_prompts_may_keep_their_end():
+    batch = next(prompts([Record("100 + 23 =", "123", "s")], max_prompt_tokens=6, overlong="left"))
+    assert {TOKENIZER.decode(tokens) for tokens in batch.tokens} == {"+ 23 ="}
+
+
+def test_long_prompts_may_be_an_error():
+    with pytest.raises(UserError, match="row 1 has a prompt of 11 tokens, and 1 rows"):
+        prompts(
+            [RECORDS[0], Record("100 + 100 =", "200", "s")], max_prompt_tokens=7, overlong="error"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"records": []}, "there are no prompts"),
+        ({"max_prompt_tokens": 6}, "all 7 prompts are longer than max_prompt_tokens 6"),
+        ({"max_prompt_tokens": 0, "overlong": "left"}, "leaves no prompt"),
+        ({"overlong": "cut"}, "choose one of drop, left, error"),
+        ({"prompts_per_batch": 0}, "batch of 0"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"seed": 2**32}, "out of range"),
+        ({"template": "Solve it."}, "has no {prompt}"),
+        ({"chat": True}, "no chat template"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        prompts(**settings)
+
+
+def test_chat_prompts_are_one_user_message(tmp_path):
+    TOKENIZER.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    stream = PromptStream(
+        [Record("{x} + 1 =", "?", "s")],
+        load_tokenizer(tmp_path),
+        prompts_per_batch=1,
+        seed=0,
+        max_prompt_tokens=100,
+        template=r"{prompt} \boxed{}",
+        chat=True,
+    )
+    assert next(stream).texts == ("user: {x} + 1 = \\boxed{}\nassistant:",)
+
+
+def test_held_out_prompts_keep_rows_and_order():
+    rows = [RECORDS[0], Record("100 + 100 =", "200", "s"), *RECORDS[1:]]
+    held_out = held_out_prompts(rows, TOKENIZER, max_prompt_tokens=7, limit=3)
+
+    np.testing.assert_array_equal(held_out.ids_N, [0, 2, 3])
+    assert held_out.answers == ("0", "2", "4")
+    assert len(held_out_prompts(rows, TOKENIZER, max_prompt_tokens=7)) == 7
+
+
+def test_examples_are_prompt_and_solution_with_an_end():
+    stream = examples(template="Sum: {prompt}")
+    for prompt, response in [example for _ in range(4) for example in next(stream)]:
+        number = int(TOKENIZER.decode(response))
+        assert TOKENIZER.decode(prompt) == f"Sum: {number // 2} + {number // 2} ="
+        assert response[-1] == TOKENIZER.eos_id
+        assert prompt.dtype == response.dtype == np.int32
+
+
+def test_long_examples_are_dropped(caplog):
+    # Prompts have 7 tokens; the answers 10, 12 have two, and each response its end.
+    assert examples(max_tokens=9).num_examples == 5
+    assert "2 of 7 examples dropped: longer than max_tokens 9" in caplog.text
+
+
+def test_a_missing_solution_is_named():
+    with pytest.raises(UserError, match="row 1 of sums has no solution"):
+        examples([RECORDS[0], Record("1 + 1 =", "2", "sums")])

@@ -1,0 +1,215 @@
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.data import Tokenizer, load_tokenizer, train_tokenizer
+from jaxrl.errors import UserError
+
+QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"
+needs_qwen = pytest.mark.skipif(not QWEN.is_dir(), reason="no Qwen tokenizer beside the repository")
+
+TEXTS = [
+    f"State the final answer: {a} + {b} =\n{a} + {b} = {a + b}\nAnswer: {a + b}"
+    for a in range(20)
+    for b in range(20)
+]
+TOKENIZER = train_tokenizer(TEXTS, vocab_size=320)
+
+
+def write(directory: pathlib.Path, **files: dict) -> pathlib.Path:
+    """A directory with the trained tokenizer, and these JSON files written over its own."""
+    TOKENIZER.save(directory)
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def assert_same(a: Tokenizer, b: Tokenizer):
+    assert a.backend.to_str() == b.backend.to_str()
+    assert (a.vocab_size, a.stop_ids, a.pad_id) == (b.vocab_size, b.stop_ids, b.pad_id)
+
+
+# The trained one.
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=sorted(set("".join(TEXTS)) | set("\n \t"))))
+def test_decoding_undoes_encoding(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_text_of_any_alphabet_survives(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_every_digit_is_a_token_and_words_are_short():
+    ids = TOKENIZER.encode("Answer: 1234")
+
+    assert ids.dtype == np.int32
+    assert [TOKENIZER.decode([i]) for i in ids] == ["Answer", ":", " ", "1", "2", "3", "4"]
+
+
+def test_special_tokens_come_first_and_are_not_read_back():
+    assert (TOKENIZER.pad_id, TOKENIZER.eos_id, TOKENIZER.stop_ids) == (0, 1, (1,))
+    ids = TOKENIZER.encode("12")
+    assert TOKENIZER.decode([0, *ids, 1, 0]) == "12"
+
+
+def test_ids_that_are_no_token_are_dropped():
+    ids = TOKENIZER.encode("12")
+    assert TOKENIZER.vocab_size <= 320
+    assert TOKENIZER.decode([-1, *ids, TOKENIZER.vocab_size, 151_935]) == "12"
+
+
+def test_batches_agree_with_single_calls():
+    encoded = TOKENIZER.encode_batch(TEXTS[:50])
+    for text, ids in zip(TEXTS[:50], encoded, strict=True):
+        np.testing.assert_array_equal(ids, TOKENIZER.encode(text))
+    assert TOKENIZER.decode_batch(encoded) == tuple(TEXTS[:50])
+
+
+def test_same_texts_same_tokenizer():
+    again = train_tokenizer(iter(TEXTS), vocab_size=320)
+    assert_same(again, TOKENIZER)
+
+
+def test_too_small_a_vocabulary_is_refused():
+    with pytest.raises(UserError, match="at least 258"):
+        train_tokenizer(TEXTS, vocab_size=100)
+
+
+def test_a_tokenizer_without_template_refuses_chats():
+    with pytest.raises(UserError, match="no chat template"):
+        TOKENIZER.render_chat([{"role": "user", "content": "hi"}])
+
+
+# Directories.
+
+
+def test_saved_and_loaded_is_the_same(tmp_path):
+    TOKENIZER.save(tmp_path)
+    assert_same(load_tokenizer(tmp_path), TOKENIZER)
+
+
+def test_every_end_of_generation_config_stops_and_is_saved(tmp_path):
+    first = write(tmp_path / "a", generation_config={"eos_token_id": [5, 1]})
+    loaded = load_tokenizer(first)
+    loaded.save(tmp_path / "b")
+
+    assert (loaded.eos_id, loaded.stop_ids) == (1, (1, 5))
+    assert_same(load_tokenizer(tmp_path / "b"), loaded)
+
+
+def test_end_token_may_be_a_dict_or_come_from_generation_config(tmp_path):
+    as_dict = write(tmp_path / "a", tokenizer_config={"eos_token": {"content": "<eos>"}})
+    generation = {"eos_token_id": 7}
+    without = write(tmp_path / "b", tokenizer_config={}, generation_config=generation)
+
+    assert load_tokenizer(as_dict).eos_id == 1
+    assert load_tokenizer(as_dict).pad_id == 1  # no pad token named: end-of-sequence fills
+    assert load_tokenizer(without).stop_ids == (7,)
+
+
+def test_a_chat_template_in_a_file_wins_over_the_key(tmp_path):
+    # Indentation before a block and the newline after it are not part of the text.
+    key = "  {% for m in messages %}\n{{ bos_token }}{{ m.content | tojson }}{% endfor %}"
+    config = {"eos_token": "<eos>", "bos_token": "<pad>", "chat_template": key}
+    directory = write(tmp_path, tokenizer_config=config)
+    messages = [{"role": "user", "content": "2 < é"}]
+
+    assert load_tokenizer(directory).render_chat(messages) == '<pad>"2 < é"'
+    (directory / "chat_template.jinja").write_text("{{ messages[0].role }}{{ mood }}")
+    assert load_tokenizer(directory).render_chat(messages, mood="!") == "user!"
+
+
+def test_a_list_of_templates_gives_the_default(tmp_path):
+    templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"eos_token": "<eos>", "chat_template": templates}
+    assert load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([]) == "D"
+
+
+def test_a_template_cannot_reach_python(tmp_path):
+    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    config = {"eos_token": "<eos>", "chat_template": attack}
+    with pytest.raises(UserError, match="unsafe"):
+        load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([])
+
+
+def test_what_a_template_refuses_is_told(tmp_path):
+    config = {"eos_token": "<eos>", "chat_template": "{{ raise_exception('no system role') }}"}
+    tokenizer = load_tokenizer(write(tmp_path, tokenizer_config=config))
+    with pytest.raises(UserError, match=r"roles \['system'\]: no system role"):
+        tokenizer.render_chat([{"role": "system", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config": {}}, 'tokenizer_config.json names no "eos_token"'),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, "names the token '</s>'"),
+        ({"tokenizer_config": ["<eos>"]}, "holds no JSON object"),
+        ({"tokenizer": {"model": "?"}}, "tokenizer.json is no readable tokenizer"),
+        ({"generation_config": {"eos_token_id": "<eos>"}}, "list of numbers"),
+        (
+            {"tokenizer_config": {"eos_token": "<eos>", "chat_template": "{% if %}"}},
+            "does not compile",
+        ),
+    ],
+)
+def test_broken_files_are_named(tmp_path, files, message):
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(write(tmp_path, **files))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_missing_and_cut_files_are_named(tmp_path, name):
+    file = write(tmp_path) / name
+    file.write_text(file.read_text()[:20])
+    with pytest.raises(UserError, match=f"{name} is no .* copy the published file again"):
+        load_tokenizer(tmp_path)
+    file.unlink()
+    with pytest.raises(UserError, match=f"{name} does not exist; put the"):
+        load_tokenizer(tmp_path)
+
+
+# A published one.
+
+
+@needs_qwen
+def test_qwen_ids(tmp_path):
+    qwen = load_tokenizer(QWEN)
+    text = "Let $x^2 = 10$.\n\n那么 x = ±√10 🙂"
+
+    assert qwen.encode("Hello world").tolist() == [9707, 1879]
+    assert (qwen.vocab_size, qwen.eos_id, qwen.pad_id) == (151_665, 151_645, 151_643)
+    assert qwen.decode([9707, 1879, 151_645, 151_935]) == "Hello world"
+    assert qwen.decode(qwen.encode(text)) == text
+    qwen.save(tmp_path)
+    assert_same(load_tokenizer(tmp_path), qwen)
+
+
+@needs_qwen
+def test_qwen_chat_from_file_and_from_key(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QWEN / name, tmp_path)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+    ]
+    expected = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+    for qwen in (load_tokenizer(QWEN), load_tokenizer(tmp_path)):
+        assert qwen.render_chat(messages) == expected
+        ids = qwen.encode_chat(messages, add_generation_prompt=False)
+        # One id for each special token: 151644 opens a turn, 151645 closes it.
+        assert [i for i in ids.tolist() if i > 151_642] == [151_644, 151_645] * 2

@@ -1,0 +1,70 @@
+import itertools
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.data import worked_sums
+from jaxrl.errors import UserError
+
+STEP = re.compile(r"(-?\d+) ([+-]) (-?\d+) = (-?\d+)")
+
+
+@st.composite
+def sums(draw):
+    numbers = draw(st.lists(st.integers(-99, 999), min_size=1, max_size=6))
+    signs = draw(st.lists(st.sampled_from("+-"), min_size=len(numbers) - 1, max_size=5))
+    rest = zip(signs, numbers[1:], strict=False)
+    expression = str(numbers[0]) + "".join(f" {sign} {number}" for sign, number in rest)
+    total = numbers[0] + sum(
+        n if s == "+" else -n for s, n in zip(signs, numbers[1:], strict=False)
+    )
+    return expression, len(numbers), total
+
+
+def every_style(expression: str) -> set[str]:
+    return {worked_sums.solve(expression, random.Random(seed)) for seed in range(40)}
+
+
+@settings(deadline=None)
+@given(sums(), st.integers(0, 100))
+def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
+    expression, num_terms, total = problem
+    *work, answer = worked_sums.solve(expression, random.Random(seed)).split("\n")
+
+    steps = STEP.findall("\n".join(work))
+
+    assert len(steps) == num_terms - 1
+    for left, sign, right, result in steps:
+        assert int(result) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
+    for before, after in itertools.pairwise(steps):
+        assert after[0] == before[3]
+    assert answer == f"Answer: {total}"
+
+
+def test_left_to_right_by_lines_or_as_a_sentence():
+    assert every_style("23 + 60 - 71") == {
+        "23 + 60 = 83\n83 - 71 = 12\nAnswer: 12",
+        "First 23 + 60 = 83, then 83 - 71 = 12.\nAnswer: 12",
+    }
+
+
+def test_additions_may_come_first():
+    assert every_style("5 - 7 + 9") == {
+        "5 + 9 = 14\n14 - 7 = 7\nAnswer: 7",
+        "First 5 + 9 = 14, then 14 - 7 = 7.\nAnswer: 7",
+        "5 - 7 = -2\n-2 + 9 = 7\nAnswer: 7",
+        "First 5 - 7 = -2, then -2 + 9 = 7.\nAnswer: 7",
+    }
+
+
+def test_one_number_is_its_own_answer():
+    assert every_style("7") == {"Answer: 7"}
+
+
+@pytest.mark.parametrize("text", ["", "5 *  7", "5 + ", "5 + x", "5 + 7\n", "__import__('os')"])
+def test_what_is_no_sum_is_refused(text):
+    with pytest.raises(UserError, match="is no sum"):
+        worked_sums.solve(text, random.Random(0))

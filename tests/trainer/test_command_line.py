@@ -1,0 +1,343 @@
+"""The command line: what is said reaches the command, and every slip is one line and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.trainer import command_line, config_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+    lr_warmup_steps: int = 10
+
+    def __post_init__(self):
+        if self.lr <= 0:
+            raise ValueError(f"lr {self.lr} is not positive; use 1e-6 or so")
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    width: int = 4
+    optim: Optim = Optim(lr=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seed: int = 0
+    double_seed: int = 0
+    fast: bool = False
+    sure: bool | None = None
+    title: str = "run"
+    path: str | None = None
+    limit: int | None = 8
+    ratio: float | None = None
+    depth: int | str = "auto"
+    shape: tuple[int, ...] = (1, 2)
+    names: tuple[str, ...] | None = None
+    optim: Optim = Optim()
+    critic: Critic | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weights: dict[str, float] | None = None
+    extra: Any = None
+
+
+RECIPE = """
+    from jaxrl.trainer import config_tree
+    from tests.trainer.test_command_line import Config
+
+    def get_config():
+        config = config_tree.to_config_dict(Config())
+        config.optim.lr = 1e-3
+        config.options.level = 3
+        config.options.kinds = ["a"]
+        config.options["max-terms"] = 2
+        config.double_seed = config.get_ref("seed") * 2
+        return config
+"""
+
+
+def write(folder: pathlib.Path, source: str, name: str = "toy.py") -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    own = "tests.trainer.test_command_line"
+    path.write_text(textwrap.dedent(source).replace(own, __name__))
+    return str(path)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path / "configs", RECIPE)
+
+
+def launch(*arguments: str) -> tuple[int, list]:
+    """Status, and what the command was called with."""
+    calls = []
+
+    def train(config, *, dry_run):
+        """Trains a toy."""
+        calls.append((config, dry_run))
+
+    status = command_line.run(
+        train, Config, switches={"dry_run": "stop early"}, argv=["train.py", *arguments]
+    )
+    return status, calls
+
+
+def configured(*arguments: str) -> Config:
+    status, [(config, _)] = launch(*arguments)
+    assert status == 0
+    return config
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line on stderr."""
+    status, calls = launch(*arguments)
+    out, err = capsys.readouterr()
+    assert (status, calls, out) == (2, [], "")
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1
+    return err[len("error: ") : -1]
+
+
+def test_the_recipe_alone_reaches_the_command(recipe):
+    status, calls = launch("--config", recipe)
+    options = {"level": 3, "kinds": ["a"], "max-terms": 2}
+    assert status == 0
+    assert calls == [(Config(optim=Optim(lr=1e-3), options=options), False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--config.seed=1"], "seed", 1),
+        (["--config.seed", "1"], "seed", 1),
+        (["-config.seed=1"], "seed", 1),
+        (["--config.seed=x", "--config.seed=2"], "seed", 2),
+        (["--config.seed=21"], "double_seed", 42),
+        (["--config.fast=true"], "fast", True),
+        (["--config.fast"], "fast", True),
+        (["--config.fast", "--config.fast=false"], "fast", False),
+        (["--config.fast", "--noconfig.fast"], "fast", False),
+        (["--config.sure"], "sure", True),
+        (["--config.sure=true", "--config.sure=none"], "sure", None),
+        (["--config.title=a b"], "title", "a b"),
+        (["--config.title=x=y"], "title", "x=y"),
+        (["--config.title="], "title", ""),
+        (["--config.title=none"], "title", "none"),
+        (["--config.path=out"], "path", "out"),
+        (["--config.path=out", "--config.path=None"], "path", None),
+        (["--config.path=none", "--config.path=out"], "path", "out"),
+        (["--config.limit=3"], "limit", 3),
+        (["--config.limit=none"], "limit", None),
+        (["--config.ratio=1"], "ratio", 1.0),
+        (["--config.depth=4"], "depth", 4),
+        (["--config.depth=deep"], "depth", "deep"),
+        (["--config.shape=(1,2,3)"], "shape", (1, 2, 3)),
+        (["--config.shape=[4, 5]"], "shape", (4, 5)),
+        (["--config.shape=7"], "shape", (7,)),
+        (["--config.shape=()"], "shape", ()),
+        (["--config.shape=(7, 8)", "--config.shape=[9]"], "shape", (9,)),
+        (["--config.names=a"], "names", ("a",)),
+        (["--config.names=('a','b')"], "names", ("a", "b")),
+        (["--config.optim.lr=1e-5"], "optim", Optim(lr=1e-5)),
+        (["--config.optim.lr", "1"], "optim", Optim(lr=1.0)),
+        (["--config.options.level=4"], "options", {"level": 4, "kinds": ["a"], "max-terms": 2}),
+        (["--config.options={'a': 'b'}"], "options", {"a": "b"}),
+        (["--config.weights={'a': 1}"], "weights", {"a": 1.0}),
+        (["--config.extra=[1, 'a']"], "extra", [1, "a"]),
+    ],
+)
+def test_an_override_is_read_by_the_type_of_its_setting(recipe, arguments, name, value):
+    got = getattr(configured("--config", recipe, *arguments), name)
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_arguments_may_come_in_any_order(recipe):
+    status, calls = launch("--dry_run", "--config.seed=1", f"--config={recipe}")
+    assert status == 0
+    assert [(config.seed, dry_run) for config, dry_run in calls] == [(1, True)]
+
+
+def test_a_recipe_fills_a_group_that_was_none(tmp_path):
+    filled = "config.critic = config_tree.to_config_dict(Critic())\n        return config"
+    source = RECIPE.replace("return config", filled).replace(
+        "import Config", "import Config, Critic"
+    )
+    path = write(tmp_path, source)
+    assert configured("--config", path, "--config.critic.width=9").critic == Critic(width=9)
+    assert configured("--config", path, "--config.critic=none").critic is None
+
+
+def test_a_recipe_may_take_an_argument_and_build_on_another(recipe, tmp_path):
+    child = write(
+        tmp_path,
+        """
+        from jaxrl.trainer import command_line
+
+        def get_config(seed):
+            config = command_line.load_recipe("configs/toy.py")
+            config.seed = int(seed)
+            return config
+        """,
+        "child.py",
+    )
+    config = configured("--config", f"{child}:5")
+    assert (config.seed, config.optim.lr) == (5, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.optim.lr=abc", "--config.optim.lr=abc: expected float"),
+        ("--config.seed=1.5", "--config.seed=1.5: expected int"),
+        ("--config.seed=none", "--config.seed=none: expected int"),
+        ("--noconfig.seed", "--config.seed=false: expected int"),
+        ("--config.fast=maybe", "--config.fast=maybe: expected bool"),
+        ("--config.limit=x: y", "--config.limit=x: y: expected int | None"),
+        ("--config.shape=(1,", "--config.shape=(1,: expected tuple[int, ...]"),
+        ("--config.shape=(1,'a')", "shape[1] = 'a': expected int"),
+        ("--config.options.level=x", "--config.options.level=x: expected int"),
+        ("--config.options=3", "--config.options=3: expected dict[str, Any]"),
+        ("--config.options.kinds=['b']", "this entry can only be changed in the recipe"),
+        ("--config.options.max-terms=3", "this entry can only be changed in the recipe"),
+        ("--config.optim.lr=-1", "optim: lr -1.0 is not positive; use 1e-6 or so"),
+        ("--config.optim.lrr=1", 'unknown setting "optim.lrr"; near: optim.lr, '),
+        ("--config.optm.lr=1", 'unknown setting "optm.lr"; near: optim.lr'),
+        ("--config.lr=1", 'unknown setting "lr"; near: optim.lr, critic.optim.lr'),
+        ("--config.seed.x=1", 'unknown setting "seed.x"; near: '),
+        ("--config.shape[0]=1", 'unknown setting "shape[0]"; near: '),
+        ("--config.options.levle=1", "near: options.level"),
+        ("--config.optim={}", '"optim" is a group of settings; set one of optim.lr, optim.lr_w'),
+        ("--config.critic={}", "can only be set to none"),
+        ("--config.critic.width=2", "critic is None in this recipe"),
+        ("--config.critic.widht=2", 'unknown setting "critic.widht"; near: critic.width'),
+        ("--config.seed", "--config.seed has no value"),
+        ("--dryrun", "Unknown command line flag 'dryrun'. Did you mean: dry_run ?"),
+        ("--dry_run=maybe", "flag --dry_run=maybe: "),
+        ("seed=1", 'unexpected argument "seed=1"; settings are given as --config.NAME=VALUE'),
+    ],
+)
+def test_a_slip_on_the_command_line_is_one_line(capsys, recipe, argument, message):
+    assert message in refused(capsys, "--config", recipe, argument)
+
+
+def test_without_a_recipe_those_at_hand_are_named(capsys, recipe, monkeypatch, tmp_path):
+    assert refused(capsys, "--config.seed=1") == (
+        "no recipe given; add --config FILE, such as configs/toy.py"
+    )
+    assert "configs/toy.py" in refused(capsys)
+    assert "configs/toy.py" in refused(capsys, "--config=")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "there is none in configs/ here" in refused(capsys)
+
+
+@pytest.mark.parametrize("path", ["configs/toi.py", "configs/toy", "toy.py", "nowhere/toyy.py"])
+def test_a_missing_recipe_names_the_path_and_near_ones(capsys, recipe, path):
+    message = refused(capsys, "--config", path)
+    assert message == f'no recipe file "{path}"; near: configs/toy.py'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ny = z\n", "{path}:2: NameError: name 'z' is not defined"),
+        ("def get_config(:\n", "{path}:1: invalid syntax"),
+        ("import json\njson.loads('{')\n", "{path}:2: JSONDecodeError: "),
+        ("b'\\xff'.decode()", "{path}:1: UnicodeDecodeError: "),
+        ("open('absent.txt')", "{path}:1: FileNotFoundError: "),
+        ("def get_config():\n  return [][1]\n", "{path}:2: IndexError: "),
+        ("x = 1\n", "{path} defines no get_config()"),
+        ("def get_config(): pass\n", "get_config() of {path} returned None, not a ConfigDict"),
+        (
+            RECIPE.replace("optim.lr =", "optim.lrr ="),
+            '{path}:7: unknown setting "lrr"; near: optim.lr, critic.optim.lr',
+        ),
+        (
+            RECIPE.replace("optim.lr =", "optimm.lr ="),
+            '{path}:7: unknown setting "optimm"; near: ',
+        ),
+        (RECIPE.replace("1e-3", "'a'"), "{path}:7: TypeError: Could not override field 'lr'"),
+        (RECIPE.replace("1e-3", "-1.0"), "optim: lr -1.0 is not positive"),
+    ],
+)
+def test_a_recipe_that_fails_is_told_by_file_and_line(capsys, tmp_path, source, message):
+    path = write(tmp_path, source)
+    assert message.format(path=path) in refused(capsys, "--config", path)
+
+
+def test_help_lists_switches_settings_and_defaults(capsys):
+    status, calls = launch("--help")
+    out, err = capsys.readouterr()
+    assert (status, calls, err) == (0, [], "")
+    lines = out.splitlines()
+    assert lines[0] == "Trains a toy."
+    assert lines[1].startswith("usage: train.py --config configs/RECIPE.py")
+    assert "  --dry_run: stop early" in lines
+    assert "  --config.optim.lr=1e-06" in lines
+    assert len([line for line in lines if line.startswith("  --config.")]) == len(
+        config_tree.flatten_config(Config())
+    )
+
+
+def run_failing(recipe: str, error: BaseException) -> int:
+    def command(config):
+        raise error
+
+    return command_line.run(command, Config, argv=["train.py", "--config", recipe])
+
+
+def test_only_errors_of_the_user_lose_their_traceback(capsys, recipe):
+    assert run_failing(recipe, UserError("no such\n  checkpoint")) == 2
+    assert capsys.readouterr().err == "error: no such checkpoint\n"
+    assert run_failing(recipe, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    for fault in ValueError("ours"), SystemExit(4):
+        with pytest.raises(type(fault)):
+            run_failing(recipe, fault)
+
+
+def test_the_status_is_the_commands(recipe):
+    argv = ["evaluate.py", "--config", recipe]
+    assert command_line.run(lambda config: 3, Config, argv=argv) == 3
+
+
+def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
+    script = """
+        import dataclasses, importlib.util, pathlib, sys, types
+
+        # The package file may import the trainer; these two modules alone must not need jax.
+        package = types.ModuleType("jaxrl.trainer")
+        package.__path__ = [str(pathlib.Path(sys.argv[1]) / "jaxrl" / "trainer")]
+        sys.path.insert(0, sys.argv[1])
+        sys.modules["jaxrl.trainer"] = package
+        from jaxrl.trainer import command_line
+
+        @dataclasses.dataclass(frozen=True)
+        class Config:
+            seed: int = 0
+
+        status = command_line.run(print, Config, argv=["train.py", "--config", "absent.py"])
+        assert "jax" not in sys.modules
+        sys.exit(status)
+    """
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, write(tmp_path, script), str(root)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith('error: no recipe file "absent.py"')

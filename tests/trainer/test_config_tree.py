@@ -1,0 +1,240 @@
+"""The config door: defaults out as a ConfigDict, checked dataclasses back in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pytest
+from ml_collections import config_dict as ml_config_dict
+
+from jaxrl.errors import UserError
+from jaxrl.trainer import config_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+    lr_warmup_steps: int = 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["constant", "cosine"] = "constant"
+
+    def __post_init__(self):
+        if self.lr <= 0:
+            raise ValueError(f"lr {self.lr} is not positive; use 1e-6 or so")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    width: int = 8
+    optim: Optim = Optim()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    devices: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seed: int = 0
+    fast: bool = False
+    scale: float = 1
+    name: str | None = None
+    limit: int | None = None
+    ratio: float | None = 2
+    depth: int | Literal["auto"] = "auto"
+    axes: tuple[str, ...] = ("data", "fsdp")
+    actor: Model = Model()
+    critic: Model | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weights: dict[str, float] | None = None
+    extra: Any = None
+    pools: Mapping[str, Pool] = dataclasses.field(default_factory=lambda: {"main": Pool(8)})
+
+
+def changed(**settings: Any) -> ml_config_dict.ConfigDict:
+    """Defaults with dotted settings (a__b for a.b) changed as a recipe would."""
+    tree = config_tree.to_config_dict(Config())
+    for path, value in settings.items():
+        *groups, last = path.split("__")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[last] = value
+    return tree
+
+
+def read(**settings: Any) -> Config:
+    return config_tree.from_config_dict(Config, changed(**settings))
+
+
+def test_there_and_back_is_the_identity():
+    config = Config(
+        name="a",
+        limit=3,
+        depth=4,
+        axes=(),
+        critic=Model(width=2),
+        options={"a": 1, "deep": {"b": (1, 2)}},
+        weights={"x": 0.5},
+        extra={"y": [1]},
+        pools={"one": Pool(1), "two": Pool(2)},
+    )
+    assert config_tree.from_config_dict(Config, config_tree.to_config_dict(config)) == config
+    assert read() == Config()
+
+
+def test_a_recipe_changes_what_it_names_and_nothing_else():
+    config = read(seed=7, actor__optim__lr=0.5, limit=3, name="x", axes=["data"], depth=2)
+    model = Model(optim=Optim(lr=0.5))
+    assert config == Config(seed=7, actor=model, limit=3, name="x", axes=("data",), depth=2)
+    assert read(ratio=None, actor__optim__schedule="cosine").ratio is None
+    assert read(weights={"x": 1}, extra="any") == Config(weights={"x": 1.0}, extra="any")
+
+
+def test_the_tree_is_locked_except_for_free_form_dicts():
+    tree = config_tree.to_config_dict(Config(options={"level": 1}))
+    with pytest.raises(AttributeError):
+        tree.sead = 1
+    with pytest.raises(AttributeError):
+        tree.actor.optim.lrr = 1
+    tree.options.digits = 3
+    tree.options.level = "hard"
+    tree.pools.extra = config_tree.to_config_dict(Pool(4))
+    config = config_tree.from_config_dict(Config, tree)
+    assert config.options == {"level": "hard", "digits": 3}
+    assert config.pools == {"main": Pool(8), "extra": Pool(4)}
+
+
+def test_a_typed_placeholder_refuses_another_type_at_once():
+    tree = config_tree.to_config_dict(Config())
+    with pytest.raises(TypeError):
+        tree.limit = "three"
+    tree.ratio = 1
+    assert type(tree.ratio) is float
+
+
+def test_an_integer_default_of_a_float_setting_takes_floats():
+    assert read(scale=0.25).scale == 0.25
+    assert type(read(scale=3).scale) is float
+
+
+def test_a_group_that_may_be_none_is_filled_and_emptied():
+    assert read(critic=config_tree.to_config_dict(Model(width=5))).critic == Model(width=5)
+    tree = config_tree.to_config_dict(Config(critic=Model()))
+    tree.critic.width = 6
+    assert config_tree.from_config_dict(Config, tree).critic == Model(width=6)
+    tree.critic = None
+    assert config_tree.from_config_dict(Config, tree).critic is None
+
+
+def test_settings_may_derive_from_earlier_ones():
+    tree = config_tree.to_config_dict(Config())
+    tree.limit = tree.get_ref("seed") * 2
+    tree.seed = 21
+    assert config_tree.from_config_dict(Config, tree).limit == 42
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": True}, "seed = True: expected int"),
+        ({"seed": None}, "seed = None: expected int"),
+        ({"fast": None}, "fast = None: expected bool"),
+        ({"limit": True}, r"limit = True: expected int \| None"),
+        ({"depth": "deep"}, r"depth = 'deep': expected int \| Literal\['auto'\]"),
+        ({"axes": ("data", 1)}, r"axes\[1\] = 1: expected str"),
+        (
+            {"actor__optim__betas": (0.9,)},
+            r"actor.optim.betas = \(0.9,\): expected tuple\[float, float\]",
+        ),
+        (
+            {"actor__optim__schedule": "cosin"},
+            "actor.optim.schedule = 'cosin': expected 'constant' or 'cosine'",
+        ),
+        ({"actor": None}, "actor = None: expected Model"),
+        ({"pools__main": 3}, "pools.main = 3: expected Pool"),
+    ],
+)
+def test_a_wrong_type_is_named_with_path_value_and_expectation(settings, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        read(**settings)
+
+
+def test_a_float_is_no_integer():
+    tree = ml_config_dict.ConfigDict(config_tree.to_config_dict(Config()).to_dict())
+    with tree.ignore_type():
+        tree.seed = 1.0
+    with pytest.raises(UserError, match=r"^seed = 1.0: expected int$"):
+        config_tree.from_config_dict(Config, tree)
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "near"),
+    [
+        ("actor.optim", "lrr", "near: actor.optim.lr, "),
+        ("", "lr", "near: actor.optim.lr, critic.optim.lr"),
+        ("actor", "lr_warmup_steps", "near: actor.optim.lr_warmup_steps"),
+        ("", "qqqqqqqq", "none is near"),
+    ],
+)
+def test_an_unknown_setting_names_near_ones_in_any_group(group, key, near):
+    tree = config_tree.to_config_dict(Config())
+    with tree.unlocked():
+        (tree[group] if group else tree)[key] = 1
+    with pytest.raises(UserError) as error:
+        config_tree.from_config_dict(Config, tree)
+    name = f"{group}.{key}" if group else key
+    assert str(error.value).startswith(f'unknown setting "{name}"; {near}')
+
+
+def test_a_missing_setting_is_an_error_since_defaults_live_in_the_dataclasses():
+    with pytest.raises(
+        UserError, match=r'"actor.optim" is missing; .*to_config_dict\(Config\(\)\)'
+    ):
+        read(actor={"width": 3})
+
+
+def test_a_refusal_of_a_dataclass_is_told_with_its_path():
+    with pytest.raises(UserError, match=r"^actor.optim: lr -1.0 is not positive"):
+        read(actor__optim__lr=-1.0)
+    with pytest.raises(UserError, match=r"^lr -1.0 is not positive"):
+        tree = config_tree.to_config_dict(Optim())
+        tree.lr = -1.0
+        config_tree.from_config_dict(Optim, tree)
+
+
+def test_leaf_names_follow_the_fields():
+    assert config_tree.leaf_names(Optim) == ["lr", "lr_warmup_steps", "betas", "schedule"]
+    names = config_tree.leaf_names(Config)
+    assert names[:3] == ["seed", "fast", "scale"]
+    assert "actor" not in names and "actor.optim.lr" in names
+    assert names.index("critic") + 1 == names.index("critic.width")
+    assert names[-2:] == ["extra", "pools"]
+
+
+def test_the_printed_config_is_one_line_a_setting_and_stable():
+    config = read(options={"b": "x\ny", "a": (1,)})
+    assert config_tree.format_config(config).splitlines() == [
+        "seed = 0",
+        "fast = False",
+        "scale = 1.0",
+        "name = None",
+        "limit = None",
+        "ratio = 2.0",
+        "depth = 'auto'",
+        "axes = ('data', 'fsdp')",
+        "actor.width = 8",
+        "actor.optim.lr = 1e-06",
+        "actor.optim.lr_warmup_steps = 10",
+        "actor.optim.betas = (0.9, 0.95)",
+        "actor.optim.schedule = 'constant'",
+        "critic = None",
+        "options.a = (1,)",
+        "options.b = 'x\\ny'",
+        "weights = None",
+        "extra = None",
+        "pools.main.devices = 8",
+    ]

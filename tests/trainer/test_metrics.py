@@ -1,0 +1,218 @@
+"""metrics.jsonl after kills and resumes, TensorBoard and wandb beside it, timers."""
+
+import json
+import math
+import sys
+import types
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from jaxrl.errors import UserError
+from jaxrl.trainer import metrics
+from jaxrl.trainer.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
+
+
+def _run(directory, steps, **kwargs):
+    with MetricsWriter(directory, **kwargs) as writer:
+        for step in steps:
+            writer.write(step, {"actor/entropy": 1 / step, "critic/rewards/mean": step / 7})
+
+
+def _without_times(path):
+    return [{k: v for k, v in row.items() if k != "time_s"} for row in read_metrics(path)]
+
+
+def _events(directory):
+    """TFRecord framing: 8 bytes of length, 4 of CRC, the event, 4 of CRC."""
+    events = []
+    for path in sorted((directory / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
+def test_rows_come_back_as_written(tmp_path):
+    _run(tmp_path, [1, 2])
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["actor/entropy"] == 0.5
+    assert rows[0]["time_s"] <= rows[1]["time_s"]
+
+
+def test_a_killed_and_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    _run(whole, range(1, 9))
+    _run(resumed, range(1, 6))  # killed after step 5; the last checkpoint holds step 3
+    _run(resumed, range(4, 9), resume_step=3)
+    assert _without_times(resumed / "metrics.jsonl") == _without_times(whole / "metrics.jsonl")
+
+
+def test_kept_rows_stay_byte_for_byte(tmp_path):
+    _run(tmp_path, range(1, 4))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    _run(tmp_path, [], resume_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_from_the_start_drops_the_rows_of_the_one_before(tmp_path):
+    _run(tmp_path, range(1, 4))
+    _run(tmp_path, [1])
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped_with_a_warning(tmp_path):
+    _run(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:3: dropped the last line"):
+        assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    with pytest.warns(UserWarning, match="cut short"):
+        _run(tmp_path, [3, 4], resume_step=2)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", [b"{oops", b"[1]", b'{"time_s": 1}', b'{"step": 1, "a": null}'])
+def test_damage_inside_the_file_names_the_line(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b'\n{"step": 2, "time_s": 1.0}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: not a row"):
+        read_metrics(path)
+
+
+def test_a_missing_file_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="no metrics file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_values_that_are_not_finite_survive_as_valid_json(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse)["b"] == "inf"
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"]) == (math.inf, -math.inf)
+
+
+def test_a_step_is_written_once_and_in_order(tmp_path):
+    _run(tmp_path, [1, 2])
+    with (
+        MetricsWriter(tmp_path, resume_step=2) as writer,
+        pytest.raises(AssertionError, match="step 2 after step 2"),
+    ):
+        writer.write(2, {})
+
+
+def test_each_row_is_on_disk_before_the_next_step(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"a": 1.0})
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_tensorboard_gets_the_values_and_purges_what_is_repeated(tmp_path):
+    _run(tmp_path, [1, 2, 3])
+    _run(tmp_path, [3], resume_step=2)
+    events = _events(tmp_path)
+    scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    assert (2, "actor/entropy", 0.5) in scalars
+    assert [step for step, tag, _ in scalars if tag == "actor/entropy"] == [1, 2, 3, 3]
+    # TensorBoard forgets steps from the one of a session start on.
+    assert [e.step for e in events if e.HasField("session_log")] == [0, 3]
+
+
+def test_an_unwritable_folder_is_a_user_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to the output folder"):
+        metrics.ensure_writable(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match="cannot write"):
+        MetricsWriter(tmp_path / "file")
+
+
+def test_ensure_writable_leaves_nothing_behind(tmp_path):
+    metrics.ensure_writable(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+class _FakeWandb(types.ModuleType):
+    """Keeps what it is told."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.logged, self.num_finished = [], [], 0
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        return self
+
+    def log(self, values, *, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.num_finished += 1
+
+
+def test_wandb_gets_the_values_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
+    wandb = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    options = WandbOptions("math", config={"seed": 1})
+    _run(tmp_path, [1], wandb=options)
+    _run(tmp_path, [2], wandb=options, resume_step=1)
+    _run(tmp_path, [1], wandb=options)
+    assert wandb.logged[0] == (1, {"actor/entropy": 1.0, "critic/rewards/mean": 1 / 7})
+    first, resumed, fresh = (kwargs["id"] for kwargs in wandb.inits)
+    assert first == resumed != fresh
+    assert wandb.inits[0]["config"] == {"seed": 1}
+    assert wandb.num_finished == 3
+
+
+def test_wandb_that_does_not_start_is_a_user_error(tmp_path, monkeypatch):
+    modules = sys.modules
+    monkeypatch.setitem(modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'jaxrl\[wandb\]'"):
+        MetricsWriter(tmp_path, wandb=WandbOptions("math"))
+
+    class Refusing(_FakeWandb):
+        def init(self, **kwargs):
+            raise self.Error("no API key")
+
+    monkeypatch.setitem(modules, "wandb", Refusing())
+    with pytest.raises(UserError, match=r"did not start \(no API key\)"):
+        MetricsWriter(tmp_path, wandb=WandbOptions("math"))
+
+
+def test_timers_accumulate_and_start_again(monkeypatch):
+    clock = iter([0.0, 1.0, 10.0, 12.5, 20.0, 20.5])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    timers = Timers()
+    for _ in range(2):
+        with timers("gen"):
+            pass
+    assert timers.take() == {"timing_s/gen": 3.5}
+    assert timers.take() == {}
+    with pytest.raises(RuntimeError), timers("gen"):
+        raise RuntimeError
+    assert timers.take() == {"timing_s/gen": 0.5}
+
+
+def test_held_out_accuracy_is_found_by_name():
+    row = {
+        "val-core/chain_sum/acc/mean@4": 0.5,
+        "val-core/org/aime-2024/acc/mean@32": 0.25,
+        "val-core/chain_sum/reward/mean@4": 1.0,
+        "val-aux/chain_sum/acc/mean@4": 1.0,
+    }
+    assert metrics.held_out_accuracy(row) == {
+        "chain_sum mean@4": 0.5,
+        "org/aime-2024 mean@32": 0.25,
+    }

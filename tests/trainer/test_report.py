@@ -1,0 +1,200 @@
+"""The report: what it shows, what it leaves out, and that untrusted text stays text."""
+
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl.trainer import report
+from jaxrl.trainer.report import Response, SamplePair, Stage, write_report
+
+
+def _rl_rows(num_steps=40):
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(num_steps):
+        p = step / num_steps
+        row = {
+            "step": step,
+            "time_s": 1e9 + step,
+            "critic/rewards/mean": 2 * p - 1 + rng.normal(0, 0.05),
+            "critic/score/mean": 2 * p - 0.9,
+            "train/accuracy": p,
+            "actor/entropy": 1 - p / 2,
+            "actor/mean_token_prob": 0.5 + p / 2,
+            "response_length/mean": 20 + 10 * p,
+            "actor/pg_clipfrac": 0.001,
+            "actor/pg_clipfrac_lower": 0.0005,
+            "train/num_gen_batches": 2.0,
+            "perf/throughput": 5e4,
+            "timing_s/gen": 1.5,
+            "timing_s/update_actor": 0.5,
+        }
+        if step % 10 == 0:
+            row["val-core/sums $x$ <b>/acc/mean@4"] = p
+            row["timing_s/testing"] = 1.0
+        rows.append(row)
+    return rows
+
+
+def _sft_rows():
+    return [{"step": s, "sft/loss": 2 / s, "sft/token_accuracy": 1 - 1 / s} for s in range(1, 30)]
+
+
+SAMPLE = SamplePair(
+    "5 + 7 - 3 =", "9", Response("Answer: 1", False), Response("5 + 7 = 12 ; Answer: 9", True)
+)
+
+
+def _write(path, **changes):
+    arguments = {
+        "title": "Chain sums",
+        "summary": [("Held-out accuracy", "91.2%")],
+        "stages": [Stage("SFT", _sft_rows()), Stage("DAPO", _rl_rows())],
+        "samples": [SAMPLE],
+        "config_text": "clip_high: 0.28",
+    }
+    write_report(path, **{**arguments, **changes})
+    return path.read_text()
+
+
+def _titles(text):
+    return re.findall(r"<figcaption><b>(.*?)</b>", text)
+
+
+def test_every_curve_is_drawn(tmp_path):
+    text = _write(tmp_path / "report.html")
+    sft, rl = text.split("<h2>DAPO")
+    assert _titles(sft) == ["Loss", "Token accuracy"]
+    assert _titles(rl) == [
+        "Reward",
+        "Accuracy",
+        "Entropy",
+        "Mean token probability",
+        "Response length",
+        "Clipped tokens",
+        "Generation batches",
+        "Throughput",
+        "Time by phase",
+    ]
+    assert text.count("<svg") == 11
+    for shown in ("Held-out accuracy", "91.2%", "clip_high: 0.28", ">nats per token</text>"):
+        assert shown in text
+
+
+def test_curves_without_data_are_left_out(tmp_path):
+    rows = [{"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac": float("nan")} for s in (1, 2)]
+    text = _write(tmp_path / "report.html", stages=[Stage("DAPO", rows), Stage("Empty", [])])
+    assert _titles(text) == ["Entropy"]
+    assert "Empty" not in text
+
+
+def test_a_run_of_one_step_has_a_report(tmp_path):
+    text = _write(tmp_path / "report.html", stages=[Stage("DAPO", _rl_rows(1))], samples=[])
+    assert "Reward" in _titles(text)
+    assert "Samples" not in text
+
+
+def test_the_score_is_shown_only_where_shaping_sets_it_apart(tmp_path):
+    same = [{"step": s, "critic/rewards/mean": s, "critic/score/mean": s} for s in (1, 2)]
+    assert "without shaping" not in _write(tmp_path / "a.html", stages=[Stage("DAPO", same)])
+    assert "without shaping" in _write(tmp_path / "b.html")
+
+
+def test_equal_input_gives_equal_bytes(tmp_path):
+    assert _write(tmp_path / "a.html") == _write(tmp_path / "b.html")
+
+
+def test_the_page_is_well_formed_and_refers_to_nothing_outside(tmp_path):
+    class Page(html.parser.HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open, self.ids, self.tags, self.links = [], [], set(), []
+
+        def handle_starttag(self, tag, attrs):
+            self.tags.add(tag)
+            self.ids += [value for name, value in attrs if name == "id"]
+            self.links += [value for name, value in attrs if name in ("href", "src")]
+            if tag != "meta":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+        def handle_startendtag(self, tag, attrs):
+            self.handle_starttag(tag, attrs)
+            self.handle_endtag(tag)
+
+    text = _write(tmp_path / "report.html")
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert not page.tags & {"script", "img", "link", "iframe"}
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    assert "://" not in text
+    assert set(re.findall(r"url\((.)", text)) == {"#"}
+
+
+def test_untrusted_text_is_escaped(tmp_path):
+    attack = (
+        "</pre><script>alert('x')</script><img src=x onerror=alert(1)> &amp; \x00\x1b[2J \ud800"
+    )
+    pair = SamplePair(attack, attack, Response(attack, False), Response(attack, True))
+    text = _write(tmp_path / "report.html", samples=[pair], config_text=attack, title=attack)
+    assert "<script" not in text
+    assert "<img" not in text
+    assert text.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;") == 7
+    assert "&amp;amp; \\x00\\x1b[2J \\ud800" in text
+    assert "default-src 'none'" in text
+
+
+def test_names_of_data_sets_are_text_too(tmp_path):
+    assert "held out: sums $x$ &lt;b&gt; mean@4" in _write(tmp_path / "report.html")
+
+
+def test_samples_stand_side_by_side_with_their_marks(tmp_path):
+    text = _write(tmp_path / "report.html")
+    before, after = text.index("✗ wrong"), text.index("✓ correct")
+    assert before < text.index("Answer: 1<") < after < text.index("Answer: 9<")
+    assert "of these 1, correct before: 0, after: 1" in text
+
+
+def test_colours_follow_the_theme(tmp_path):
+    svg = "".join(re.findall(r"<svg.*?</svg>", _write(tmp_path / "report.html"), re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]*)", svg)) <= {
+        "none",
+        "var(--muted)",
+        "var(--line)",
+        *(f"var(--c{i})" for i in range(8)),
+    }
+
+
+def test_a_long_run_stays_small(tmp_path):
+    rows = [{"step": s, "actor/entropy": float(s % 7)} for s in range(20_000)]
+    assert len(_write(tmp_path / "report.html", stages=[Stage("DAPO", rows)])) < 1_000_000
+
+
+def test_smoothing_keeps_constants_and_means():
+    np.testing.assert_allclose(report._smooth(np.full(100, 3.0)), 3.0)
+    np.testing.assert_allclose(report._smooth(np.arange(12.0))[1:-1], np.arange(1.0, 11.0))
+    np.testing.assert_array_equal(report._smooth(np.array([1.0, 5.0])), [1.0, 5.0])
+
+
+def test_phases_beyond_the_palette_are_summed():
+    row = {"step": 1, "timing_s/step": 99.0} | {f"timing_s/p{i}": float(i) for i in range(1, 11)}
+    seconds = report._phase_seconds([row, {"step": 2}])
+    assert list(seconds) == ["p10", *(f"p{i}" for i in range(4, 10)), "other"]
+    np.testing.assert_array_equal(seconds["other"], [1 + 2 + 3, 0])
+
+
+def test_phases_stand_in_the_order_of_events():
+    names = ["save_checkpoint", "update_actor", "gen", "zeta"]
+    row = {"step": 1} | {f"timing_s/{name}": 1.0 for name in names}
+    assert list(report._phase_seconds([row])) == ["gen", "update_actor", "save_checkpoint", "zeta"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (0.12345, "0.123")])
+def test_numbers_are_short(value, text):
+    assert report._number(value) == text
