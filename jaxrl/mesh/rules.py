@@ -131,6 +131,20 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def check_divides(
+    setting: str, size: int, axis: str, rules: Rules, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses a setting that does not divide over the mesh axes its logical axis is split over."""
+    shards = shards_of(axis, rules, mesh)
+    if size % shards:
+        sizes = dict(mesh.shape)
+        split = " x ".join(f"{a}={sizes[a]}" for a in rules[axis] if sizes[a] > 1)
+        raise UserError(
+            f"{setting}={size} does not divide over {split} ({shards} shards); "
+            f"use {max(1, size // shards) * shards} or {(size // shards + 1) * shards}, or change the layout"
+        )
+
+
 def shards_of(axis: str, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
     """Into how many parts `rules` splits a logical axis on `mesh`."""
     sizes = dict(mesh.shape)

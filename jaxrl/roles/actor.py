@@ -24,7 +24,9 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Compute, Decoder, Params, decoder_graph, init_params
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
-from jaxrl.types import TrainBatch
+from jaxrl.rollout.driver import sample
+from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.types import Completions, Prompts, TrainBatch
 
 # (logprob, entropy, microbatch) -> (loss, stats), all per token.
 TokenLoss = Callable[[jax.Array, jax.Array, TrainBatch], tuple[jax.Array, dict[str, jax.Array]]]
@@ -75,9 +77,24 @@ class Actor:
     """A policy on a mesh: its state and its compiled programs `logprobs`, `update` and `to_generate`."""
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, *, train: TrainConfig, optim: OptimConfig, temperature: float, generate_dtype: str
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        train: TrainConfig,
+        optim: OptimConfig,
+        engine: EngineConfig,
+        temperature: float,
+        seed: int,
     ):
-        """Builds the programs; `init` or `load` gives the actor its state."""
+        """Builds the programs; `init` or an assignment to `state` gives the actor its weights.
+
+        Args:
+          model, mesh: what is trained, where.
+          train, optim, engine: how it learns and how it samples.
+          temperature: divides the logits wherever a token's probability is taken, in training too.
+          seed: of weights and sampling.
+        """
         self.model = model
         self.mesh = mesh
         self.graph, self.shapes, self.axes = decoder_graph(model)
@@ -90,7 +107,10 @@ class Actor:
         )
         self.train_shardings = shardings(self.axes, self.shapes, TRAIN_RULES, mesh)
         self.generate_shardings = shardings(self.axes, self.shapes, GENERATE_RULES, mesh)
-        self._transition = Transition(self.shapes, self.train_shardings, self.generate_shardings, generate_dtype)
+        self._transition = Transition(self.shapes, self.train_shardings, self.generate_shardings, engine.dtype)
+        self.engine = Engine(model, self.graph, mesh, engine)
+        self._seed = seed
+        self._rollout_params: Params | None = None
         self._logprobs = jax.jit(self._packed_logprobs)
         self._updates: dict[TokenLoss, Any] = {}
         self.state: TrainState | None = None
@@ -121,12 +141,12 @@ class Actor:
     def _fresh_state(self, params: Params) -> TrainState:
         return TrainState(params, self._optimizer.init(params), jnp.int32(0))
 
-    def init(self, seed: int) -> None:
+    def init(self) -> None:
         """Random weights, born sharded."""
         make = jax.jit(
             lambda key: self._fresh_state(init_params(self.model, key)), out_shardings=self.state_shardings()
         )
-        self.state = make(jax.random.key(seed))
+        self.state = make(jax.random.key(self._seed))
 
     def restart(self) -> None:
         """Keeps the weights and forgets the optimiser and the step; for the next stage of training."""
@@ -135,9 +155,40 @@ class Actor:
 
     # Programs
 
-    def generation_params(self) -> Params:
-        """The weights in the generation layout and type."""
-        return self._transition.to_generate(self.state.params)
+    def load_rollout(self) -> None:
+        """Brings the current weights into the generation layout, for `generate` to use."""
+        self._rollout_params = None
+        self._rollout_params = self._transition.to_generate(self.state.params)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        decode_text: Callable[[np.ndarray], str],
+        *,
+        num_samples: int,
+        step: int,
+        temperature: float | None = None,
+    ) -> Completions:
+        """Samples `num_samples` responses to each prompt from the weights of the last `load_rollout`.
+
+        Args:
+          prompts: N prompts.
+          decode_text: token ids to text.
+          num_samples: G.
+          step: enters the sampling keys, with each prompt's id and the sample's index.
+          temperature: 0 is greedy; None takes the actor's own.
+        """
+        assert self._rollout_params is not None, "load_rollout comes before generate"
+        return sample(
+            self.engine,
+            self._rollout_params,
+            prompts,
+            decode_text,
+            num_samples=num_samples,
+            seed=self._seed,
+            step=step,
+            temperature=self._temperature if temperature is None else temperature,
+        )
 
     def place(self, batch: TrainBatch) -> TrainBatch:
         """Host arrays of a batch onto the mesh, rows over the data axes."""

@@ -1,0 +1,269 @@
+"""Every setting of a run, with its one default. Recipes in `configs/` change the lines that matter.
+
+Shapes and layouts of the model, the mesh, the learning step and the optimiser are declared in their own
+rooms; what belongs to a run as a whole is declared here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, Literal
+
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import REMAT_POLICIES
+from jaxrl.roles.actor import TrainConfig
+from jaxrl.roles.optimizer import OptimConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """Where problems come from: a JSONL file, or a procedural task of reasoning-gym.
+
+    Attributes:
+      source: name under which metrics are kept.
+      path: JSONL file; "" takes the task instead.
+      prompt_field, answer_field, solution_field: its fields; solutions are for supervised training only.
+      task, size, seed, options: reasoning-gym data set, how many problems, its seed and its own settings.
+      limit: use only the first so many problems; 0 uses all.
+    """
+
+    source: str = ""
+    path: str = ""
+    prompt_field: str = "problem"
+    answer_field: str = "answer"
+    solution_field: str | None = None
+    task: str = ""
+    size: int = 0
+    seed: int = 0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limit: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Prompts.
+
+    Attributes:
+      train, held_out: problems to train on and to evaluate with; no held-out question is trained on.
+      template: text around a problem, which stands for "{prompt}".
+      chat: send the prompt through the tokenizer's chat template, as one user message.
+      max_prompt_tokens: longest prompt, template included.
+      overlong: what happens to longer ones: left out, cut from the left, or refused.
+      shuffle_seed: of the order of training prompts; None takes the run's seed.
+    """
+
+    train: SourceConfig = SourceConfig()
+    held_out: SourceConfig = SourceConfig()
+    template: str = "{prompt}"
+    chat: bool = False
+    max_prompt_tokens: int = 64
+    overlong: Literal["drop", "left", "error"] = "drop"
+    shuffle_seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """The tokenizer.
+
+    Attributes:
+      path: a Hugging Face tokenizer directory; "" trains a small one on the task's own text.
+      vocab_size: upper bound of the small one, at least 258.
+    """
+
+    path: str = ""
+    vocab_size: int = 320
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised warm start from random weights, on the training problems' written solutions.
+
+    Attributes:
+      num_steps: optimiser updates; 0 skips the stage.
+      examples_per_step: solutions of one update.
+      optim: of this stage.
+      save_every: steps between checkpoints.
+    """
+
+    num_steps: int = 0
+    examples_per_step: int = 32
+    optim: OptimConfig = OptimConfig()
+    save_every: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling of training data.
+
+    Attributes:
+      num_prompts: prompts of a step.
+      num_samples: G, answers to each.
+      generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
+      max_generation_batches: how many of these a step may take to find enough mixed groups.
+      max_response_tokens: limit of a response, end-of-sequence included.
+      temperature: divides the logits, in sampling and in training.
+      slots: samples decoded side by side.
+      prefill_prompts: prompts of one prefill.
+      tokens_per_dispatch: tokens decoded between two looks of the host.
+      dtype: of weights, activations and cache in generation.
+      unroll: layers per iteration of the layer scan.
+    """
+
+    num_prompts: int = 32
+    num_samples: int = 8
+    generation_prompts: int = 48
+    max_generation_batches: int = 10
+    max_response_tokens: int = 64
+    temperature: float = 1.0
+    slots: int = 256
+    prefill_prompts: int = 32
+    tokens_per_dispatch: int = 16
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    unroll: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """Rewards.
+
+    Attributes:
+      grader: a name of `jaxrl.rewards.GRADERS`.
+      overlong_buffer_tokens: width of the soft punishment before the limit; 0 turns it off.
+      overlong_penalty: its depth.
+    """
+
+    grader: str = "answer"
+    overlong_buffer_tokens: int = 16
+    overlong_penalty: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """DAPO's own numbers.
+
+    Attributes:
+      clip_low, clip_high: how far the probability ratio may fall or rise (clip-higher).
+      dual_clip: bound on the ratio where the advantage is negative.
+      normalize_std: divide advantages by the group's standard deviation.
+      updates_per_step: minibatches of a step, one optimiser update each.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 10.0
+    normalize_std: bool = True
+    updates_per_step: int = 4
+
+    def __post_init__(self):
+        if not 0 <= self.clip_low < 1 or self.clip_high < 0:
+            raise ValueError(
+                f"clip_low {self.clip_low} and clip_high {self.clip_high} bound the ratio to "
+                "[1 - clip_low, 1 + clip_high]; clip_low lies in [0, 1), clip_high is not negative"
+            )
+        if self.dual_clip <= 1:
+            raise ValueError(f"dual_clip {self.dual_clip} is not above 1; use 3 to 10")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on the held-out problems.
+
+    Attributes:
+      every: steps between evaluations; there is also one before the first step and one after the last.
+      num_samples: answers to each problem; accuracy is their mean (avg@n).
+      temperature: 0 is greedy.
+    """
+
+    every: int = 10
+    num_samples: int = 8
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run leaves behind and how long it goes on.
+
+    Attributes:
+      output: folder under which each run has its own, <output>/<name>/seed<seed>.
+      num_steps: rollout steps.
+      save_every: steps between checkpoints; the last step is always saved.
+      keep_checkpoints: how many of them stay.
+      resume: go on from the newest intact checkpoint; False refuses a folder that holds a run.
+      wandb_project: also log to this wandb project (extra `wandb`); "" does not.
+      report_samples: held-out problems whose answers the report shows before and after.
+    """
+
+    output: str = "runs"
+    num_steps: int = 100
+    save_every: int = 10
+    keep_checkpoints: int = 2
+    resume: bool = True
+    wandb_project: str = ""
+    report_samples: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run.
+
+    Attributes:
+      name: of the recipe; names the output folder.
+      seed: of weights, data order and sampling.
+      weights: Hugging Face directory to start from; "" starts from random weights.
+      hardware: for people: what the recipe is meant to run on.
+    """
+
+    name: str = "run"
+    seed: int = 0
+    weights: str = ""
+    hardware: str = ""
+    mesh: LayoutConfig = LayoutConfig()
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+
+    def __post_init__(self):
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.train.row_tokens < longest:
+            raise ValueError(
+                f"train.row_tokens {self.train.row_tokens} cannot hold the longest sequence, "
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + rollout.max_response_tokens "
+                f"{self.rollout.max_response_tokens} = {longest}; raise it to at least {longest}"
+            )
+        batch = self.rollout.num_prompts * self.rollout.num_samples
+        if batch % self.algorithm.updates_per_step:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} x rollout.num_samples "
+                f"{self.rollout.num_samples} = {batch} sequences do not divide into "
+                f"algorithm.updates_per_step {self.algorithm.updates_per_step} minibatches; "
+                "choose a divisor"
+            )
+        if self.rollout.num_samples < 2:
+            raise ValueError(
+                f"rollout.num_samples {self.rollout.num_samples}: an advantage relative to the group needs "
+                "at least 2 answers to each prompt"
+            )
+        if self.reward.overlong_buffer_tokens >= self.rollout.max_response_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer_tokens {self.reward.overlong_buffer_tokens} leaves nothing unpunished "
+                f"of rollout.max_response_tokens {self.rollout.max_response_tokens}; make it smaller"
+            )
+        if self.train.remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"train.remat {self.train.remat!r} is not one of {', '.join(REMAT_POLICIES)}"
+            )
+
+    @property
+    def run_folder(self) -> pathlib.Path:
+        """Where everything of this run lies."""
+        return pathlib.Path(self.run.output) / self.name / f"seed{self.seed}"

@@ -1,0 +1,46 @@
+"""SIGTERM and Ctrl-C: finish what must not be torn, save, leave."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopRequested(Exception):
+    """Raised at a safe point after a signal asked the run to stop."""
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGINT arrived; a second SIGINT interrupts at once.
+
+    Use as a context manager in the main thread.
+    """
+
+    def __init__(self):
+        self.received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.received == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def check(self) -> None:
+        """Raises StopRequested if a signal has arrived. Call where nothing is half done."""
+        if self.received is not None:
+            raise StopRequested
+
+    @property
+    def exit_status(self) -> int:
+        """0 after SIGTERM, which is how schedulers end a healthy job; 130 after Ctrl-C."""
+        return 130 if self.received == signal.SIGINT else 0

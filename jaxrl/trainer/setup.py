@@ -1,0 +1,169 @@
+"""From a config to the parts of a run: tokenizer, problems, mesh, actor. Checks before it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
+from jaxrl.data.stream import held_out_prompts
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
+from jaxrl.models.config import ModelConfig
+from jaxrl.roles.actor import Actor
+from jaxrl.rollout.engine import EngineConfig
+from jaxrl.trainer.config import Config, SourceConfig
+from jaxrl.types import Prompts
+
+# Enough text for every word of a procedural task.
+_TOKENIZER_RECORDS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What both stages of a run share.
+
+    Attributes:
+      config: of the run.
+      tokenizer: of the policy.
+      train: problems to train on; none of them is among the held-out ones.
+      held_out: prompts of the evaluation.
+      mesh: the devices.
+      model: the config's model, told which ids the tokenizer has.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    train: Sequence[Record]
+    held_out: Prompts
+    mesh: Mesh
+    model: ModelConfig
+
+
+def build_parts(config: Config) -> Parts:
+    """Reads data and tokenizer, takes the devices, and checks that everything fits together."""
+    train, held_out = _records(config)
+    tokenizer = _tokenizer(config, train)
+    layout = ParallelLayout.from_config(config.mesh)
+    mesh = build_mesh(layout)
+    _check_batches(config, mesh)
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out_prompts(held_out, tokenizer, **prompt_options(config)),
+        mesh=mesh,
+        model=_model_for(config.model, tokenizer),
+    )
+
+
+def prompt_options(config: Config) -> dict[str, Any]:
+    """How a problem becomes a prompt, as keywords of the streams."""
+    data = config.data
+    return {
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "template": data.template,
+        "chat": data.chat,
+        "overlong": data.overlong,
+    }
+
+
+def build_actor(parts: Parts, *, optim) -> Actor:
+    """The actor with the programs of one stage; it has no weights yet."""
+    config = parts.config
+    return Actor(
+        parts.model,
+        parts.mesh,
+        train=config.train,
+        optim=optim,
+        engine=engine_config(config, parts.tokenizer),
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+    )
+
+
+def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
+    """Shapes of the rollout programs."""
+    rollout = config.rollout
+    return EngineConfig(
+        slots=rollout.slots,
+        prefill_prompts=rollout.prefill_prompts,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        tokens_per_dispatch=rollout.tokens_per_dispatch,
+        stop_ids=tokenizer.stop_ids,
+        dtype=jnp.dtype(rollout.dtype),
+        unroll=rollout.unroll,
+    )
+
+
+def packed_shape(config: Config, *, sequences: int, updates: int) -> PackedShape:
+    """Shape of a step's packed arrays; holds any `sequences` sequences of legal length."""
+    return PackedShape.for_sequences(
+        sequences,
+        longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        minibatches=updates,
+        rows=config.train.rows,
+        tokens=config.train.row_tokens,
+    )
+
+
+def _records(config: Config) -> tuple[Sequence[Record], Sequence[Record]]:
+    held_out = _read(config.data.held_out, "data.held_out")
+    train = _read(config.data.train, "data.train")
+    return disjoint(train, held_out), held_out
+
+
+def _read(source: SourceConfig, setting: str) -> Sequence[Record]:
+    if bool(source.path) == bool(source.task):
+        raise UserError(
+            f"{setting} names {'both a file and a task' if source.path else 'neither a file nor a task'}; "
+            f"set {setting}.path to a JSONL file or {setting}.task to a reasoning-gym data set"
+        )
+    if source.path:
+        records: Sequence[Record] = JsonlRecords(
+            source.path,
+            prompt_field=source.prompt_field,
+            answer_field=source.answer_field,
+            solution_field=source.solution_field,
+            source=source.source,
+        )
+    else:
+        records = ReasoningGymRecords(
+            source.task, size=source.size, seed=source.seed, **source.options
+        )
+    return records[: source.limit] if source.limit else records
+
+
+def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
+    if config.tokenizer.path:
+        return load_tokenizer(config.tokenizer.path)
+    texts = [
+        config.data.template.replace("{prompt}", record.prompt) + (record.solution or record.answer)
+        for record in train[:_TOKENIZER_RECORDS]
+    ]
+    return train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
+
+
+def _model_for(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size} rows; "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}, or use the model's own tokenizer"
+        )
+    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+
+
+def _check_batches(config: Config, mesh: Mesh) -> None:
+    check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
+    check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
+    check_divides("rollout.slots", config.rollout.slots, "batch", GENERATE_RULES, mesh)
+    check_divides("rollout.prefill_prompts", config.rollout.prefill_prompts, "batch", GENERATE_RULES, mesh)

@@ -1,0 +1,82 @@
+"""What a step is told as: flat metrics, named as verl's users know them.
+
+Differences to verl, on purpose: every mean over tokens is taken once, over the whole step or minibatch, so
+it does not move with microbatches; `actor/lr` is the rate the step was trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl.types import Completions, Scored, TrainBatch
+
+
+def batch_metrics(groups: Scored, *, max_response_tokens: int, max_prompt_tokens: int) -> dict[str, float]:
+    """Rewards and lengths of the sequences a step trains on."""
+    completions = groups.completions
+    prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
+    response_lengths = completions.lengths_B
+    return {
+        **_spread("critic/score", groups.score_B),
+        **_spread("critic/rewards", groups.reward_B),
+        **_spread("response_length", response_lengths),
+        "response_length/clip_ratio": float(completions.truncated_B.mean()),
+        **_spread("prompt_length", prompt_lengths),
+        "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
+        "perf/total_num_tokens": float(
+            response_lengths.sum() + prompt_lengths.sum() * completions.num_samples
+        ),
+        "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
+    }
+
+
+def policy_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Advantages, and how far the sampler's probabilities are from the trainer's, over trained tokens."""
+    trained = np.asarray(batch.loss_mask) > 0
+    advantage = np.asarray(batch.advantage)[trained]
+    rollout = np.asarray(batch.rollout_logprob)[trained]
+    old = np.asarray(batch.old_logprob)[trained]
+    difference = np.abs(np.exp(rollout) - np.exp(old))
+    return {
+        **_spread("critic/advantages", advantage),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_std": float(difference.std()),
+        "rollout_corr/kl": float((rollout - old).mean()),
+    }
+
+
+def actor_metrics(update: Mapping[str, float]) -> dict[str, float]:
+    """The update's own means, under `actor/`."""
+    renamed = {"loss": "pg_loss"}
+    return {f"actor/{renamed.get(name, name)}": float(value) for name, value in update.items()}
+
+
+def evaluation_metrics(scored: Scored) -> dict[str, float]:
+    """Accuracy by data set, mean@n and best@n of n samples, and what the answers look like."""
+    completions = scored.completions
+    n = completions.num_samples
+    sources = np.array(completions.prompts.sources)
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(completions.prompts.sources):
+        correct_NG = scored.correct_NG[sources == source]
+        rows = completions.rows_of(np.flatnonzero(sources == source))
+        metrics[f"val-core/{source}/acc/mean@{n}"] = float(correct_NG.mean())
+        metrics[f"val-aux/{source}/acc/pass@{n}"] = float(correct_NG.any(axis=1).mean())
+        metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B[rows].mean())
+        metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions, rows)
+    return metrics
+
+
+def _token_mean(completions: Completions, rows: np.ndarray) -> float:
+    return float(np.concatenate([completions.entropy[row] for row in rows]).mean())
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

@@ -1,0 +1,20 @@
+"""Trains a recipe: python launch/train.py --config configs/dapo_tiny.py [--config.seed=1] [--dry_run]."""
+
+import sys
+
+from jaxrl.mesh import devices
+from jaxrl.trainer import command_line, program
+from jaxrl.trainer.config import Config
+
+
+def main(config: Config, *, dry_run: bool) -> int:
+    """Trains a recipe, or only checks it and prints what it would take."""
+    if dry_run:
+        return program.dry_run(config)
+    if config.mesh.simulated_devices:
+        devices.simulate(config.mesh.simulated_devices)
+    return program.train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run(main, Config, switches={"dry_run": "check and print, allocate nothing"}))

@@ -1,0 +1,339 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
+from jaxrl.models.attention import cached_attention, segment_attention
+from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.decoder import (
+    REMAT_POLICIES,
+    Compute,
+    decoder_graph,
+    init_params,
+    rotary_angles,
+    rotate,
+)
+from jaxrl.models.logprobs import token_logprobs
+
+TINY = ModelConfig(
+    vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
+)
+FAMILIES = {
+    "qwen2": TINY,
+    "qwen3": dataclasses.replace(TINY, qkv_bias=False, qk_norm=True),
+    # head_dim * num_heads is not d_model, the unembedding is its own, wavelengths are stretched.
+    "llama": dataclasses.replace(
+        TINY,
+        qkv_bias=False,
+        tie_embeddings=False,
+        d_model=20,
+        rope_scaling=RopeScaling(factor=4.0, original_max_positions=16),
+    ),
+}
+
+
+@functools.cache
+def model_of(config: ModelConfig):
+    """Graph and weights; biases and norm scales are random too, or they could not be seen missing."""
+    graph, _, _ = decoder_graph(config)
+    leaves, tree = jax.tree.flatten(init_params(config, jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [
+        leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return graph, jax.tree.unflatten(tree, noisy)
+
+
+def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=None):
+    """Log-probability of every token, the plain way."""
+    graph, _, _ = decoder_graph(config)
+    model = nnx.merge(graph, params)
+    compute = compute or Compute()
+
+    def attend(q, k, v, _):
+        return segment_attention(q, k, v, segment_ids_BT), None
+
+    hidden_BTD, _ = model(tokens_BT, positions_BT, attend, compute=compute)
+    return token_logprobs(
+        lambda hidden: model.logits(hidden, compute=compute),
+        hidden_BTD,
+        tokens_BT,
+        segment_ids_BT,
+        temperature=1.0,
+        chunk_tokens=8,
+    )[0]
+
+
+def random_tokens(length: int, *, rows: int = 1, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, TINY.vocab_size, (rows, length)).astype(np.int32)
+
+
+def whole_sequence(tokens_BT):
+    """Positions and segment ids of rows that hold one sequence each."""
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+    return positions_BT, np.ones_like(tokens_BT)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_the_parameter_count_is_that_of_the_weights(tie_embeddings, qkv_bias, qk_norm):
+    config = dataclasses.replace(
+        TINY, tie_embeddings=tie_embeddings, qkv_bias=qkv_bias, qk_norm=qk_norm
+    )
+    _, shapes, _ = decoder_graph(config)
+    assert config.num_params == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_every_weight_names_an_axis_for_each_dimension(config):
+    _, shapes, axes = decoder_graph(config)
+    jax.tree.map(
+        lambda names, leaf: (
+            assert_names(names, leaf.ndim)
+        ),
+        axes,
+        shapes,
+        is_leaf=lambda v: isinstance(v, tuple),
+    )
+    layers = jax.tree.leaves(axes["layers"], is_leaf=lambda v: isinstance(v, tuple))
+    assert {names[0] for names in layers} == {"layers"}
+
+
+def assert_names(names: tuple[str, ...], ndim: int) -> None:
+    assert len(names) == ndim
+    assert set(names) <= set(TRAIN_RULES) & set(GENERATE_RULES)
+
+
+def test_fresh_weights_have_the_planned_shapes_and_scale():
+    _, shapes, _ = decoder_graph(TINY)
+    params = init_params(TINY, jax.random.key(0))
+    jax.tree.map(lambda p, s: (p.shape, p.dtype) == (s.shape, s.dtype) or pytest.fail(), params, shapes)
+    layers = params["layers"]
+    # Layers are drawn apart.
+    assert not np.array_equal(layers["mlp"]["up"][0], layers["mlp"]["up"][1])
+    np.testing.assert_allclose(np.std(layers["mlp"]["up"]), TINY.d_model**-0.5, rtol=0.1)
+    np.testing.assert_allclose(np.std(layers["mlp"]["down"]), TINY.d_ff**-0.5, rtol=0.1)
+    assert (np.asarray(layers["attention"]["q_bias"]) == 0).all()
+    assert (np.asarray(layers["attention_norm"]["scale"]) == 1).all()
+
+
+def test_the_same_key_gives_the_same_weights():
+    first, again, other = (init_params(TINY, jax.random.key(seed)) for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embedding"], other["embedding"])
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_packed_equals_unpacked(config):
+    _, params = model_of(config)
+    run = jax.jit(functools.partial(forward, config))
+    lengths = [7, 5, 3]
+    sequences = [random_tokens(n, seed=n)[0] for n in lengths]
+    T = 18
+    tokens, positions, segments = (np.zeros((1, T), np.int32) for _ in range(3))
+    starts = np.cumsum([0, *lengths[:-1]])
+    for i, (start, sequence) in enumerate(zip(starts, sequences, strict=True), start=1):
+        at = slice(start, start + len(sequence))
+        tokens[0, at], positions[0, at], segments[0, at] = sequence, np.arange(len(sequence)), i
+    packed = run(params, tokens, positions, segments)
+    for start, sequence in zip(starts, sequences, strict=True):
+        alone = np.zeros((1, T), np.int32)
+        alone[0, : len(sequence)] = sequence
+        segment = (np.arange(T) < len(sequence)).astype(np.int32)[None]
+        logprob = run(params, alone, np.arange(T, dtype=np.int32)[None] * segment, segment)
+        np.testing.assert_allclose(
+            packed[0, start : start + len(sequence)], logprob[0, : len(sequence)], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
+    graph, params = model_of(config)
+    tokens_BT = random_tokens(9, rows=2)
+    T = tokens_BT.shape[1]
+    prompt = 4
+    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
+    compute = Compute()
+
+    def keep_kv(q, k, v, _):
+        return segment_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32)), (k, v)
+
+    @jax.jit
+    def whole(tokens_BT, positions_BT):
+        model = nnx.merge(graph, params)
+        hidden, kv = model(tokens_BT, positions_BT, keep_kv, compute=compute)
+        return model.logits(hidden, compute=compute), kv
+
+    @jax.jit
+    def one(token_B, cache_k, cache_v, length_B):
+        model = nnx.merge(graph, params)
+
+        def attend(q, k, v, cache):
+            q, k, v = q[:, 0], k[:, 0], v[:, 0]
+            return cached_attention(q, k, v, *cache, length_B)[:, None], (k, v)
+
+        hidden, kv = model(
+            token_B[:, None], length_B[:, None], attend, compute=compute, per_layer=(cache_k, cache_v)
+        )
+        return model.logits(hidden[:, 0], compute=compute), kv
+
+    positions_BT = whole_sequence(tokens_BT)[0]
+    logits_BTV, _ = whole(tokens_BT, positions_BT)
+    _, (k, v) = whole(tokens_BT[:, :prompt], positions_BT[:, :prompt])
+    cache_k = np.full((L, 2, K, H, T), 9.0, np.float32)
+    cache_v = np.full((L, 2, K, T, H), 9.0, np.float32)
+    cache_k[..., :prompt] = k.transpose(0, 1, 3, 4, 2)
+    cache_v[:, :, :, :prompt] = v.transpose(0, 1, 3, 2, 4)
+    for t in range(prompt, T):
+        logits_BV, (k, v) = one(tokens_BT[:, t], cache_k, cache_v, np.full(2, t, np.int32))
+        np.testing.assert_allclose(logits_BV, logits_BTV[:, t], atol=1e-5)
+        cache_k[..., t], cache_v[:, :, :, t] = k, v
+
+
+def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
+    _, params = model_of(TINY)
+    tokens_BT = random_tokens(10, rows=2)
+
+    def evaluate(compute):
+        def total(params):
+            return forward(TINY, params, tokens_BT, *whole_sequence(tokens_BT), compute).sum()
+
+        return jax.jit(jax.value_and_grad(total))(params)
+
+    expected = evaluate(Compute())
+    variants = [Compute(remat=name) for name in REMAT_POLICIES if name != "none"]
+    for compute in [*variants, Compute(unroll=2), Compute(remat="full", unroll=2)]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+            evaluate(compute),
+            expected,
+        )
+
+
+def test_rematerialising_keeps_less():
+    """The policies differ in what they save: full < projections < none."""
+    tokens_BT = random_tokens(10, rows=2)
+    _, shapes, _ = decoder_graph(dataclasses.replace(TINY, num_layers=8))
+    config = dataclasses.replace(TINY, num_layers=8)
+
+    def saved_bytes(remat):
+        def total(params):
+            return forward(
+                config, params, tokens_BT, *whole_sequence(tokens_BT), Compute(remat=remat)
+            ).sum()
+
+        residuals = jax.eval_shape(lambda params: jax.vjp(total, params)[1], shapes)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+    assert saved_bytes("full") < saved_bytes("projections") < saved_bytes("none")
+
+
+def test_padding_ids_never_get_probability():
+    config = dataclasses.replace(TINY, num_tokens=20)
+    graph, params = model_of(config)
+    model = nnx.merge(graph, params)
+    # A state that points straight at a padding row would choose it.
+    hidden = 50 * model.embedding[...][22]
+    logits_V = model.logits(hidden, compute=Compute())
+    assert np.argmax(hidden @ model.embedding[...].T) == 22
+    p_V = np.asarray(jax.nn.softmax(logits_V))
+    np.testing.assert_array_equal(p_V[20:], 0)
+    np.testing.assert_allclose(p_V.sum(), 1, rtol=1e-6)
+
+    gradient = jax.grad(lambda h: jax.nn.log_softmax(model.logits(h, compute=Compute()))[3])(hidden)
+    assert np.isfinite(gradient).all()
+
+
+def test_every_weight_takes_part():
+    """A weight without gradient would be one that the forward pass forgot."""
+    tokens_BT = random_tokens(12, rows=4)
+    for config in FAMILIES.values():
+        _, params = model_of(config)
+        gradient = jax.jit(
+            jax.grad(
+                lambda params, config=config: forward(
+                    config, params, tokens_BT, *whole_sequence(tokens_BT)
+                ).sum()
+            )
+        )(params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+            axes = tuple(range(1, leaf.ndim)) if "layers" in jax.tree_util.keystr(path) else None
+            assert (np.abs(leaf).max(axis=axes) > 0).all(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("stage", ["traced", "compiled"])
+def test_the_program_does_not_grow_with_depth(stage):
+    tokens_BT = random_tokens(8)
+
+    def size(num_layers):
+        config = dataclasses.replace(TINY, num_layers=num_layers)
+        _, shapes, _ = decoder_graph(config)
+        program = jax.jit(
+            jax.grad(
+                lambda params: forward(config, params, tokens_BT, *whole_sequence(tokens_BT)).sum()
+            )
+        ).lower(shapes)
+        return len((program if stage == "traced" else program.compile()).as_text())
+
+    assert abs(size(64) / size(4) - 1) < 0.1
+
+
+def test_rotation_depends_on_distance_alone():
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(1, 1, 1, 8)).astype(np.float32) for _ in range(2))
+
+    def product(i, j):
+        at = [rotary_angles(jnp.array([[n]]), 8, 10_000.0, None) for n in (i, j)]
+        return (rotate(q, at[0]) * rotate(k, at[1])).sum()
+
+    np.testing.assert_allclose(product(7, 3), product(107, 103), rtol=1e-4)
+    np.testing.assert_allclose(product(5, 5), (q * k).sum(), rtol=1e-5)
+    assert abs(product(7, 3) - product(3, 7)) > 1e-3
+
+
+def test_rotation_by_hand():
+    """Head size 4, theta 100: pairs (0, 2) and (1, 3) turn by position and position / 10 radians."""
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    rotated = rotate(x, rotary_angles(jnp.array([[2]]), 4, 100.0, None)).reshape(4)
+    c, s, c10, s10 = np.cos(2), np.sin(2), np.cos(0.2), np.sin(0.2)
+    expected = [c - 3 * s, 2 * c10 - 4 * s10, 3 * c + s, 4 * c10 + 2 * s10]
+    np.testing.assert_allclose(rotated, expected, rtol=1e-5)
+
+
+def test_stretched_wavelengths_keep_short_ones_and_divide_long_ones():
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+    def frequencies(scaling):
+        cos, sin = rotary_angles(jnp.array([[1]]), 64, 500_000.0, scaling)
+        return np.arctan2(sin, cos).reshape(-1)
+
+    plain, stretched = frequencies(None), frequencies(scaling)
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(stretched[turns > 4], plain[turns > 4], rtol=1e-6)
+    np.testing.assert_allclose(stretched[turns < 1], plain[turns < 1] / 8, rtol=1e-5)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    blend = (turns[between] - 1) / 3
+    np.testing.assert_allclose(
+        stretched[between], plain[between] * (blend + (1 - blend) / 8), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads 3 is not a multiple of num_kv_heads 2"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"num_tokens": 25}, "num_tokens 25 exceeds vocab_size 24"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_their_values(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)

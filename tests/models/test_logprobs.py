@@ -1,0 +1,141 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.logprobs import log_softmax_entropy, token_logprobs
+
+B, T, D, V = 2, 11, 4, 7
+SEGMENT_IDS_BT = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0], [1] * 11], np.int32)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    rng = np.random.default_rng(0)
+    hidden_BTD = rng.normal(size=(B, T, D)).astype(np.float32)
+    weight_DV = rng.normal(size=(D, V)).astype(np.float32)
+    tokens_BT = rng.integers(0, V, (B, T)).astype(np.int32)
+    return hidden_BTD, weight_DV, tokens_BT
+
+
+def logprobs(hidden_BTD, weight_DV, tokens_BT, *, temperature=1.0, chunk_tokens=T):
+    return token_logprobs(
+        lambda hidden: hidden @ weight_DV,
+        jnp.asarray(hidden_BTD),
+        jnp.asarray(tokens_BT),
+        jnp.asarray(SEGMENT_IDS_BT),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def twin(hidden_BTD, weight_DV, tokens_BT, temperature):
+    """Token by token in float64: what the hidden state before it says about it."""
+    logprob_BT, entropy_BT = np.zeros((B, T)), np.zeros((B, T))
+    for b, t in np.ndindex(B, T):
+        segment = SEGMENT_IDS_BT[b, t]
+        if t == 0 or segment == 0 or SEGMENT_IDS_BT[b, t - 1] != segment:
+            continue
+        logits_V = hidden_BTD[b, t - 1].astype(np.float64) @ weight_DV / temperature
+        log_V = logits_V - np.log(np.exp(logits_V).sum())
+        logprob_BT[b, t] = log_V[tokens_BT[b, t]]
+        entropy_BT[b, t] = -(np.exp(log_V) * log_V).sum()
+    return logprob_BT, entropy_BT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_equal_to_the_numpy_twin(inputs, temperature):
+    logprob_BT, entropy_BT = logprobs(*inputs, temperature=temperature)
+    expected_logprob_BT, expected_entropy_BT = twin(*inputs, temperature)
+    np.testing.assert_allclose(logprob_BT, expected_logprob_BT, atol=2e-6)
+    np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=2e-6)
+
+
+def test_a_segments_first_token_and_padding_are_zero(inputs):
+    no_past_BT = np.zeros((B, T), bool)
+    no_past_BT[0, [0, 4, 6, 9, 10]] = True
+    no_past_BT[1, 0] = True
+    for values_BT in logprobs(*inputs):
+        np.testing.assert_array_equal(np.asarray(values_BT) == 0, no_past_BT)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 10, 1000])
+def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
+    hidden_BTD, weight_DV, tokens_BT = inputs
+    cotangent_BT = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
+
+    def weighted(hidden_BTD, weight_DV, chunk_tokens):
+        logprob_BT, entropy_BT = logprobs(hidden_BTD, weight_DV, tokens_BT, chunk_tokens=chunk_tokens)
+        return (cotangent_BT * (logprob_BT + 0.3 * entropy_BT)).sum()
+
+    evaluate = jax.value_and_grad(weighted, argnums=(0, 1))
+    whole, chunked = (evaluate(hidden_BTD, weight_DV, chunk) for chunk in (T, chunk_tokens))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_the_gradient_is_that_of_the_twin(inputs):
+    """d log p(token) / d logits = onehot - p, by hand."""
+    hidden_BTD, weight_DV, tokens_BT = inputs
+    gradient_BTD = jax.grad(lambda h: logprobs(h, weight_DV, tokens_BT, chunk_tokens=3)[0].sum())(
+        jnp.asarray(hidden_BTD)
+    )
+    expected_BTD = np.zeros((B, T, D))
+    for b in range(B):
+        for t in range(1, T):
+            if SEGMENT_IDS_BT[b, t] and SEGMENT_IDS_BT[b, t] == SEGMENT_IDS_BT[b, t - 1]:
+                p_V = np.exp(hidden_BTD[b, t - 1] @ weight_DV)
+                onehot_V = np.eye(V)[tokens_BT[b, t]]
+                expected_BTD[b, t - 1] = weight_DV @ (onehot_V - p_V / p_V.sum())
+    np.testing.assert_allclose(gradient_BTD, expected_BTD, atol=1e-5)
+
+
+def test_the_last_hidden_state_of_a_segment_speaks_about_nothing(inputs):
+    hidden_BTD, weight_DV, tokens_BT = inputs
+    changed_BTD = hidden_BTD.copy()
+    changed_BTD[0, [3, 5, 8, 9, 10]] += 100
+    changed_BTD[1, -1] += 100
+    for before, after in zip(
+        logprobs(hidden_BTD, weight_DV, tokens_BT),
+        logprobs(changed_BTD, weight_DV, tokens_BT),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_entropy_by_hand():
+    logprobs_V, entropy = log_softmax_entropy(jnp.log(jnp.array([0.5, 0.25, 0.25])))
+    np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.25, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(entropy, 1.5 * np.log(2), rtol=1e-6)
+
+
+def test_ids_without_probability_leave_entropy_finite():
+    logprobs_V, entropy = log_softmax_entropy(jnp.array([0.0, 0.0, -1e30]))
+    np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.5, 0.0])
+    np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4])
+def test_logits_of_the_whole_batch_are_never_in_memory(chunk_tokens):
+    """Forward and backward: no intermediate holds B x T x V values."""
+    vocabulary, tokens = 997, 64
+    tokens_BT = jnp.zeros((B, tokens), jnp.int32)
+
+    def mean(hidden_BTD, weight_DV):
+        return token_logprobs(
+            lambda hidden: hidden @ weight_DV,
+            hidden_BTD,
+            tokens_BT,
+            jnp.ones_like(tokens_BT),
+            temperature=1.0,
+            chunk_tokens=chunk_tokens,
+        )[0].sum()
+
+    shapes = (
+        jax.ShapeDtypeStruct((B, tokens, D), jnp.float32),
+        jax.ShapeDtypeStruct((D, vocabulary), jnp.float32),
+    )
+    text = jax.jit(jax.grad(mean, argnums=(0, 1))).lower(*shapes).compile().as_text()
+    assert f"[{B},{chunk_tokens},{vocabulary}]" in text
+    assert f"{tokens // chunk_tokens},{B},{chunk_tokens},{vocabulary}]" not in text
+    assert f"[{B},{tokens},{vocabulary}]" not in text
