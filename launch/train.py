@@ -17,4 +17,6 @@ def main(config: Config, *, dry_run: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, Config, switches={"dry_run": "check and print, allocate nothing"}))
+    sys.exit(
+        command_line.run(main, Config, switches={"dry_run": "check and print, allocate nothing"})
+    )

@@ -1,6 +1,6 @@
 """Packing ragged sequences into rows of equal length, for a program that is compiled once.
 
-    U minibatches   M microbatches   R rows   T tokens of a row
+U minibatches   M microbatches   R rows   T tokens of a row
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ class PackedShape:
             )
         if longest > tokens:
             raise UserError(
-                f"rows of {tokens} tokens cannot hold a sequence of {longest}; raise the row to at least {longest}"
+                f"rows of {tokens} tokens cannot hold a sequence of {longest}; "
+                f"raise the row to at least {longest}"
             )
-        # Any two of the rows that first-fit fills hold more than one row of tokens together, and each row
-        # takes at least floor(tokens / longest) sequences but for the last.
-        most_rows = -(-(num_sequences // minibatches) // (tokens // longest))
+        # With k = floor(tokens / longest), a row of fewer than k sequences has room for one more of any
+        # length. First-fit opens a row only when no other has room, so all rows but the last hold at
+        # least k. If all sequences are as long as can be, it is exactly k: the bound is tight.
+        per_row = tokens // longest
+        most_rows = -(-(num_sequences // minibatches) // per_row)
         return PackedShape(minibatches, -(-most_rows // rows), rows, tokens)
 
 
@@ -88,32 +91,41 @@ class Packing:
 def plan_packing(lengths: Sequence[int], shape: PackedShape) -> Packing:
     """Places sequences, in order, an equal number to each minibatch, first-fit by decreasing length.
 
-    Rows of one microbatch end up nearly equally full, so data shards have equal work.
+    At most one row of a minibatch is half empty: two such rows would have been one. The shape must
+    hold the sequences, as one from `PackedShape.for_sequences` does.
     """
-    lengths = np.asarray(lengths, np.int64)
+    tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
+    assert len(tokens_of) % U == 0, f"{len(tokens_of)} sequences do not divide into {U} minibatches"
+    assert np.all((tokens_of > 0) & (tokens_of <= T)), f"sequences must have 1 to {T} tokens"
     positions, segment_ids = (np.zeros((U, M, R, T), np.int32) for _ in range(2))
-    starts = np.zeros(len(lengths), np.int64)
+    starts = np.zeros(len(tokens_of), np.int64)
     num_micro_U = np.zeros(U, np.int32)
-    per_minibatch = len(lengths) // U
+    per_minibatch = len(tokens_of) // U
     for u in range(U):
         members = np.arange(u * per_minibatch, (u + 1) * per_minibatch)
-        rows = _first_fit_decreasing(members, lengths, T)
+        rows = _first_fit_decreasing(members, tokens_of, T)
+        assert len(rows) <= M * R, (
+            f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
+            "shorter sequences"
+        )
         num_micro_U[u] = -(-len(rows) // R)
         for index, row in enumerate(rows):
             # Deal rows out so that a last, partly filled microbatch is the only one with empty rows.
             micro, r = divmod(index, R)
             offset = 0
             for segment, i in enumerate(row, start=1):
-                n = int(lengths[i])
+                n = int(tokens_of[i])
                 positions[u, micro, r, offset : offset + n] = np.arange(n)
                 segment_ids[u, micro, r, offset : offset + n] = segment
                 starts[i] = np.ravel_multi_index((u, micro, r, offset), (U, M, R, T))
                 offset += n
-    return Packing(shape, positions, segment_ids, num_micro_U, starts, lengths)
+    return Packing(shape, positions, segment_ids, num_micro_U, starts, tokens_of)
 
 
-def _first_fit_decreasing(members: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def _first_fit_decreasing(
+    members: np.ndarray, lengths: np.ndarray, capacity: int
+) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(members.tolist(), key=lambda i: (-lengths[i], i)):

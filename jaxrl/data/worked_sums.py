@@ -1,11 +1,13 @@
-"""Worked solutions of integer sums, the text that the demo's model is first taught to write.
+"""Solutions of integer sums as different people might write them: the demo's "pretraining" text.
 
-    23 + 60 - 71        23 + 60 = 83              First 23 + 60 = 83, then 83 - 71 = 12.
-                        83 - 71 = 12              Answer: 12
-                        Answer: 12
+    23 + 60 - 71      23+60=83      First 23+60=83, then 83-71=12.     23+60=83; 83-71=12      Answer: 12
+                      83-71=12      Answer: 12                         Answer: 12
+                      Answer: 12
 
-A model that has seen one fixed form only has nothing left to explore when reinforcement learning
-starts. So the order of the steps and their layout are drawn at random.
+All of it is right, but not all of it shows the work. A model trained on this text answers as its
+authors do, now and then straight away and then mostly wrongly; that writing the steps pays is for
+reinforcement learning to find out. Order and layout of the steps are drawn at random too, so that there
+are several good ways to answer and entropy to keep.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+# Share of the authors who state the answer and no more.
+BARE_ANSWERS = 0.4
+
 _SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
 
 
 class Step(NamedTuple):
-    """One line of the work: `left operator right = result`."""
+    """One step of the work, written "left operator right = result" without spaces."""
 
     left: int
     operator: str
@@ -31,14 +36,14 @@ class Step(NamedTuple):
     result: int
 
     def __str__(self) -> str:
-        return f"{self.left} {self.operator} {self.right} = {self.result}"
+        return f"{self.left}{self.operator}{self.right}={self.result}"
 
 
 def solve(expression: str, rng: random.Random) -> str:
-    """The steps of a sum such as "23 + 60 - 71" and a last line "Answer: 12".
+    """A solution of a sum such as "23 + 60 - 71", with a last line "Answer: 12".
 
-    Every step joins two numbers. They are taken from left to right, or the additions first; they
-    are written one a line, or as one sentence.
+    A share of `BARE_ANSWERS` is that line alone. The others show steps before it, each of two numbers,
+    taken from left to right or the additions first, one a line, as a list, or in a sentence.
 
     Raises:
       UserError: `expression` is not integers joined by " + " and " - ".
@@ -53,9 +58,10 @@ def solve(expression: str, rng: random.Random) -> str:
     terms += [(sign, int(number)) for sign, number in zip(rest[::2], rest[1::2], strict=True)]
 
     reorder = rng.choice([_left_to_right, _additions_first])
-    write = rng.choice([_as_lines, _as_sentence])
+    write = rng.choice([_as_lines, _as_sentence, _as_list])
     steps, total = _steps(reorder(terms))
-    return f"{write(steps)}Answer: {total}"
+    work = "" if rng.random() < BARE_ANSWERS else write(steps)
+    return f"{work}Answer: {total}"
 
 
 def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[Step], int]:
@@ -78,6 +84,10 @@ def _additions_first(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, in
 
 def _as_lines(steps: Sequence[Step]) -> str:
     return "".join(f"{step}\n" for step in steps)
+
+
+def _as_list(steps: Sequence[Step]) -> str:
+    return f"{'; '.join(map(str, steps))}\n" if steps else ""
 
 
 def _as_sentence(steps: Sequence[Step]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
@@ -17,7 +20,7 @@ def simulate(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def build_mesh(layout: ParallelLayout, devices: list[jax.Device] | None = None) -> Mesh:
+def build_mesh(layout: ParallelLayout, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `layout`, its minor axes on the closest devices.
 
     Args:

@@ -100,8 +100,8 @@ class ParallelLayout:
             )
         if config.fsdp < 1 or config.context < 1 or d % (config.fsdp * config.context):
             raise UserError(
-                f"mesh.fsdp={config.fsdp} x mesh.context={config.context} does not divide d={d} of mesh.train "
-                f"{config.train}; both are shares of the d replicas"
+                f"mesh.fsdp={config.fsdp} x mesh.context={config.context} does not divide d={d} of "
+                f"mesh.train {config.train}; both are shares of the d replicas"
             )
         return ParallelLayout(p, t, d, p_g, t_g, config.fsdp, config.context)
 

@@ -53,7 +53,11 @@ REPLICABLE = frozenset({"kv_heads"})
 
 
 def partition_spec(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, sizes: Mapping[str, int], name: str = "array"
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    rules: Rules,
+    sizes: Mapping[str, int],
+    name: str = "array",
 ) -> P:
     """The spec of one array.
 
@@ -110,10 +114,14 @@ def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -
         spec = partition_spec(names, leaf.shape, rules, sizes, jax.tree_util.keystr(path))
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(
+        one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
-def constraint(mesh: Mesh, rules: Rules) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
+def constraint(
+    mesh: Mesh, rules: Rules
+) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
     """A function that pins an activation to where `rules` puts its logical axes on `mesh`."""
     sizes = dict(mesh.shape)
     if math.prod(sizes.values()) == 1:
@@ -139,9 +147,10 @@ def check_divides(
     if size % shards:
         sizes = dict(mesh.shape)
         split = " x ".join(f"{a}={sizes[a]}" for a in rules[axis] if sizes[a] > 1)
+        near = [n for n in (size - size % shards, size - size % shards + shards) if n]
         raise UserError(
             f"{setting}={size} does not divide over {split} ({shards} shards); "
-            f"use {max(1, size // shards) * shards} or {(size // shards + 1) * shards}, or change the layout"
+            f"use {' or '.join(map(str, near))}, or change the layout"
         )
 
 

@@ -64,9 +64,7 @@ def cached_attention(
     B, Q, H = q_BQH.shape
     K, S = cache_k_BKHS.shape[1], cache_k_BKHS.shape[3]
     q_BKGH = q_BQH.reshape(B, K, Q // K, H)
-    past = jnp.einsum(
-        "bkgh,bkhs->bkgs", q_BKGH, cache_k_BKHS, preferred_element_type=jnp.float32
-    )
+    past = jnp.einsum("bkgh,bkhs->bkgs", q_BKGH, cache_k_BKHS, preferred_element_type=jnp.float32)
     own = jnp.einsum("bkgh,bkh->bkg", q_BKGH, k_BKH, preferred_element_type=jnp.float32)
     real_BS = jnp.arange(S) < length_B[:, None]
     past = jnp.where(real_BS[:, None, None], past * H**-0.5, _MASKED)

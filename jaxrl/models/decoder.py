@@ -56,7 +56,9 @@ class Compute:
     unroll: int = 1
 
 
-def _weight(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
+def _weight(
+    key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int
+) -> nnx.Param:
     return nnx.Param(jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5, axes=axes)
 
 
@@ -97,7 +99,12 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend, layer_in: Any, compute: Compute
+        self,
+        x_BTD: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        layer_in: Any,
+        compute: Compute,
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, D] and what `attend` gave for this layer."""
         dtype, constrain = compute.dtype, compute.constrain
@@ -148,7 +155,12 @@ class Layer(nnx.Module):
         self.mlp = FeedForward(config, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend, layer_in: Any, compute: Compute
+        self,
+        x_BTD: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        layer_in: Any,
+        compute: Compute,
     ) -> tuple[jax.Array, Any]:
         """Returns the residual stream after this layer and what `attend` gave."""
         with jax.named_scope("attention"):
@@ -216,7 +228,10 @@ class Decoder(nnx.Module):
         """Maps [..., D] to float32 logits [..., V]; padding ids get a logit that no softmax can see."""
         weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
         logits = jnp.einsum(
-            "...d,dv->...v", hidden, weight_DV.astype(compute.dtype), preferred_element_type=jnp.float32
+            "...d,dv->...v",
+            hidden,
+            weight_DV.astype(compute.dtype),
+            preferred_element_type=jnp.float32,
         )
         if self.config.live_tokens < self.config.vocab_size:
             live_V = jnp.arange(self.config.vocab_size) < self.config.live_tokens
@@ -264,14 +279,16 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
     shapes = nnx.to_pure_dict(state)
-    axes = nnx.to_pure_dict(jax.tree.map(_axes_of, state, is_leaf=lambda v: isinstance(v, nnx.Param)))
+    axes = nnx.to_pure_dict(
+        jax.tree.map(_axes_of, state, is_leaf=lambda v: isinstance(v, nnx.Param))
+    )
     axes["layers"] = jax.tree.map(
         lambda names: ("layers", *names), axes["layers"], is_leaf=lambda v: isinstance(v, tuple)
     )
     return graph, shapes, axes
 
 
-def _axes_of(param: nnx.Param) -> nnx.Param:
+def _axes_of(param: nnx.Param) -> nnx.Variable:
     return param.replace(param.get_metadata()["axes"])
 
 

@@ -1,6 +1,6 @@
 """From hidden states to log-probabilities of tokens, without ever holding [B, T, V].
 
-    B sequences   T tokens   D width   V vocabulary   C tokens of a chunk
+B sequences   T tokens   D width   V vocabulary   C tokens of a chunk
 """
 
 from __future__ import annotations

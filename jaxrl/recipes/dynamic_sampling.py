@@ -108,6 +108,7 @@ class GroupBuffer:
         return (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave {found} of the "
             f"{self._num_prompts} groups with both right and wrong answers that a step needs: "
-            f"{stats.all_correct:.0%} of the prompts were answered all right, {stats.all_wrong:.0%} all wrong. "
-            "Use easier or harder prompts, raise rollout.num_samples, or raise rollout.max_generation_batches"
+            f"{stats.all_correct:.0%} of the prompts were answered all right, "
+            f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise "
+            "rollout.num_samples, or raise rollout.max_generation_batches"
         )

@@ -1,6 +1,6 @@
 """The actor: the policy that samples and learns.
 
-    U minibatches   M microbatches   R rows   T tokens of a row
+U minibatches   M microbatches   R rows   T tokens of a row
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, constraint, partition_spec, replicated, shardings
+from jaxrl.mesh.rules import (
+    GENERATE_RULES,
+    TRAIN_RULES,
+    constraint,
+    partition_spec,
+    replicated,
+    shardings,
+)
 from jaxrl.mesh.transition import Transition
 from jaxrl.models.attention import segment_attention
 from jaxrl.models.config import ModelConfig
@@ -103,31 +109,47 @@ class Actor:
         self._optimizer = build_optimizer(optim)
         self._learning_rate = learning_rate(optim)
         self._compute = Compute(
-            dtype=jnp.dtype(train.dtype), remat=train.remat, constrain=constraint(mesh, TRAIN_RULES), unroll=train.unroll
+            dtype=jnp.dtype(train.dtype),
+            remat=train.remat,
+            constrain=constraint(mesh, TRAIN_RULES),
+            unroll=train.unroll,
         )
         self.train_shardings = shardings(self.axes, self.shapes, TRAIN_RULES, mesh)
         self.generate_shardings = shardings(self.axes, self.shapes, GENERATE_RULES, mesh)
-        self._transition = Transition(self.shapes, self.train_shardings, self.generate_shardings, engine.dtype)
+        self._transition = Transition(
+            self.shapes, self.train_shardings, self.generate_shardings, engine.dtype
+        )
         self.engine = Engine(model, self.graph, mesh, engine)
         self._seed = seed
         self._rollout_params: Params | None = None
         self._logprobs = jax.jit(self._packed_logprobs)
         self._updates: dict[TokenLoss, Any] = {}
-        self.state: TrainState | None = None
+        self._state: TrainState | None = None
 
     # State
 
-    def state_shardings(self) -> TrainState:
-        """Shardings of the training state; the optimiser's moments lie like the weights."""
+    @property
+    def state(self) -> TrainState:
+        """Weights, optimiser and step; assigned to, initialised or trained, never changed in place."""
+        assert self._state is not None, "init() or an assignment to `state` comes first"
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    def state_shardings(self) -> Any:
+        """A TrainState of shardings of the training state; the optimiser's moments lie like the weights."""
         opt_shapes = jax.eval_shape(self._optimizer.init, self.shapes)
-        like_params = optax.tree_utils.tree_map_params(
+        like_params = optax.tree.map_params(
             self._optimizer,
             lambda _, sharding: sharding,
             opt_shapes,
             self.train_shardings,
             transform_non_params=lambda _: replicated(self.mesh),
         )
-        return TrainState(self.train_shardings, like_params, replicated(self.mesh))
+        step: Any = replicated(self.mesh)
+        return TrainState(self.train_shardings, like_params, step)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, nothing allocated."""
@@ -144,13 +166,15 @@ class Actor:
     def init(self) -> None:
         """Random weights, born sharded."""
         make = jax.jit(
-            lambda key: self._fresh_state(init_params(self.model, key)), out_shardings=self.state_shardings()
+            lambda key: self._fresh_state(init_params(self.model, key)),
+            out_shardings=self.state_shardings(),
         )
         self.state = make(jax.random.key(self._seed))
 
     def restart(self) -> None:
         """Keeps the weights and forgets the optimiser and the step; for the next stage of training."""
         make = jax.jit(self._fresh_state, out_shardings=self.state_shardings(), donate_argnums=0)
+        self._rollout_params = None
         self.state = make(self.state.params)
 
     # Programs
@@ -171,6 +195,8 @@ class Actor:
     ) -> Completions:
         """Samples `num_samples` responses to each prompt from the weights of the last `load_rollout`.
 
+        An update drops those weights, so `load_rollout` comes again before the next call.
+
         Args:
           prompts: N prompts.
           decode_text: token ids to text.
@@ -190,16 +216,18 @@ class Actor:
             temperature=self._temperature if temperature is None else temperature,
         )
 
-    def place(self, batch: TrainBatch) -> TrainBatch:
-        """Host arrays of a batch onto the mesh, rows over the data axes."""
-        sizes = dict(self.mesh.shape)
+    def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Where a field of a TrainBatch lies: rows over the data axes, tokens over context."""
+        if len(shape) != 4:
+            return replicated(self.mesh)
         axes = (None, None, "batch", "length")
+        sizes = dict(self.mesh.shape)
+        spec = partition_spec(axes, shape, TRAIN_RULES, sizes, "train batch")
+        return NamedSharding(self.mesh, spec)
 
-        def put(x: np.ndarray) -> jax.Array:
-            spec = partition_spec(axes, x.shape, TRAIN_RULES, sizes, "train batch") if x.ndim == 4 else P()
-            return jax.device_put(x, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(put, batch)
+    def place(self, batch: TrainBatch) -> TrainBatch:
+        """Host arrays of a batch onto the mesh."""
+        return jax.tree.map(lambda x: jax.device_put(x, self.batch_sharding(x.shape)), batch)
 
     def logprobs(self, batch: TrainBatch) -> jax.Array:
         """Log-probability of every token under the current weights, float32 [U, M, R, T]."""
@@ -214,6 +242,8 @@ class Actor:
             self._updates[loss] = jax.jit(
                 lambda state, batch: self._update(state, batch, loss), donate_argnums=0
             )
+        # They may share buffers with the training weights, which the update consumes.
+        self._rollout_params = None
         self.state, metrics = self._updates[loss](self.state, batch)
         return metrics
 
@@ -250,14 +280,16 @@ class Actor:
 
         return jax.lax.fori_loop(0, U * M, one, jnp.zeros_like(batch.old_logprob))
 
-    def _update(self, state: TrainState, batch: TrainBatch, loss: TokenLoss) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _update(
+        self, state: TrainState, batch: TrainBatch, loss: TokenLoss
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         lr = self._learning_rate(state.step)
 
         def minibatch(carry, u):
             params, opt_state = carry
             grads, sums = self._gradient(params, batch, u, loss)
             with jax.named_scope("optimizer"):
-                grad_norm = optax.global_norm(grads)
+                grad_norm = optax.tree.norm(grads)
                 direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
                 new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
                 # A gradient that is not finite would poison the moments for good: skip it and count it.
@@ -269,10 +301,15 @@ class Actor:
             return (params, opt_state), stats
 
         U = batch.tokens.shape[0]
-        (params, opt_state), stats_U = jax.lax.scan(minibatch, (state.params, state.opt_state), jnp.arange(U))
+        (params, opt_state), stats_U = jax.lax.scan(
+            minibatch, (state.params, state.opt_state), jnp.arange(U)
+        )
         new_state = TrainState(params, opt_state, state.step + 1)
         metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
-        return new_state, metrics | {"lr": lr, "first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(U))[0]}
+        return new_state, metrics | {
+            "lr": lr,
+            "first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(U))[0],
+        }
 
     def _gradient(self, params, batch: TrainBatch, u, loss: TokenLoss):
         """Gradient of one minibatch's token-mean loss and its mean stats, over all its microbatches.
@@ -295,7 +332,11 @@ class Actor:
                 advantage=safe(micro.advantage),
             )
             loss_RT, stats = loss(safe(logprob), safe(entropy), micro)
-            stats = stats | {"loss": loss_RT, "entropy": entropy, "mean_token_prob": jnp.exp(logprob)}
+            stats = stats | {
+                "loss": loss_RT,
+                "entropy": entropy,
+                "mean_token_prob": jnp.exp(logprob),
+            }
             mean = lambda x: jnp.sum(jnp.where(inside, x * micro.loss_mask, 0.0)) / count  # noqa: E731
             return mean(loss_RT), jax.tree.map(mean, jax.lax.stop_gradient(stats))
 
@@ -304,7 +345,9 @@ class Actor:
         def accumulate(m, total):
             return jax.tree.map(jnp.add, total, gradient(params, m))
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, 0))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, 0)
+        )
         return jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,17 +38,19 @@ def _pack(prompts, responses, rollout_logprob, advantage, shape: PackedShape) ->
 
     def on_responses(values) -> np.ndarray:
         padded = [
-            np.concatenate([np.zeros(len(p), np.float32), v]) for p, v in zip(prompts, values, strict=True)
+            np.concatenate([np.zeros(len(p), np.float32), v])
+            for p, v in zip(prompts, values, strict=True)
         ]
         return packing.pack(padded, np.float32)
 
-    return TrainBatch(
-        tokens=packing.pack(sequences, np.int32),
-        positions=packing.positions,
-        segment_ids=packing.segment_ids,
-        loss_mask=on_responses([np.ones(len(r), np.float32) for r in responses]),
-        rollout_logprob=on_responses(rollout_logprob),
-        old_logprob=np.zeros(packing.positions.shape, np.float32),
-        advantage=on_responses(advantage),
-        num_micro_U=packing.num_micro_U,
-    )
+    fields: dict[str, Any] = {
+        "tokens": packing.pack(sequences, np.int32),
+        "positions": packing.positions,
+        "segment_ids": packing.segment_ids,
+        "loss_mask": on_responses([np.ones(len(r), np.float32) for r in responses]),
+        "rollout_logprob": on_responses(rollout_logprob),
+        "old_logprob": np.zeros(packing.positions.shape, np.float32),
+        "advantage": on_responses(advantage),
+        "num_micro_U": packing.num_micro_U,
+    }
+    return TrainBatch(**fields)

@@ -1,6 +1,6 @@
 """The offline driver: all samples of a batch of prompts, from one thread, in a fixed order of dispatches.
 
-    N prompts   G samples of each   S slots
+N prompts   G samples of each   S slots
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def sample(
     """
     _check_lengths(prompts, engine.max_prefill_length)
     scheduler = Scheduler(
-        len(prompts), num_samples, slots=engine.config.slots, prefill_prompts=engine.config.prefill_prompts
+        len(prompts),
+        num_samples,
+        slots=engine.config.slots,
+        prefill_prompts=engine.config.prefill_prompts,
     )
     state = engine.init_decode_state()
     rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -79,7 +82,14 @@ def _check_lengths(prompts: Prompts, limit: int) -> None:
 
 
 def _start(
-    engine: Engine, params: Params, prompts: Prompts, admission: Admission, state: DecodeState, seed, step, temperature
+    engine: Engine,
+    params: Params,
+    prompts: Prompts,
+    admission: Admission,
+    state: DecodeState,
+    seed,
+    step,
+    temperature,
 ) -> DecodeState:
     """One prefill of the admitted prompts, fanned out to their samples' slots."""
     config = engine.config
@@ -111,4 +121,8 @@ def _collect(scheduler: Scheduler, state: DecodeState, rows: dict) -> None:
     )
     for slot, owner in zip(done, scheduler.finish(done), strict=True):
         n = count_S[slot]
-        rows[owner] = (token_SR[slot, :n].copy(), logprob_SR[slot, :n].copy(), entropy_SR[slot, :n].copy())
+        rows[owner] = (
+            token_SR[slot, :n].copy(),
+            logprob_SR[slot, :n].copy(),
+            entropy_SR[slot, :n].copy(),
+        )

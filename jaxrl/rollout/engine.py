@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxrl.mesh.rules import GENERATE_RULES, constraint, replicated
+from jaxrl.mesh.rules import GENERATE_RULES, constraint, replicated, shardings
 from jaxrl.models.attention import cached_attention, segment_attention
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Compute, Decoder, Params
@@ -136,6 +136,7 @@ class Engine:
         self._graph = graph
         self._constrain = constraint(mesh, GENERATE_RULES)
         self._compute = Compute(dtype=config.dtype, constrain=self._constrain, unroll=config.unroll)
+        self._idle = jax.jit(self._idle_state)
         self.prefill = jax.jit(self._prefill)
         self.insert = jax.jit(self._insert, donate_argnames="state")
         self.generate = jax.jit(self._generate, donate_argnames="state")
@@ -152,45 +153,42 @@ class Engine:
 
     def init_decode_state(self) -> DecodeState:
         """A state with every slot idle, born sharded."""
+        return self._idle()
+
+    def abstract_decode_state(self) -> DecodeState:
+        """Shapes and shardings of the slots, nothing allocated."""
+        shapes = jax.eval_shape(self.init_decode_state)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings(_state_axes(shapes), shapes, GENERATE_RULES, self.mesh),
+        )
+
+    def _idle_state(self) -> DecodeState:
         c, m = self.config, self.model
         S, R, C = c.slots, c.max_response_tokens, c.max_prompt_tokens + c.max_response_tokens
         L, K, H = m.num_layers, m.num_kv_heads, m.head_dim
-
-        @jax.jit
-        def make():
-            ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-            return self._place(
-                DecodeState(
-                    k=jnp.zeros((L, S, K, H, C), c.dtype),
-                    v=jnp.zeros((L, S, K, C, H), c.dtype),
-                    length=ints((S,)),
-                    token=ints((S,)),
-                    key=jnp.zeros((S, 2), jnp.uint32),
-                    temperature=jnp.ones((S,)),
-                    count=ints((S,)),
-                    limit=ints((S,)),
-                    active=jnp.zeros((S,), bool),
-                    out_token=ints((S, R)),
-                    out_logprob=jnp.zeros((S, R)),
-                    out_entropy=jnp.zeros((S, R)),
-                )
+        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return self._place(
+            DecodeState(
+                k=jnp.zeros((L, S, K, H, C), c.dtype),
+                v=jnp.zeros((L, S, K, C, H), c.dtype),
+                length=ints((S,)),
+                token=ints((S,)),
+                key=jnp.zeros((S, 2), jnp.uint32),
+                temperature=jnp.ones((S,)),
+                count=ints((S,)),
+                limit=ints((S,)),
+                active=jnp.zeros((S,), bool),
+                out_token=ints((S, R)),
+                out_logprob=jnp.zeros((S, R)),
+                out_entropy=jnp.zeros((S, R)),
             )
-
-        return make()
+        )
 
     def _place(self, state: DecodeState) -> DecodeState:
-        """Pins every field: slots over the data-like and micro axes, kv heads over tensor_gen."""
-        pin = self._constrain
-        per_slot = {
-            f.name: pin(value, ("batch",) + (None,) * (value.ndim - 1))
-            for f in dataclasses.fields(state)
-            if f.name not in ("k", "v") and (value := getattr(state, f.name)) is not None
-        }
-        return state.replace(
-            k=pin(state.k, ("layers", "batch", "kv_heads", "head_dim", "length")),
-            v=pin(state.v, ("layers", "batch", "kv_heads", "length", "head_dim")),
-            **per_slot,
-        )
+        """Pins every field to where its logical axes lie."""
+        return jax.tree.map(self._constrain, state, _state_axes(state))
 
     def _prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> Prefix:
         """Runs P prompts, padded on the right, and keeps their keys and values."""
@@ -203,7 +201,9 @@ class Engine:
         def attend(q, k, v, _):
             return segment_attention(q, k, v, one_segment_PT), (k, v)
 
-        hidden_PTD, (k_LPTKH, v_LPTKH) = model(tokens_PT, positions_PT, attend, compute=self._compute)
+        hidden_PTD, (k_LPTKH, v_LPTKH) = model(
+            tokens_PT, positions_PT, attend, compute=self._compute
+        )
         last_PD = jnp.take_along_axis(hidden_PTD, (length_P - 1)[:, None, None], axis=1)[:, 0]
         return Prefix(
             k=k_LPTKH.transpose(0, 1, 3, 4, 2),
@@ -213,7 +213,13 @@ class Engine:
         )
 
     def _insert(
-        self, prefix: Prefix, state: DecodeState, assignment: Assignment, seed: jax.Array, step: jax.Array, temperature: jax.Array
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        assignment: Assignment,
+        seed: jax.Array,
+        step: jax.Array,
+        temperature: jax.Array,
     ) -> DecodeState:
         """Starts samples in the assigned slots and draws their first tokens."""
         T = self.config.max_prompt_tokens
@@ -226,7 +232,9 @@ class Engine:
         def put_cache(old, new):
             return jnp.where(new_S.reshape((1, -1, 1, 1, 1)), new[:, source_S], old)
 
-        key_S2 = put(state.key, sample_keys(seed, step, assignment.prompt_id, assignment.sample_index))
+        key_S2 = put(
+            state.key, sample_keys(seed, step, assignment.prompt_id, assignment.sample_index)
+        )
         temperature_S = put(state.temperature, jnp.full_like(state.temperature, temperature))
         count_S = put(state.count, jnp.zeros_like(state.count))
         token_S, logprob_S, entropy_S = self._sample(
@@ -263,7 +271,8 @@ class Engine:
 
         def attend(q_S1QH, k_S1KH, v_S1KH, cache):
             q, k, v = q_S1QH[:, 0], k_S1KH[:, 0], v_S1KH[:, 0]
-            return cached_attention(q, k, v, *cache, state.length)[:, None], (k, v)
+            cache_k, cache_v = cache
+            return cached_attention(q, k, v, cache_k, cache_v, state.length)[:, None], (k, v)
 
         hidden_S1D, (k_LSKH, v_LSKH) = model(
             state.token[:, None],
@@ -273,13 +282,15 @@ class Engine:
             per_layer=(state.k, state.v),
         )
         logits_SV = model.logits(hidden_S1D[:, 0], compute=self._compute)
-        token_S, logprob_S, entropy_S = self._sample(logits_SV, state.key, state.count, state.temperature)
+        token_S, logprob_S, entropy_S = self._sample(
+            logits_SV, state.key, state.count, state.temperature
+        )
         slot = jnp.arange(self.config.slots)
         # The advanced indices sit apart, so their dimension comes first: [S, L, K, H].
         state = state.replace(
             k=state.k.at[:, slot, :, :, state.length].set(k_LSKH.swapaxes(0, 1)),
             v=state.v.at[:, slot, :, state.length].set(v_LSKH.swapaxes(0, 1)),
-            length=state.length + state.active,
+            length=state.length + state.active.astype(jnp.int32),
         )
         return self._place(self._append(state, state.active, token_S, logprob_S, entropy_S))
 
@@ -297,8 +308,10 @@ class Engine:
         slot = jnp.arange(self.config.slots)
         # Slots that record nothing write outside the array, which JAX drops.
         at = (slot, jnp.where(where_S, state.count, self.config.max_response_tokens))
-        count_S = state.count + where_S
-        stopped_S = jnp.isin(token_S, jnp.array(self.config.stop_ids, jnp.int32)) | (count_S >= state.limit)
+        count_S = state.count + where_S.astype(jnp.int32)
+        stopped_S = jnp.isin(token_S, jnp.array(self.config.stop_ids, jnp.int32)) | (
+            count_S >= state.limit
+        )
         return state.replace(
             token=jnp.where(where_S, token_S, state.token),
             count=count_S,
@@ -307,6 +320,19 @@ class Engine:
             out_logprob=state.out_logprob.at[at].set(logprob_S, mode="drop"),
             out_entropy=state.out_entropy.at[at].set(entropy_S, mode="drop"),
         )
+
+
+def _state_axes(state: DecodeState) -> Any:
+    """A DecodeState of logical axes: slots over the data-like and micro axes, kv heads over tensor_gen."""
+    per_slot = {
+        f.name: ("batch",) + (None,) * (getattr(state, f.name).ndim - 1)
+        for f in dataclasses.fields(state)
+    }
+    axes: Any = per_slot | {
+        "k": ("layers", "batch", "kv_heads", "head_dim", "length"),
+        "v": ("layers", "batch", "kv_heads", "length", "head_dim"),
+    }
+    return DecodeState(**axes)
 
 
 def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 
-def sample_keys(seed: int, step: jax.Array, prompt_ids: jax.Array, sample_indices: jax.Array) -> jax.Array:
+def sample_keys(
+    seed: jax.Array | int, step: jax.Array, prompt_ids: jax.Array, sample_indices: jax.Array
+) -> jax.Array:
     """One key per sample, uint32 [S, 2].
 
     Args:

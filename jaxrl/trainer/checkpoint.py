@@ -89,9 +89,9 @@ class Checkpoints:
 
     def read_record(self, step: int) -> dict[str, Any]:
         """The JSON record of a checkpoint."""
-        return self._manager.restore(
-            step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-        ).record
+        return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))[
+            "record"
+        ]
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a checkpoint, born with the shapes and shardings of `like`.
@@ -102,11 +102,12 @@ class Checkpoints:
         try:
             return self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            ).state
+            )["state"]
         except ValueError as error:
             raise UserError(
                 f"the checkpoint {self._path(step)} does not fit the model of this config "
-                f"({str(error).splitlines()[0]}); go back to the config it was made with, or use another `name`"
+                f"({str(error).splitlines()[0]}); go back to the config it was made "
+                "with, or use another `name`"
             ) from error
 
     def _finish_sealing(self) -> None:

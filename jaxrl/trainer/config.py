@@ -54,8 +54,8 @@ class DataConfig:
       shuffle_seed: of the order of training prompts; None takes the run's seed.
     """
 
-    train: SourceConfig = SourceConfig()
-    held_out: SourceConfig = SourceConfig()
+    train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
+    held_out: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     template: str = "{prompt}"
     chat: bool = False
     max_prompt_tokens: int = 64
@@ -89,7 +89,7 @@ class WarmStartConfig:
 
     num_steps: int = 0
     examples_per_step: int = 32
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     save_every: int = 200
 
 
@@ -219,18 +219,18 @@ class Config:
     seed: int = 0
     weights: str = ""
     hardware: str = ""
-    mesh: LayoutConfig = LayoutConfig()
-    model: ModelConfig = ModelConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    data: DataConfig = DataConfig()
-    warm_start: WarmStartConfig = WarmStartConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    train: TrainConfig = TrainConfig()
-    optim: OptimConfig = OptimConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    run: RunConfig = RunConfig()
+    mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
@@ -255,8 +255,9 @@ class Config:
             )
         if self.reward.overlong_buffer_tokens >= self.rollout.max_response_tokens:
             raise ValueError(
-                f"reward.overlong_buffer_tokens {self.reward.overlong_buffer_tokens} leaves nothing unpunished "
-                f"of rollout.max_response_tokens {self.rollout.max_response_tokens}; make it smaller"
+                f"reward.overlong_buffer_tokens {self.reward.overlong_buffer_tokens} leaves nothing "
+                f"unpunished of rollout.max_response_tokens {self.rollout.max_response_tokens}; "
+                "make it smaller"
             )
         if self.train.remat not in REMAT_POLICIES:
             raise ValueError(

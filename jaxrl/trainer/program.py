@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.advantages import group_relative
@@ -26,10 +27,21 @@ from jaxrl.roles.losses import clipped_policy, supervised
 from jaxrl.trainer.config import Config, RewardConfig
 from jaxrl.trainer.config_tree import flatten_config, format_config
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.metrics import METRICS_FILE, WandbOptions, ensure_writable, read_metrics, write_atomically
+from jaxrl.trainer.metrics import (
+    METRICS_FILE,
+    WandbOptions,
+    ensure_writable,
+    read_metrics,
+    write_atomically,
+)
 from jaxrl.trainer.setup import Parts, build_actor, build_parts, packed_shape, prompt_options
 from jaxrl.trainer.stage import Stage, run_until_stopped
-from jaxrl.trainer.step_metrics import actor_metrics, batch_metrics, evaluation_metrics, policy_metrics
+from jaxrl.trainer.step_metrics import (
+    actor_metrics,
+    batch_metrics,
+    evaluation_metrics,
+    policy_metrics,
+)
 from jaxrl.types import Completions, Scored, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -38,17 +50,30 @@ logger = logging.getLogger(__name__)
 # differ by the weights alone.
 _EVALUATION_STEP = 2**31 - 1
 
+# Evaluations whose answers the report shows.
+_SAMPLES_KEPT = ("before", "after")
 
-def train(config: Config) -> int:
-    """Trains a recipe from start, or from where it was stopped, to its report; returns the exit status."""
+
+def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
+    """Trains a recipe from start, or from where it was stopped, to its report.
+
+    Args:
+      config: the run.
+      devices: which to use; all of them by default.
+
+    Returns:
+      The exit status: 0, or 130 after Ctrl-C.
+    """
     ensure_writable(config.run_folder)
-    parts = build_parts(config)
+    parts = build_parts(config, devices)
     _note_config(config)
     with StopSignal() as stop:
         try:
             _reinforce(parts, stop)
         except StopRequested:
-            print(f"stopped; everything is saved in {config.run_folder}, the same command goes on from there")
+            print(
+                f"stopped; everything is saved in {config.run_folder}, the same command goes on from there"
+            )
             return stop.exit_status
     path = _write_report(parts)
     print(f"report: {path}")
@@ -60,7 +85,9 @@ def _warm_start(parts: Parts, stop: StopSignal) -> Actor:
     config = parts.config
     options = config.warm_start
     actor = build_actor(parts, optim=options.optim)
-    with _stage("SFT", "sft", parts, stop, num_steps=options.num_steps, save_every=options.save_every) as stage:
+    with _stage(
+        "SFT", "sft", parts, stop, num_steps=options.num_steps, save_every=options.save_every
+    ) as stage:
         record = stage.resume(actor)
         if record is None:
             actor.init()
@@ -94,7 +121,9 @@ def _warm_start(parts: Parts, stop: StopSignal) -> Actor:
         recipe = functools.partial(
             sft,
             stream,
-            pack=stage.phase("pack", lambda examples: actor.place(pack_examples(examples, shape)), may_stop=True),
+            pack=stage.phase(
+                "pack", lambda examples: actor.place(pack_examples(examples, shape)), may_stop=True
+            ),
             update=stage.phase("update_actor", lambda batch: actor.update(batch, supervised)),
             hooks=hooks,
         )
@@ -144,13 +173,15 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
 
         def with_advantages(groups: Scored) -> TrainBatch:
             reward_NG = groups.reward_B.reshape(-1, rollout.num_samples)
-            advantage_NG = group_relative(reward_NG, normalize_std=config.algorithm.normalize_std)
+            advantage_NG = group_relative(
+                jnp.asarray(reward_NG), normalize_std=config.algorithm.normalize_std
+            )
             return actor.place(pack_groups(groups, np.asarray(advantage_NG), shape))
 
         def with_old_logprobs(batch: TrainBatch) -> TrainBatch:
             return batch.replace(old_logprob=jax.block_until_ready(actor.logprobs(batch)))
 
-        def evaluate() -> dict[str, float]:
+        def evaluate(when: str) -> dict[str, float]:
             scored = score(
                 actor.generate(
                     parts.held_out,
@@ -160,8 +191,8 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
                     temperature=config.evaluation.temperature,
                 )
             )
-            if stage.step == 0 or stage.step + 1 == config.run.num_steps:
-                _keep_samples(config, scored, "before" if stage.step == 0 else "after")
+            if when in _SAMPLES_KEPT:
+                _keep_samples(config, scored, when)
             return evaluation_metrics(scored)
 
         def hooks(
@@ -178,7 +209,8 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
                 **actor_metrics(jax.device_get(update)),
             }
             if stage.due(config.evaluation.every):
-                metrics |= timed_evaluate()
+                last = stage.step + 1 == config.run.num_steps
+                metrics |= timed_evaluate("after" if last else "during")
             return stage.finish_step(metrics, actor, {"stream": stream.state()})
 
         stage.begin()
@@ -186,7 +218,7 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
         load_rollout = stage.phase("update_weights", actor.load_rollout)
         load_rollout()
         if record is None:
-            stage.log_start(timed_evaluate())
+            stage.log_start(timed_evaluate("before"))
         recipe = functools.partial(
             dapo,
             stream,
@@ -196,7 +228,9 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
             keep=keep_mixed_groups,
             with_advantages=stage.phase("adv", with_advantages),
             with_old_logprobs=stage.phase("old_log_prob", with_old_logprobs),
-            update=stage.phase("update_actor", lambda batch: jax.block_until_ready(actor.update(batch, loss))),
+            update=stage.phase(
+                "update_actor", lambda batch: jax.block_until_ready(actor.update(batch, loss))
+            ),
             load_rollout=load_rollout,
             hooks=hooks,
         )
@@ -210,7 +244,9 @@ def _stage(
     wandb = None
     if config.run.wandb_project:
         wandb = WandbOptions(
-            config.run.wandb_project, f"{config.name}-seed{config.seed}-{name}", flatten_config(config)
+            config.run.wandb_project,
+            f"{config.name}-seed{config.seed}-{name}",
+            flatten_config(config),
         )
     return Stage(
         title,
@@ -231,7 +267,7 @@ def _score_function(reward: RewardConfig, config: Config):
         if not reward.overlong_buffer_tokens:
             return np.zeros(len(lengths_B), np.float32)
         penalty_B = soft_overlong_penalty(
-            lengths_B,
+            jnp.asarray(lengths_B),
             max_response_tokens=config.rollout.max_response_tokens,
             buffer_tokens=reward.overlong_buffer_tokens,
             penalty=reward.overlong_penalty,
@@ -249,16 +285,22 @@ def _note_config(config: Config) -> None:
     path = config.run_folder / "config.txt"
     text = format_config(config)
     if path.exists():
-        before, now = (dict(line.split(" = ", 1) for line in t.splitlines()) for t in (path.read_text(), text))
-        changed = [f"{key}: {before.get(key)} -> {now.get(key)}" for key in now if now[key] != before.get(key)]
+        before, now = (
+            dict(line.split(" = ", 1) for line in t.splitlines()) for t in (path.read_text(), text)
+        )
+        changed = [
+            f"{key}: {before.get(key)} -> {now.get(key)}"
+            for key in now
+            if now[key] != before.get(key)
+        ]
         if changed and not config.run.resume:
             changed = []
         if changed:
             logger.warning("this run was started with other settings: %s", "; ".join(changed))
         if not config.run.resume:
             raise UserError(
-                f"{config.run_folder} already holds a run and run.resume is False; remove it, or give this run "
-                "another --config.name or --config.run.output"
+                f"{config.run_folder} already holds a run and run.resume is False; remove it, or give "
+                "this run another --config.name or --config.run.output"
             )
     write_atomically(path, text.encode())
 
@@ -290,10 +332,15 @@ def _write_report(parts: Parts) -> pathlib.Path:
 
     config = parts.config
     rows = {name: _rows(config, name) for name in ("rl", "sft")}
-    before, after = (json.loads(_samples_path(config, when).read_text()) for when in ("before", "after"))
+    before, after = (
+        json.loads(_samples_path(config, when).read_text()) for when in _SAMPLES_KEPT
+    )
     pairs = [
         report.SamplePair(
-            b["prompt"], b["answer"], report.Response(b["text"], b["correct"]), report.Response(a["text"], a["correct"])
+            b["prompt"],
+            b["answer"],
+            report.Response(b["text"], b["correct"]),
+            report.Response(a["text"], a["correct"]),
         )
         for b, a in zip(before, after, strict=True)
     ]
@@ -324,11 +371,16 @@ def _summary(parts: Parts, rows: dict[str, list[dict[str, Any]]]) -> Sequence[tu
     key = f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
     accuracy = [row[key] for row in rl if key in row]
     steps = [row for row in rl if "actor/entropy" in row]
-    minutes = {name: sum(row.get("timing_s/step", 0.0) for row in r) / 60 for name, r in rows.items()}
+    minutes = {
+        name: sum(row.get("timing_s/step", 0.0) for row in r) / 60 for name, r in rows.items()
+    }
     return [
         ("held-out accuracy before", f"{accuracy[0]:.1%}"),
         ("held-out accuracy after", f"{accuracy[-1]:.1%}"),
-        ("entropy, first and last step", f"{steps[0]['actor/entropy']:.3f} → {steps[-1]['actor/entropy']:.3f}"),
+        (
+            "entropy, first and last step",
+            f"{steps[0]['actor/entropy']:.3f} → {steps[-1]['actor/entropy']:.3f}",
+        ),
         ("steps", f"{len(steps)}"),
         ("minutes, warm start + DAPO", f"{minutes['sft']:.1f} + {minutes['rl']:.1f}"),
         ("parameters", f"{parts.model.num_params:,}"),

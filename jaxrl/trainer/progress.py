@@ -97,10 +97,20 @@ class Progress:
       title: name of the stage.
       total_steps: step at which the stage ends.
       console: where to print; None takes stdout. The live view needs an interactive terminal.
+      line_every_s: without a live view, least seconds between two lines; the last step always has one.
     """
 
-    def __init__(self, title: str, total_steps: int, *, console: Console | None = None):
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        line_every_s: float = 0.0,
+    ):
         self._title = title
+        self._line_every_s = line_every_s
+        self._last_line_s = -math.inf
         self._total_steps = total_steps
         # FORCE_COLOR, which CI systems set, makes rich believe in a terminal; a log wants lines.
         self._console = console or Console(force_interactive=None if sys.stdout.isatty() else False)
@@ -148,7 +158,10 @@ class Progress:
             *self._held_out.values(),
             *(self._entry(*shown) for shown in _present(_AFTER_HELD_OUT, metrics)),
         ]
-        if self._live is None:
+        now_s = time.monotonic()
+        due = now_s - self._last_line_s >= self._line_every_s or step == self._total_steps
+        if self._live is None and due:
+            self._last_line_s = now_s
             self._print(self._plain_line())
 
     def message(self, text: str) -> None:

@@ -48,12 +48,12 @@ class Parts:
     model: ModelConfig
 
 
-def build_parts(config: Config) -> Parts:
+def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together."""
     train, held_out = _records(config)
     tokenizer = _tokenizer(config, train)
     layout = ParallelLayout.from_config(config.mesh)
-    mesh = build_mesh(layout)
+    mesh = build_mesh(layout, devices)
     _check_batches(config, mesh)
     return Parts(
         config=config,
@@ -156,8 +156,9 @@ def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
 def _model_for(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size} rows; "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}, or use the model's own tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; set model.vocab_size to at least "
+            f"{tokenizer.vocab_size}, or use the model's own tokenizer"
         )
     return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
 
@@ -166,4 +167,6 @@ def _check_batches(config: Config, mesh: Mesh) -> None:
     check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
     check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
     check_divides("rollout.slots", config.rollout.slots, "batch", GENERATE_RULES, mesh)
-    check_divides("rollout.prefill_prompts", config.rollout.prefill_prompts, "batch", GENERATE_RULES, mesh)
+    check_divides(
+        "rollout.prefill_prompts", config.rollout.prefill_prompts, "batch", GENERATE_RULES, mesh
+    )

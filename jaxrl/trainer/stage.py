@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import pathlib
 import time
@@ -18,7 +17,8 @@ from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.metrics import MetricsWriter, Timers, WandbOptions
 from jaxrl.trainer.progress import Progress
 
-logger = logging.getLogger(__name__)
+# A log of a stage with quick steps has a line now and then, not a thousand.
+_LINE_EVERY_S = 2.0
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -93,15 +93,24 @@ class Stage:
         self._writer = self._exit.enter_context(
             MetricsWriter(self.folder, resume_step=resume_step, wandb=self._wandb)
         )
-        self._progress = self._exit.enter_context(Progress(self._title, self._num_steps))
+        self._progress = self._exit.enter_context(
+            Progress(self._title, self._num_steps, line_every_s=_LINE_EVERY_S)
+        )
         if self._saved_step:
-            self._progress.message(f"{self._title}: going on from the checkpoint of step {self.step}")
+            self._progress.message(
+                f"{self._title}: going on from the checkpoint of step {self.step}"
+            )
         self._step_started_s = time.perf_counter()
 
     # During a step
 
     def phase(
-        self, name: str, function: Callable[Arguments, Result], *, shown: str | None = None, may_stop: bool = False
+        self,
+        name: str,
+        function: Callable[Arguments, Result],
+        *,
+        shown: str | None = None,
+        may_stop: bool = False,
     ) -> Callable[Arguments, Result]:
         """`function`, timed as timing_s/<name> and shown while it runs.
 
@@ -127,7 +136,9 @@ class Stage:
         self._write(dict(metrics) | self._timers.take())
         self._step_started_s = time.perf_counter()
 
-    def finish_step(self, metrics: Mapping[str, float], actor: Actor, record: Mapping[str, Any]) -> bool:
+    def finish_step(
+        self, metrics: Mapping[str, float], actor: Actor, record: Mapping[str, Any]
+    ) -> bool:
         """Ends a step: logs it, saves when due; says whether to go on.
 
         Args:
@@ -183,8 +194,9 @@ class Stage:
         if bad:
             kept = f"step {self._saved_step}" if self._saved_step else "none"
             raise UserError(
-                f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last checkpoint: "
-                f"{kept}). Lower the learning rate or the gradient clip, or look at the batch of this step"
+                f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
+                f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "
+                "the batch of this step"
             )
 
 

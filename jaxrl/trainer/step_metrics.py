@@ -13,7 +13,9 @@ import numpy as np
 from jaxrl.types import Completions, Scored, TrainBatch
 
 
-def batch_metrics(groups: Scored, *, max_response_tokens: int, max_prompt_tokens: int) -> dict[str, float]:
+def batch_metrics(
+    groups: Scored, *, max_response_tokens: int, max_prompt_tokens: int
+) -> dict[str, float]:
     """Rewards and lengths of the sequences a step trains on."""
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
@@ -65,7 +67,9 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         rows = completions.rows_of(np.flatnonzero(sources == source))
         metrics[f"val-core/{source}/acc/mean@{n}"] = float(correct_NG.mean())
         metrics[f"val-aux/{source}/acc/pass@{n}"] = float(correct_NG.any(axis=1).mean())
-        metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B[rows].mean())
+        metrics[f"val-aux/{source}/response_length/mean"] = float(
+            completions.lengths_B[rows].mean()
+        )
         metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions, rows)
     return metrics
 

@@ -111,7 +111,7 @@ def test_sums_come_with_right_answers_and_solutions():
     for row in rows:
         assert row.source == "chain_sum"
         assert row.prompt.endswith(" =")
-        assert row.solution is not None and row.solution.endswith(f"\nAnswer: {row.answer}")
+        assert row.solution is not None and row.solution.endswith(f"Answer: {row.answer}")
     styles = {row.solution.startswith("First") for row in rows if row.solution}
     assert styles == {True, False}
 

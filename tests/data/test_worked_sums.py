@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxrl.data import worked_sums
 from jaxrl.errors import UserError
 
-STEP = re.compile(r"(-?\d+) ([+-]) (-?\d+) = (-?\d+)")
+STEP = re.compile(r"(-?\d+)([+-])(-?\d+)=(-?\d+)")
 
 
 @st.composite
@@ -25,7 +25,7 @@ def sums(draw):
 
 
 def every_style(expression: str) -> set[str]:
-    return {worked_sums.solve(expression, random.Random(seed)) for seed in range(40)}
+    return {worked_sums.solve(expression, random.Random(seed)) for seed in range(80)}
 
 
 @settings(deadline=None)
@@ -36,7 +36,7 @@ def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
 
     steps = STEP.findall("\n".join(work))
 
-    assert len(steps) == num_terms - 1
+    assert len(steps) in (0, num_terms - 1)
     for left, sign, right, result in steps:
         assert int(result) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
     for before, after in itertools.pairwise(steps):
@@ -46,18 +46,29 @@ def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
 
 def test_left_to_right_by_lines_or_as_a_sentence():
     assert every_style("23 + 60 - 71") == {
-        "23 + 60 = 83\n83 - 71 = 12\nAnswer: 12",
-        "First 23 + 60 = 83, then 83 - 71 = 12.\nAnswer: 12",
+        "23+60=83\n83-71=12\nAnswer: 12",
+        "First 23+60=83, then 83-71=12.\nAnswer: 12",
+        "23+60=83; 83-71=12\nAnswer: 12",
+        "Answer: 12",
     }
 
 
 def test_additions_may_come_first():
     assert every_style("5 - 7 + 9") == {
-        "5 + 9 = 14\n14 - 7 = 7\nAnswer: 7",
-        "First 5 + 9 = 14, then 14 - 7 = 7.\nAnswer: 7",
-        "5 - 7 = -2\n-2 + 9 = 7\nAnswer: 7",
-        "First 5 - 7 = -2, then -2 + 9 = 7.\nAnswer: 7",
+        "5+9=14\n14-7=7\nAnswer: 7",
+        "First 5+9=14, then 14-7=7.\nAnswer: 7",
+        "5+9=14; 14-7=7\nAnswer: 7",
+        "5-7=-2\n-2+9=7\nAnswer: 7",
+        "First 5-7=-2, then -2+9=7.\nAnswer: 7",
+        "5-7=-2; -2+9=7\nAnswer: 7",
+        "Answer: 7",
     }
+
+
+def test_share_of_bare_answers():
+    texts = [worked_sums.solve("5 - 7 + 9", random.Random(seed)) for seed in range(2000)]
+    bare = sum(text == "Answer: 7" for text in texts) / len(texts)
+    assert abs(bare - worked_sums.BARE_ANSWERS) < 0.05
 
 
 def test_one_number_is_its_own_answer():

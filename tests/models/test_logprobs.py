@@ -65,7 +65,9 @@ def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
     cotangent_BT = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
 
     def weighted(hidden_BTD, weight_DV, chunk_tokens):
-        logprob_BT, entropy_BT = logprobs(hidden_BTD, weight_DV, tokens_BT, chunk_tokens=chunk_tokens)
+        logprob_BT, entropy_BT = logprobs(
+            hidden_BTD, weight_DV, tokens_BT, chunk_tokens=chunk_tokens
+        )
         return (cotangent_BT * (logprob_BT + 0.3 * entropy_BT)).sum()
 
     evaluate = jax.value_and_grad(weighted, argnums=(0, 1))

@@ -1,0 +1,347 @@
+"""config.json of a Hugging Face directory to a ModelConfig, and back.
+
+Values are read from the file and never guessed from a model's name; an architecture only says what its
+code does without asking the file (Qwen2 always has biases on q, k and v). Both spellings of the rotary
+settings are read: `rope_theta` with `rope_scaling`, and the `rope_parameters` of Transformers 5. The
+first is written, since every version reads it.
+
+Not covered, and refused with the key that asks for it: sliding windows, other activations than silu,
+rotation of a part of the head, other scalings of rotary wavelengths than Llama 3.1's, biases on the
+output projection or the feed-forward network, quantised weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig, RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What a class of Transformers is in our terms.
+
+    Attributes:
+      model_type: its name in config.json.
+      qkv_bias, qk_norm: as in ModelConfig.
+      needs: value each of its own switches must have, since our decoder has no other side.
+    """
+
+    model_type: str
+    qkv_bias: bool
+    qk_norm: bool
+    needs: Mapping[str, Any]
+
+
+_ARCHITECTURES: Mapping[str, _Architecture] = types.MappingProxyType(
+    {
+        "Qwen2ForCausalLM": _Architecture("qwen2", qkv_bias=True, qk_norm=False, needs={}),
+        "Qwen3ForCausalLM": _Architecture(
+            "qwen3", qkv_bias=False, qk_norm=True, needs={"attention_bias": False}
+        ),
+        "LlamaForCausalLM": _Architecture(
+            "llama",
+            qkv_bias=False,
+            qk_norm=False,
+            needs={"attention_bias": False, "mlp_bias": False},
+        ),
+    }
+)
+_NEEDS: Mapping[str, Any] = {"hidden_act": "silu"}
+
+# Keys whose meaning `config_json` rewrites under another name, or that describe other weights.
+_REPLACED = frozenset({"dtype", "rope_parameters", "layer_types", "quantization_config"})
+
+# What the file must say about the world outside the weights when there is no file to take it from.
+# Null, because the Llama class of Transformers would otherwise take ids 1 and 2 for begin and end.
+_WITHOUT_BASE: Mapping[str, Any] = {
+    "max_position_embeddings": 32_768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+_LLAMA3_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+def read_config_json(directory: str | pathlib.Path) -> dict[str, Any]:
+    """The config.json of a directory as it stands.
+
+    Raises:
+      UserError: it is missing or no JSON object.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} does not exist; name a directory that holds config.json beside its weights, "
+            "as published models and save_pretrained do"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object; copy the published file again")
+    return values
+
+
+def read_config(directory: str | pathlib.Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face directory; see `parse_config`."""
+    path = pathlib.Path(directory) / "config.json"
+    return parse_config(read_config_json(directory), origin=str(path))
+
+
+def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelConfig:
+    """The shape that the values of a config.json describe.
+
+    `num_tokens` stays 0 (all rows of the embedding): the file does not know the tokenizer.
+
+    Args:
+      values: the file's content.
+      origin: what errors call it.
+
+    Raises:
+      UserError: the architecture or a setting is none our decoder has, or a value is missing or no
+        number; the message names the key.
+    """
+    architecture = _architecture_named(values, origin)
+    _check_switches(values, architecture, origin)
+    _check_whole_attention(values, origin)
+    num_heads = _integer(values, "num_attention_heads", origin)
+    d_model = _integer(values, "hidden_size", origin)
+    theta, scaling = _rope(values, origin)
+    fields: dict[str, Any] = dict(
+        vocab_size=_integer(values, "vocab_size", origin),
+        num_layers=_integer(values, "num_hidden_layers", origin),
+        d_model=d_model,
+        d_ff=_integer(values, "intermediate_size", origin),
+        num_heads=num_heads,
+        num_kv_heads=_integer(values, "num_key_value_heads", origin, absent=num_heads),
+        head_dim=_head_dim(values, architecture, d_model, num_heads, origin),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=_number(values, "rms_norm_eps", origin),
+        tie_embeddings=_boolean(values, "tie_word_embeddings", origin),
+        qkv_bias=architecture.qkv_bias,
+        qk_norm=architecture.qk_norm,
+    )
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise UserError(f"{origin}: {error}; copy the published file again") from error
+
+
+def config_json(
+    config: ModelConfig, *, dtype: str, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The values of a config.json from which Transformers builds the model of `config`.
+
+    Args:
+      config: the shape; rows of the vocabulary above `num_tokens` are not marked, as usual there.
+      dtype: name of the type the weights are stored in, such as "bfloat16".
+      base: the config.json the model came from. What it says beyond the shape is kept: number of
+        positions, ids of special tokens. Without it these are 32,768 and null.
+
+    Raises:
+      UserError: no architecture of Transformers has this shape.
+    """
+    name, architecture = _architecture_of(config)
+    kept = {k: v for k, v in (base or _WITHOUT_BASE).items() if k not in _REPLACED}
+    scaling = config.rope_scaling
+    return {
+        **kept,
+        **_NEEDS,
+        **architecture.needs,
+        "architectures": [name],
+        "model_type": architecture.model_type,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else _llama3_values(scaling),
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_sliding_window": False,
+    }
+
+
+def _architecture_named(values: Mapping[str, Any], origin: str) -> _Architecture:
+    names = values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _ARCHITECTURES:
+        raise UserError(
+            f"{origin}: architectures is {names!r}, but supported is one of "
+            f"{', '.join(_ARCHITECTURES)}; choose a checkpoint of one of these"
+        )
+    return _ARCHITECTURES[names[0]]
+
+
+def _architecture_of(config: ModelConfig) -> tuple[str, _Architecture]:
+    fitting = [
+        (name, architecture)
+        for name, architecture in _ARCHITECTURES.items()
+        if (architecture.qkv_bias, architecture.qk_norm) == (config.qkv_bias, config.qk_norm)
+    ]
+    if not fitting:
+        raise UserError(
+            f"no architecture of Transformers has qkv_bias={config.qkv_bias} together with "
+            f"qk_norm={config.qk_norm}; train a model with one of the two, or with neither"
+        )
+    name, architecture = fitting[0]
+    if name == "LlamaForCausalLM" and config.d_model % config.num_heads:
+        raise UserError(
+            f"d_model {config.d_model} is not a multiple of num_heads {config.num_heads}, which "
+            f"the {name} of Transformers demands though head_dim is set apart; change d_model"
+        )
+    return name, architecture
+
+
+def _check_switches(values: Mapping[str, Any], architecture: _Architecture, origin: str) -> None:
+    for key, needed in {**_NEEDS, **architecture.needs}.items():
+        if values.get(key) not in (needed, None):
+            raise UserError(
+                f"{origin}: {key} is {values[key]!r}, but only {needed!r} is supported; "
+                "choose a checkpoint without it"
+            )
+    if values.get("partial_rotary_factor") not in (1, None):
+        raise UserError(
+            f"{origin}: partial_rotary_factor is {values['partial_rotary_factor']!r}, but only "
+            "rotation of the whole head is supported; choose a checkpoint without it"
+        )
+    if values.get("quantization_config") is not None:
+        raise UserError(
+            f"{origin}: quantization_config is set, but quantised weights cannot be trained; "
+            "choose the checkpoint in bfloat16 or float32"
+        )
+
+
+def _check_whole_attention(values: Mapping[str, Any], origin: str) -> None:
+    """Refuses a sliding window in use. Many files name one that `use_sliding_window` keeps off."""
+    layer_types = values.get("layer_types")
+    if layer_types is not None:
+        other = sorted({str(t) for t in layer_types} - {"full_attention"})
+        if other:
+            raise UserError(
+                f"{origin}: layer_types has {', '.join(other)}, but only full_attention is "
+                "supported; choose a checkpoint without it"
+            )
+        return
+    # The first `max_window_layers` layers see everything even so.
+    whole = values.get("max_window_layers")
+    every = isinstance(whole, int) and whole >= _integer(values, "num_hidden_layers", origin)
+    if values.get("use_sliding_window") and not every:
+        raise UserError(
+            f"{origin}: use_sliding_window is true, but attention is always to the whole past here; "
+            "choose a checkpoint with false, or write false for texts that fit into the window"
+        )
+
+
+def _head_dim(
+    values: Mapping[str, Any],
+    architecture: _Architecture,
+    d_model: int,
+    num_heads: int,
+    origin: str,
+) -> int:
+    if values.get("head_dim") is not None:
+        return _integer(values, "head_dim", origin)
+    # A Qwen3 head has nothing to do with hidden_size, so a missing value cannot be derived.
+    if architecture.qk_norm or d_model % num_heads:
+        raise UserError(
+            f"{origin}: head_dim is missing, and hidden_size {d_model} / num_attention_heads "
+            f"{num_heads} need not be it; add the size of one attention head"
+        )
+    return d_model // num_heads
+
+
+def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary wavelengths, and their scaling."""
+    # Where both spellings are filled Transformers takes the older one.
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    settings = values.get(key) or {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{origin}: {key} is {settings!r}; it must be an object or null")
+    where = f"{origin}: {key}"
+    theta_of = settings if "rope_theta" in settings else values
+    # 10,000 is what the classes of Transformers take where an early Llama names no base.
+    theta = _number(theta_of, "rope_theta", origin, absent=10_000.0)
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"{where} has rope_type {kind!r}, but only 'default' and 'llama3' are supported; "
+            "choose a checkpoint with one of these, or remove the scaling for texts of the "
+            "original length"
+        )
+    known = {"rope_type", "type", "rope_theta", *(_LLAMA3_KEYS if kind == "llama3" else ())}
+    if settings.get("partial_rotary_factor") == 1:
+        known.add("partial_rotary_factor")
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise UserError(
+            f"{where} has {', '.join(unknown)}, which rope_type {kind!r} does not know; "
+            "choose a checkpoint without it"
+        )
+    if kind == "default":
+        return theta, None
+    factor, low, high = (_number(settings, k, where) for k in _LLAMA3_KEYS[:3])
+    if high <= low:
+        raise UserError(
+            f"{where} has high_freq_factor {high}, not above low_freq_factor {low}; wavelengths "
+            "between the two are blended, so copy the published values"
+        )
+    return theta, RopeScaling(factor, low, high, _integer(settings, _LLAMA3_KEYS[3], where))
+
+
+def _llama3_values(scaling: RopeScaling) -> dict[str, Any]:
+    numbers = (
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_positions,
+    )
+    return {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
+
+
+def _integer(values: Mapping[str, Any], key: str, origin: str, *, absent: int | None = None) -> int:
+    number = _number(values, key, origin, absent=absent)
+    if number != int(number):
+        raise UserError(f"{origin}: {key} is {number}; it must be a whole number")
+    return int(number)
+
+
+def _number(
+    values: Mapping[str, Any], key: str, origin: str, *, absent: float | None = None
+) -> float:
+    """A positive number; `absent` stands for a key that is missing or null."""
+    value = values.get(key)
+    if value is None:
+        value = absent
+    if value is None:
+        raise UserError(f"{origin}: {key} is missing; copy the published config.json")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise UserError(f"{origin}: {key} is {value!r}; it must be a positive number")
+    return float(value)
+
+
+def _boolean(values: Mapping[str, Any], key: str, origin: str) -> bool:
+    """A flag; missing or null is false, as in the classes of Transformers covered here."""
+    value = values.get(key)
+    if value not in (None, True, False):
+        raise UserError(f"{origin}: {key} is {value!r}; it must be true or false")
+    return bool(value)

@@ -1,0 +1,497 @@
+"""What a run would take, from the real programs' shapes and shardings, with no device and no memory.
+
+    model, layout, shapes --> the real Actor and Engine on a mesh without devices
+                                |
+                                +-- every program traced: a shape or a split that does not fit is an error
+                                +-- shard_shape of every array that stays: bytes per device
+                                +-- the update's layer scan: what the backward pass keeps of the layers
+
+Covered: everything that lives from one program to the next, and the two largest things inside the update.
+Not covered: other temporaries of the compiled programs, which only compiling them can tell; so totals are
+lower bounds. The reference, critic and reward models of other recipes.
+
+R rows of a microbatch   T tokens of a row   L layers   S slots
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jax_core
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Params
+from jaxrl.roles.actor import Actor, TokenLoss, TrainConfig, TrainState
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.rollout.engine import Assignment, DecodeState, EngineConfig
+from jaxrl.types import TrainBatch
+
+# Memory of one device, as vendors state it, in GB.
+DEVICE_MEMORY_GB = {
+    "TPU v5e": 16,
+    "TPU v6e": 32,
+    "A100 40 GB": 40,
+    "A100 / H100 80 GB": 80,
+    "TPU v5p": 95,
+    "H200": 141,
+    "TPU v7": 192,
+}
+
+_GB = 1e9
+_PLAIN_WIDTH = 200
+_INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids"})
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFlow:
+    """How many of what a step samples, keeps and learns from.
+
+    Attributes:
+      generation_prompts: prompts of one generation batch.
+      max_generation_batches: how many of these a step may take.
+      num_prompts: groups a step learns from.
+      num_samples: G, samples of each prompt.
+      shape: [U, M, R, T] of the packed sequences.
+    """
+
+    generation_prompts: int
+    max_generation_batches: int
+    num_prompts: int
+    num_samples: int
+    shape: PackedShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """Arrays that are in memory together.
+
+    Attributes:
+      name: what they are.
+      layout: how they are split, for people.
+      num_values: over the whole mesh, each value counted once.
+      bytes_per_device: what they add to a device.
+      sampling, learning: the phases in which they are there.
+    """
+
+    name: str
+    layout: str
+    num_values: int
+    bytes_per_device: int
+    sampling: bool
+    learning: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a run would take. `show` prints it as one table.
+
+    Attributes:
+      title: of the run.
+      layout: of its mesh.
+      holdings: what lies on the devices.
+      flow: (what, how many) of a step, in the order in which they happen.
+    """
+
+    title: str
+    layout: ParallelLayout
+    holdings: tuple[Holding, ...]
+    flow: tuple[tuple[str, str], ...]
+
+    @property
+    def sampling_bytes(self) -> int:
+        """Bytes per device while responses are sampled, at least."""
+        return sum(h.bytes_per_device for h in self.holdings if h.sampling)
+
+    @property
+    def learning_bytes(self) -> int:
+        """Bytes per device while weights are updated, at least."""
+        return sum(h.bytes_per_device for h in self.holdings if h.learning)
+
+    def table(self, *, plain: bool = False) -> Table:
+        """Everything as one table; `plain` draws its lines with ASCII."""
+        table = Table(
+            title=f"{self.title}: {self.layout.num_devices} devices, training {_train_name(self.layout)}, "
+            f"generation {_generate_name(self.layout)}",
+            title_justify="left",
+            box=box.ASCII2 if plain else box.ROUNDED,
+        )
+        table.add_column("role or event")
+        table.add_column("layout")
+        table.add_column("values", justify="right", no_wrap=True)
+        table.add_column("per device", justify="right", no_wrap=True)
+        for holding in self.holdings:
+            table.add_row(
+                holding.name,
+                holding.layout,
+                f"{holding.num_values:,}",
+                _size(holding.bytes_per_device),
+            )
+        table.add_section()
+        totals = (
+            ("sampling, at least", self.sampling_bytes),
+            ("learning, at least", self.learning_bytes),
+        )
+        for name, total in totals:
+            table.add_row(name, _may_fit(total), "", _size(total))
+        table.add_section()
+        for event, amount in self.flow:
+            table.add_row(event, amount, "", "")
+        return table
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints the table: for a terminal, or as plain text of its own width elsewhere."""
+        # FORCE_COLOR, which CI systems set, would make a log look like a terminal to rich.
+        if console is None:
+            console = Console(force_terminal=None if sys.stdout.isatty() else False)
+        if console.is_terminal:
+            console.print(self.table())
+        else:
+            plain = Console(
+                file=console.file, width=_PLAIN_WIDTH, force_terminal=False, color_system=None
+            )
+            plain.print(self.table(plain=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rollout:
+    """Weights and slots in the generation layout, shapes and shardings only."""
+
+    params: Params
+    slots: DecodeState
+
+
+def dry_run(
+    title: str,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    *,
+    train: TrainConfig,
+    optim: OptimConfig,
+    engine: EngineConfig,
+    temperature: float,
+    loss: TokenLoss,
+    flow: BatchFlow,
+) -> DryRun:
+    """Traces every program of a run on a mesh without devices.
+
+    Args:
+      title: of the run.
+      model, layout: what is trained, and how it would be spread.
+      train, optim, engine, temperature, loss: as the actor takes them.
+      flow: batches of a step.
+
+    Raises:
+      UserError: something does not divide over the layout.
+    """
+    # Stands in for a Mesh: it has axes and sizes, which is all that tracing asks for, and no devices.
+    mesh: Any = abstract_mesh(layout)
+    actor = Actor(
+        model,
+        mesh,
+        train=train,
+        optim=optim,
+        engine=engine,
+        temperature=temperature,
+        seed=0,
+    )
+    state = actor.abstract_state()
+    batch = _abstract_batch(actor, flow.shape)
+    rollout = _trace_rollout(actor, state)
+    update = _trace_learning(actor, state, batch, loss)
+    holdings = (
+        *_weights(layout, state, rollout, engine),
+        *_activations(actor, layout, train, flow.shape, batch, update),
+    )
+    return DryRun(title, layout, holdings, _describe_flow(flow, actor))
+
+
+# Tracing: each runs the real methods on shapes, so that whatever does not fit raises here.
+
+
+def _abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
+    def field(name: str) -> jax.ShapeDtypeStruct:
+        is_count = name == "num_micro_U"
+        dims = (shape.minibatches,) if is_count else dataclasses.astuple(shape)
+        dtype = jnp.int32 if is_count or name in _INTEGER_FIELDS else jnp.float32
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=actor.batch_sharding(dims))
+
+    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(TrainBatch)}
+    return TrainBatch(**fields)
+
+
+def _trace_rollout(actor: Actor, state: TrainState) -> _Rollout:
+    """Traces the way to the generation layout and the programs there."""
+    engine, config = actor.engine, actor.engine.config
+
+    def load(state):
+        actor.state = state
+        actor.load_rollout()
+
+    jax.eval_shape(load, state)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, config.dtype, sharding=sharding),
+        actor.shapes,
+        actor.generate_shardings,
+    )
+    prefix = jax.eval_shape(
+        engine.prefill,
+        params,
+        _ints(config.prefill_prompts, config.max_prompt_tokens),
+        _ints(config.prefill_prompts),
+    )
+    slots = engine.abstract_decode_state()
+    assignment: Any = [_ints(config.slots) for _ in dataclasses.fields(Assignment)]
+    seed, temperature = (jax.ShapeDtypeStruct((), t) for t in (jnp.uint32, jnp.float32))
+    jax.eval_shape(
+        engine.insert, prefix, slots, Assignment(*assignment), seed, _ints(), temperature
+    )
+    jax.eval_shape(engine.generate, params, slots)
+    return _Rollout(params, slots)
+
+
+def _trace_learning(
+    actor: Actor, state: TrainState, batch: TrainBatch, loss: TokenLoss
+) -> jax_core.Jaxpr:
+    """The traced update, after tracing the old log-probabilities."""
+
+    def logprobs(state, batch):
+        actor.state = state
+        return actor.logprobs(batch)
+
+    def update(state, batch):
+        actor.state = state
+        metrics = actor.update(batch, loss)
+        return actor.state, metrics
+
+    jax.eval_shape(logprobs, state, batch)
+    return jax.make_jaxpr(update)(state, batch).jaxpr
+
+
+def _layer_memory(update: jax_core.Jaxpr, num_layers: int) -> tuple[list[Any], Any]:
+    """What the forward scan over layers hands to the backward one, and the largest value inside a layer.
+
+    Both are shapes over the whole mesh.
+    """
+    # Other loops may have as many iterations by chance; none of them hands on nearly as much. The
+    # backward scan hands on the gradients of the weights, which are counted as such.
+    forward = max(
+        (
+            eqn
+            for eqn in _equations(update)
+            if eqn.primitive.name == "scan"
+            and eqn.params["length"] == num_layers
+            and not eqn.params["reverse"]
+        ),
+        key=lambda eqn: sum(map(_nbytes, _stacked(eqn))),
+    )
+    inside = [v.aval for e in _equations(forward.params["jaxpr"].jaxpr) for v in e.outvars]
+    return _stacked(forward), max(inside, key=_nbytes)
+
+
+def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
+    return [v.aval for v in scan.outvars[scan.params["num_carry"] :]]
+
+
+def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
+    """Every equation, those of inner programs too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(
+            tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
+        ):
+            if isinstance(value, jax_core.ClosedJaxpr):
+                yield from _equations(value.jaxpr)
+            elif isinstance(value, jax_core.Jaxpr):
+                yield from _equations(value)
+
+
+_PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
+
+
+# Counting and words
+
+
+def _weights(
+    layout: ParallelLayout, state: TrainState, rollout: _Rollout, engine: EngineConfig
+) -> list[Holding]:
+    """What outlives a program."""
+    trained = f"float32, {_train_name(layout)}"
+    # [L, S, K, H, C]
+    _, slots, kv_heads, _, tokens = rollout.slots.k.sharding.shard_shape(rollout.slots.k.shape)
+    return [
+        _holding("actor in training", trained, state.params),
+        _holding("optimiser state", f"{trained}, like the weights", state.opt_state),
+        dataclasses.replace(
+            _holding(
+                "actor in generation",
+                f"{jnp.dtype(engine.dtype).name}, {_generate_name(layout)}",
+                rollout.params,
+            ),
+            bytes_per_device=sum(map(_bytes_per_device, _moved(state.params, rollout.params))),
+        ),
+        _holding(
+            "KV cache and slots",
+            f"{slots} slots x {kv_heads} kv heads a device, {tokens:,} tokens each",
+            rollout.slots,
+            learning=False,
+        ),
+    ]
+
+
+def _activations(
+    actor: Actor,
+    layout: ParallelLayout,
+    train: TrainConfig,
+    shape: PackedShape,
+    batch: TrainBatch,
+    update: jax_core.Jaxpr,
+) -> list[Holding]:
+    """What the update adds to that."""
+    kept, largest = _layer_memory(update, actor.model.num_layers)
+    row_shards, token_shards = (
+        shards_of(axis, TRAIN_RULES, actor.mesh) for axis in ("batch", "length")
+    )
+    params = actor.abstract_state().params
+    return [
+        _holding(
+            "gradients",
+            "float32, like the weights: the sum and the newest",
+            (params, params),
+            sampling=False,
+        ),
+        _holding(
+            "train batch",
+            f"{shape.rows // row_shards} x {shape.tokens // token_shards:,} tokens a device and microbatch",
+            batch,
+            sampling=False,
+        ),
+        Holding(
+            "kept of the layers",
+            f"remat {train.remat}, split over rows and tokens",
+            sum(a.size for a in kept),
+            sum(map(_nbytes, kept)) // (row_shards * token_shards),
+            sampling=False,
+            learning=True,
+        ),
+        Holding(
+            "largest value in a layer",
+            f"{largest.dtype.name} {list(largest.shape)}, if split over all devices",
+            largest.size,
+            _nbytes(largest) // layout.num_devices,
+            sampling=False,
+            learning=True,
+        ),
+    ]
+
+
+def _holding(
+    name: str, layout: str, tree: Any, *, sampling: bool = True, learning: bool = True
+) -> Holding:
+    leaves = jax.tree.leaves(tree)
+    return Holding(
+        name,
+        layout,
+        num_values=sum(leaf.size for leaf in leaves),
+        bytes_per_device=sum(map(_bytes_per_device, leaves)),
+        sampling=sampling,
+        learning=learning,
+    )
+
+
+def _describe_flow(flow: BatchFlow, actor: Actor) -> tuple[tuple[str, str], ...]:
+    engine = actor.engine.config
+    U, M, R, T = dataclasses.astuple(flow.shape)
+    sampled = flow.generation_prompts * flow.num_samples
+    sequences = flow.num_prompts * flow.num_samples
+    shards = shards_of("batch", GENERATE_RULES, actor.mesh)
+    return (
+        (
+            "generation batch",
+            f"{flow.generation_prompts:,} prompts x {flow.num_samples} samples = {sampled:,} responses of "
+            f"at most {engine.max_response_tokens:,} tokens; at most {flow.max_generation_batches} "
+            "batches a step",
+        ),
+        (
+            "decoding",
+            f"{engine.slots:,} slots over {shards} replicas, {engine.slots // shards} on each; every slot "
+            f"is filled {sampled / engine.slots:.1f} times a batch",
+        ),
+        (
+            "prefill",
+            f"{engine.prefill_prompts} prompts x {engine.max_prompt_tokens:,} tokens, "
+            f"{engine.prefill_prompts // shards} on each replica",
+        ),
+        (
+            "groups kept",
+            f"{flow.num_prompts:,} with right and wrong answers = {sequences:,} sequences",
+        ),
+        (
+            "learning",
+            f"{U} updates x {sequences // U:,} sequences, each in at most {M} microbatches of {R} rows x "
+            f"{T:,} tokens",
+        ),
+        ("programs", "to_generate, prefill, insert, generate, logprobs, update: all traced"),
+    )
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _moved(trained: Params, sampled: Params) -> list[Any]:
+    """Leaves of `sampled` that are not shared with training, as `mesh.transition` decides it."""
+    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
+    return [
+        after
+        for before, after in pairs
+        if before.dtype != after.dtype
+        or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
+    ]
+
+
+def _bytes_per_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+
+
+def _train_name(layout: ParallelLayout) -> str:
+    shares = {"fsdp": layout.fsdp, "context": layout.context}
+    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
+        f" {name} {size}" for name, size in shares.items() if size > 1
+    )
+
+
+def _generate_name(layout: ParallelLayout) -> str:
+    return f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def _may_fit(nbytes: int) -> str:
+    too_small = [name for name, size in DEVICE_MEMORY_GB.items() if size * _GB < nbytes]
+    fitting = [name for name in DEVICE_MEMORY_GB if name not in too_small]
+    parts = []
+    if too_small:
+        parts.append(f"does not fit {too_small[-1]}" + " or less" * (len(too_small) > 1))
+    if fitting:
+        parts.append(f"may fit {fitting[0]}" + " or more" * (len(fitting) > 1))
+    return ", ".join(parts)

@@ -1,0 +1,164 @@
+"""Everything a run needs and does not find, in one message, before anything is read or compiled.
+
+A newcomer who starts a big recipe on a laptop should learn in one go which devices and files it wants
+and where to put them, not one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from jaxrl.data.records import JsonlRecords
+from jaxrl.errors import UserError
+from jaxrl.mesh.layout import ParallelLayout
+
+_WEIGHTS = "*.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFile:
+    """A JSONL file of problems.
+
+    Attributes:
+      path: where it should be.
+      prompt_field, answer_field: fields that every row needs.
+      solution_field: another one, or None.
+    """
+
+    path: str
+    prompt_field: str
+    answer_field: str
+    solution_field: str | None = None
+
+
+def require(
+    *,
+    layout: ParallelLayout,
+    num_devices: int,
+    device_kind: str,
+    weights: str,
+    tokenizer: str,
+    needs_chat_template: bool,
+    data: Sequence[DataFile],
+) -> None:
+    """Raises one UserError that lists all that `missing` finds; returns if that is nothing."""
+    faults = missing(
+        layout=layout,
+        num_devices=num_devices,
+        device_kind=device_kind,
+        weights=weights,
+        tokenizer=tokenizer,
+        needs_chat_template=needs_chat_template,
+        data=data,
+    )
+    if faults:
+        things = "one thing" if len(faults) == 1 else f"{len(faults)} things"
+        listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(faults, start=1))
+        raise UserError(
+            f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}; "
+            "--dry_run shows the plan without any of this"
+        )
+
+
+def missing(
+    *,
+    layout: ParallelLayout,
+    num_devices: int,
+    device_kind: str,
+    weights: str,
+    tokenizer: str,
+    needs_chat_template: bool,
+    data: Sequence[DataFile],
+) -> list[str]:
+    """What a run lacks, a phrase each with its remedy, in the order in which a user would fetch it.
+
+    Args:
+      layout: of the mesh.
+      num_devices, device_kind: what this process sees, simulated ones included.
+      weights: Hugging Face directory to start from; "" starts from random weights and needs none.
+      tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
+      needs_chat_template: prompts go through the tokenizer's chat template.
+      data: files of problems.
+    """
+    return [
+        *_missing_devices(layout, num_devices, device_kind),
+        *(_missing_weights(pathlib.Path(weights)) if weights else ()),
+        *(_missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template) if tokenizer else ()),
+        *(fault for file in data for fault in _missing_data(file)),
+    ]
+
+
+def _missing_devices(layout: ParallelLayout, num_devices: int, device_kind: str) -> list[str]:
+    if layout.num_devices == num_devices:
+        return []
+    return [
+        f"devices: layout {layout.name} needs {layout.num_devices}, found {num_devices} {device_kind}; run "
+        "on as many, change mesh.train and mesh.generate to what is here, or, for a small model, set "
+        f"mesh.simulated_devices={layout.num_devices}"
+    ]
+
+
+def _missing_weights(folder: pathlib.Path) -> list[str]:
+    absent = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = _read_json(folder / _INDEX)
+    if index is not None:
+        shards = sorted(set(index.get("weight_map", {}).values()))
+        lost = [name for name in shards if not (folder / name).is_file()]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            absent.append(f"{lost[0]}{more} of the {len(shards)} files that {_INDEX} names")
+    elif not any(folder.glob(_WEIGHTS)):
+        absent.append(_WEIGHTS)
+    if not absent:
+        return []
+    return [
+        f"weights: {folder}/ has no {' and no '.join(absent)}; put the model's Hugging Face files there, or "
+        "set weights to their folder"
+    ]
+
+
+def _missing_tokenizer(folder: pathlib.Path, needs_chat_template: bool) -> list[str]:
+    absent = [
+        name
+        for name in ("tokenizer.json", "tokenizer_config.json")
+        if not (folder / name).is_file()
+    ]
+    if needs_chat_template and not (folder / "chat_template.jinja").is_file():
+        config = _read_json(folder / "tokenizer_config.json")
+        if config is not None and not config.get("chat_template"):
+            absent.append('chat_template.jinja, nor "chat_template" in tokenizer_config.json')
+    if not absent:
+        return []
+    return [
+        f"tokenizer: {folder}/ has no {' and no '.join(absent)}; put the model's Hugging Face files there, "
+        "or set tokenizer.path to their folder"
+    ]
+
+
+def _missing_data(file: DataFile) -> list[str]:
+    try:
+        JsonlRecords(
+            file.path,
+            prompt_field=file.prompt_field,
+            answer_field=file.answer_field,
+            solution_field=file.solution_field,
+            source="",
+        )
+    except UserError as error:
+        return [f"data: {error}"]
+    return []
+
+
+def _read_json(path: pathlib.Path) -> dict | None:
+    """The object in a file; None if there is no such file, {} if it holds anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:  # whoever reads the file for good says what is wrong with it
+        return {}
+    return value if isinstance(value, dict) else {}

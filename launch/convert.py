@@ -1,0 +1,125 @@
+"""Converts a model between Hugging Face's safetensors and Orbax, both ways.
+
+    python launch/convert.py --from hf --path DIR --to orbax --out DIR2
+    python launch/convert.py --from orbax --path DIR2 --to hf --out DIR3
+
+The Orbax directory is the Hugging Face directory with `params/`, our parameter tree, in the place of the
+safetensors files: config.json, the tokenizer's files and generation_config.json come along. Conversion
+runs on the host, which must have room for the model. What the user can mend is one line on stderr and
+exit status 2; the output directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface_weights import (
+    checkpoint_dtype,
+    copy_companions,
+    load_params,
+    new_directory,
+    save_checkpoint,
+)
+
+
+def hf_to_orbax(path: pathlib.Path, out: pathlib.Path, *, dtype: str | None) -> None:
+    """Writes the Orbax directory of a Hugging Face directory; `dtype` None keeps that of the files."""
+    config = read_config(path)
+    _, shapes, _ = decoder_graph(config)
+    shardings = jax.tree.map(lambda _: _on_host(), shapes)
+    params = load_params(path, config, shardings, dtype=dtype or checkpoint_dtype(path))
+    with new_directory(out) as partial:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / "params", params)
+        shutil.copyfile(path / "config.json", partial / "config.json")
+        copy_companions(path, partial)
+
+
+def orbax_to_hf(
+    path: pathlib.Path, out: pathlib.Path, *, dtype: str | None, max_shard_bytes: int
+) -> None:
+    """Writes the Hugging Face directory of an Orbax directory; `dtype` None keeps that of the params."""
+    config = read_config(path)
+    params = _restore(path / "params", decoder_graph(config)[1], dtype)
+    dtype = dtype or jax.tree.leaves(params)[0].dtype
+    save_checkpoint(params, config, out, dtype=dtype, max_shard_bytes=max_shard_bytes, source=path)
+
+
+def _restore(path: pathlib.Path, shapes: Any, dtype: str | None) -> Params:
+    """The parameters, in `dtype` or as they were saved."""
+    if not path.is_dir():
+        raise UserError(
+            f"{path} does not exist; name a directory that this command wrote with --to orbax"
+        )
+
+    def like(shape: jax.ShapeDtypeStruct, saved: Any) -> jax.ShapeDtypeStruct:
+        wanted = jnp.dtype(dtype or saved.dtype)
+        return jax.ShapeDtypeStruct(shape.shape, wanted, sharding=_on_host())
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            saved = checkpointer.metadata(path.absolute()).item_metadata.tree
+            return checkpointer.restore(path.absolute(), jax.tree.map(like, shapes, saved))
+        except ValueError as error:
+            raise UserError(
+                f"{path} does not hold the model of {path.parent / 'config.json'} "
+                f"({str(error).splitlines()[0]}); convert it again from its source"
+            ) from error
+
+
+def _on_host() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.devices("cpu")[0])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and converts; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    formats = ("hf", "orbax")
+    parser.add_argument("--from", dest="source", choices=formats, required=True)
+    parser.add_argument("--path", type=pathlib.Path, required=True, help="directory to read")
+    parser.add_argument("--to", dest="target", choices=formats, required=True)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the result; default: as it is"
+    )
+    parser.add_argument(
+        "--max_shard_bytes",
+        type=int,
+        default=5_000_000_000,
+        help="size of a safetensors file (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    try:
+        if (args.source, args.target) == ("hf", "orbax"):
+            hf_to_orbax(args.path, args.out, dtype=args.dtype)
+        elif (args.source, args.target) == ("orbax", "hf"):
+            orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+        else:
+            raise UserError(
+                f"--from {args.source} --to {args.target} converts nothing; one must be hf and the "
+                "other orbax"
+            )
+    except UserError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    sys.exit(main())

@@ -1,0 +1,196 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxrl.algos.policy_losses import MAX_LOG_RATIO, clipped
+
+# DAPO's numbers.
+DAPO = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+
+log_ratios = st.floats(-30, 30, width=32)
+advantages = st.floats(-4, 4, width=32)
+bounds = st.fixed_dictionaries(
+    {
+        "clip_low": st.floats(0, 0.9),
+        "clip_high": st.floats(0, 3),
+        "dual_clip": st.floats(1.1, 20),
+    }
+)
+
+
+def twin(logprob, old_logprob, advantage, *, clip_low, clip_high, dual_clip):
+    """verl's vanilla loss and metrics for one token, with branches in the place of minima."""
+    log_ratio = min(max(logprob - old_logprob, -20.0), 20.0)
+    ratio = math.exp(log_ratio)
+    stats = dict.fromkeys(
+        ("pg_clipfrac", "pg_clipfrac_high", "pg_clipfrac_low", "pg_clipfrac_lower"), 0.0
+    )
+    stats["ppo_kl"] = -log_ratio
+    loss = -advantage * ratio
+    if advantage > 0 and ratio > 1 + clip_high:
+        loss = -advantage * (1 + clip_high)
+        stats["pg_clipfrac"] = stats["pg_clipfrac_high"] = 1.0
+    if advantage < 0 and ratio < 1 - clip_low:
+        loss = -advantage * (1 - clip_low)
+        stats["pg_clipfrac"] = stats["pg_clipfrac_low"] = 1.0
+    if advantage < 0 and loss > -advantage * dual_clip:
+        loss = -advantage * dual_clip
+        stats["pg_clipfrac_lower"] = 1.0
+    return loss, stats
+
+
+def gradient(log_ratio, advantage, **options) -> float:
+    """Derivative of one token's loss by its log-probability."""
+    old = jnp.full_like(jnp.asarray(log_ratio), -1.5)
+    value = jax.grad(lambda logprob: clipped(logprob, old, advantage, **options)[0])
+    return float(value(old + log_ratio))
+
+
+def raised(old: float, new: float, advantage: float, **options) -> tuple[float, float]:
+    """Loss and gradient of a token whose probability went from `old` to `new`."""
+    log_ratio, advantage_ = jnp.log(new / old), jnp.float32(advantage)
+    loss, _ = clipped(log_ratio, jnp.zeros(()), advantage_, **options)
+    return float(loss), gradient(log_ratio, advantage_, **options)
+
+
+# By hand
+
+
+def test_clip_higher_lets_an_unlikely_token_rise_a_little_more():
+    # The paper's example: at .2 a token of .01 may rise to .012, at .28 to .0128.
+    loss, slope = raised(0.01, 0.0127, 1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [-1.27, -1.27], rtol=1e-5)
+    loss, slope = raised(0.01, 0.0129, 1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [-1.28, 0.0], rtol=1e-5)
+    loss, slope = raised(0.01, 0.0127, 1.0, **{**DAPO, "clip_high": 0.2})
+    np.testing.assert_allclose([loss, slope], [-1.2, 0.0], rtol=1e-5)
+
+
+def test_a_bad_token_may_fall_to_four_fifths():
+    loss, slope = raised(0.5, 0.41, -1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [0.82, 0.82], rtol=1e-5)
+    loss, slope = raised(0.5, 0.39, -1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [0.8, 0.0], rtol=1e-5)
+
+
+def test_what_went_the_wrong_way_is_not_clipped():
+    # A good token that fell, a bad one that rose: the gradient that brings them back is whole.
+    loss, slope = raised(0.5, 0.1, 1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [-0.2, -0.2], rtol=1e-5)
+    loss, slope = raised(0.1, 0.5, -1.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [5.0, 5.0], rtol=1e-5)
+
+
+def test_dual_clip_bounds_a_bad_token_that_became_likely():
+    loss, slope = raised(0.04, 0.36, -2.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [18.0, 18.0], rtol=1e-5)
+    loss, slope = raised(0.04, 0.44, -2.0, **DAPO)
+    np.testing.assert_allclose([loss, slope], [20.0, 0.0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
+def test_on_policy_the_gradient_is_minus_the_advantage(advantage):
+    assert raised(0.3, 0.3, advantage, **DAPO) == (-advantage, -advantage)
+
+
+# Against the twin
+
+
+@given(st.lists(st.tuples(log_ratios, advantages), min_size=6, max_size=6), bounds)
+def test_loss_and_stats_equal_the_numpy_twin(tokens, options):
+    log_ratio, advantage = (np.array(column, np.float32) for column in zip(*tokens, strict=True))
+    ratio = np.exp(log_ratio.astype(np.float64))
+    for kink in (1 - options["clip_low"], 1 + options["clip_high"], options["dual_clip"]):
+        # On a kink float32 may count a token on either side of it.
+        assume(np.all(np.abs(ratio / kink - 1) > 1e-5))
+    # Subtracting 0 is exact, so the twin sees the same ratio.
+    loss, stats = clipped(jnp.asarray(log_ratio), jnp.zeros(6), jnp.asarray(advantage), **options)
+    expected = [
+        twin(float(d), 0.0, float(a), **options) for d, a in zip(log_ratio, advantage, strict=True)
+    ]
+    np.testing.assert_allclose(loss, [one for one, _ in expected], rtol=1e-5, atol=1e-30)
+    assert set(stats) == set(expected[0][1])
+    for name, value in stats.items():
+        assert value.dtype == loss.dtype, "stats are summed with the loss"
+        np.testing.assert_allclose(value, [one[name] for _, one in expected], err_msg=name)
+
+
+@given(log_ratios, advantages, bounds)
+def test_gradient_equals_finite_differences(log_ratio, advantage, options):
+    assume(abs(abs(log_ratio) - MAX_LOG_RATIO) > 1e-3)
+    for kink in (1 - options["clip_low"], 1 + options["clip_high"], options["dual_clip"]):
+        assume(abs(log_ratio - math.log(kink)) > 1e-3)
+    step = 1e-6
+
+    def loss(log_ratio: float) -> float:
+        return twin(log_ratio, 0.0, advantage, **options)[0]
+
+    difference = (loss(log_ratio + step) - loss(log_ratio - step)) / (2 * step)
+    with jax.enable_x64(True):
+        ours = gradient(jnp.float64(log_ratio), jnp.float64(advantage), **options)
+    np.testing.assert_allclose(ours, difference, rtol=1e-6, atol=1e-8)
+
+
+# Properties
+
+
+@given(log_ratios, st.floats(-4, 4, width=32).filter(bool), bounds)
+def test_the_gradient_stops_outside_the_clip_on_the_side_the_advantage_points_to(
+    log_ratio, advantage, options
+):
+    slope = gradient(jnp.float32(log_ratio), jnp.float32(advantage), **options)
+    ratio = math.exp(log_ratio)
+    outside = (
+        ratio > (1 + options["clip_high"]) * (1 + 1e-5)
+        if advantage > 0
+        else ratio < (1 - options["clip_low"]) * (1 - 1e-5)
+    )
+    if outside:
+        assert slope == 0
+    # Descent never lowers a good token or raises a bad one.
+    assert slope * advantage <= 0
+
+
+@given(log_ratios, advantages, bounds)
+def test_clipping_never_promises_more_than_the_plain_surrogate(log_ratio, advantage, options):
+    loss, _ = clipped(
+        jnp.float32(log_ratio), jnp.zeros(()), jnp.float32(advantage), **options
+    )
+    ratio = np.exp(np.clip(np.float32(log_ratio), -20, 20))
+    plain = -advantage * ratio
+    if advantage >= 0:
+        assert loss >= plain - 1e-5 * abs(plain)
+    else:
+        # Bounded from both sides: by the lower clip and by the dual clip.
+        assert loss >= -advantage * (1 - options["clip_low"]) * (1 - 1e-5)
+        assert loss <= -advantage * options["dual_clip"] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("logprob", "old_logprob"),
+    [(-1e4, -0.1), (-0.1, -1e4), (-math.inf, -0.1), (-0.1, -math.inf)],
+)
+def test_impossible_tokens_stay_finite(logprob, old_logprob, advantage, dtype):
+    def loss(logprob):
+        return clipped(logprob, dtype(old_logprob), dtype(advantage), **DAPO)
+
+    (value, stats), slope = jax.value_and_grad(loss, has_aux=True)(dtype(logprob))
+    assert np.all(np.isfinite(jax.tree.leaves((value, stats, slope))))
+    assert abs(float(value)) <= 10
+
+
+def test_tokens_do_not_see_each_other_in_any_arrangement():
+    rng = np.random.default_rng(0)
+    tokens = [jnp.asarray(rng.normal(size=24), jnp.float32) for _ in range(3)]
+    flat, flat_stats = clipped(*tokens, **DAPO)
+    grid, grid_stats = clipped(*(t.reshape(2, 3, 4) for t in tokens), **DAPO)
+    np.testing.assert_array_equal(grid.reshape(-1), flat)
+    for name in flat_stats:
+        np.testing.assert_array_equal(grid_stats[name].reshape(-1), flat_stats[name])

@@ -1,0 +1,253 @@
+import json
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.huggingface_config import config_json, parse_config, read_config
+
+# As published with Qwen2.5-0.5B, without what no reader needs.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Qwen3-0.6B.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# Llama-3.1-8B.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_SCALING,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+def without(values, *keys):
+    return {k: v for k, v in values.items() if k not in keys}
+
+
+@pytest.mark.parametrize(
+    ("values", "num_params"),
+    [(QWEN2, 494_032_768), (QWEN3, 596_049_920), (LLAMA, 8_030_261_248)],
+    ids=["qwen2", "qwen3", "llama"],
+)
+def test_published_files_give_models_of_the_published_size(values, num_params):
+    config = parse_config(values)
+    assert config.num_params == num_params
+    assert config.num_tokens == 0
+
+
+def test_every_value_is_read():
+    assert parse_config(QWEN3) == ModelConfig(
+        vocab_size=151936,
+        num_layers=28,
+        d_model=1024,
+        d_ff=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        qkv_bias=False,
+        qk_norm=True,
+    )
+    llama = parse_config(LLAMA)
+    assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert (llama.rope_theta, llama.rms_norm_eps) == (500_000.0, 1e-5)
+    assert (llama.tie_embeddings, llama.qkv_bias, llama.qk_norm) == (False, False, False)
+    qwen2 = parse_config({**QWEN2, "rms_norm_eps": 1e-5, "rope_theta": 10000})
+    assert (qwen2.head_dim, qwen2.qkv_bias) == (64, True)
+    assert (qwen2.rms_norm_eps, qwen2.rope_theta) == (1e-5, 10_000.0)
+
+
+def test_both_spellings_of_the_rotary_settings_mean_the_same():
+    old = parse_config(LLAMA)
+    new = without(LLAMA, "rope_scaling", "rope_theta")
+    parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    assert parse_config({**new, "rope_parameters": parameters}) == old
+    older = {"type": "llama3", **without(LLAMA3_SCALING, "rope_type")}
+    assert parse_config({**LLAMA, "rope_scaling": older}) == old
+    # The base beside the object, as half converted files have it.
+    beside = {**new, "rope_parameters": LLAMA3_SCALING, "rope_theta": 500000.0}
+    assert parse_config(beside) == old
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    assert parse_config({**without(QWEN3, "rope_theta"), "rope_parameters": plain}) == parse_config(
+        QWEN3
+    )
+
+
+def test_what_early_files_leave_out_is_filled_as_transformers_does():
+    early = without(LLAMA, "rope_theta", "rope_scaling", "num_key_value_heads", "attention_bias")
+    config = parse_config(without(early, "tie_word_embeddings", "hidden_act", "mlp_bias"))
+    assert (config.rope_theta, config.num_kv_heads) == (10_000.0, 32)
+    assert not config.tie_embeddings
+    assert parse_config({**QWEN2, "head_dim": None}) == parse_config(QWEN2)
+
+
+def test_a_window_that_is_named_but_off_is_no_obstacle():
+    assert parse_config({**QWEN2, "sliding_window": 4096}) == parse_config(QWEN2)
+    on_for_no_layer = {**QWEN2, "use_sliding_window": True, "max_window_layers": 24}
+    assert parse_config(on_for_no_layer) == parse_config(QWEN2)
+    whole = {**QWEN2, "layer_types": ["full_attention"] * 24}
+    assert parse_config(whole) == parse_config(QWEN2)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (QWEN2, {"architectures": ["Qwen2MoeForCausalLM"]}, "architectures is .*Qwen2Moe"),
+        (QWEN2, {"architectures": None}, "architectures is None"),
+        (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": 12},
+            "use_sliding_window is true",
+        ),
+        (QWEN2, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
+        (QWEN2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (QWEN2, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        (QWEN3, {"attention_bias": True}, "attention_bias is True"),
+        (QWEN3, {"head_dim": None}, "head_dim is missing"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.*'yarn'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
+        (
+            LLAMA,
+            {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+            "high_freq_factor 1.0, not above low_freq_factor",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {**LLAMA3_SCALING, "attention_factor": 2.0}},
+            "rope_scaling has attention_factor",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": without(LLAMA3_SCALING, "factor")},
+            "rope_scaling: factor is missing",
+        ),
+        (
+            QWEN3,
+            {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters has full_attention",
+        ),
+        (QWEN2, {"hidden_size": None}, "hidden_size is missing"),
+        (QWEN2, {"hidden_size": "896"}, "hidden_size is '896'; it must be a positive number"),
+        (QWEN2, {"vocab_size": 10.5}, "vocab_size is 10.5; it must be a whole number"),
+        (QWEN2, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        (QWEN2, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        (QWEN2, {"num_key_value_heads": 3}, "num_heads 14 is not a multiple of num_kv_heads 3"),
+    ],
+)
+def test_what_the_decoder_does_not_have_is_refused_with_its_key(base, change, message):
+    with pytest.raises(UserError, match=f"somewhere: .*{message}"):
+        parse_config({**base, **change}, origin="somewhere")
+
+
+@pytest.mark.parametrize("values", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+def test_written_values_read_back_and_keep_what_the_shape_does_not_say(values):
+    config = parse_config(values)
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert parse_config(written) == config
+    kept = without(values, "torch_dtype")
+    assert {k: written[k] for k in kept} == kept
+    assert written["torch_dtype"] == "bfloat16"
+    assert parse_config(config_json(config, dtype="float32")) == config
+
+
+def test_one_spelling_is_written_even_where_the_source_has_the_other():
+    parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    base = {**without(LLAMA, "rope_scaling", "rope_theta"), "rope_parameters": parameters}
+    written = config_json(parse_config(base), dtype="float32", base={**base, "dtype": "bfloat16"})
+    assert not {"rope_parameters", "dtype"} & written.keys()
+    assert (written["rope_theta"], written["rope_scaling"]) == (500_000.0, LLAMA3_SCALING)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig(qkv_bias=True, qk_norm=True), "qkv_bias=True together with qk_norm=True"),
+        (ModelConfig(qkv_bias=False, d_model=130), "d_model 130 is not a multiple of num_heads 4"),
+    ],
+)
+def test_a_shape_that_no_architecture_has_is_not_written(config, message):
+    with pytest.raises(UserError, match=message):
+        config_json(config, dtype="float32")
+
+
+def test_files_are_read_and_broken_ones_named(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is no JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json holds no JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert read_config(tmp_path) == parse_config(QWEN2)

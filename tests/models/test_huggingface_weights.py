@@ -1,0 +1,478 @@
+import dataclasses
+import json
+import re
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.huggingface_config import config_json, read_config
+from jaxrl.models.huggingface_weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    checkpoint_dtype,
+    dimension_sizes,
+    load_params,
+    new_directory,
+    save_checkpoint,
+    weight_table,
+)
+
+TINY = ModelConfig(
+    vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
+)
+FAMILIES = {
+    "qwen2": TINY,
+    "qwen3": dataclasses.replace(TINY, qkv_bias=False, qk_norm=True),
+    "llama": dataclasses.replace(TINY, qkv_bias=False, tie_embeddings=False),
+}
+
+
+def random_tensors(config, dtype=np.float32, seed=0):
+    """A checkpoint of `config`, its shapes written out by hand."""
+    D, F, H, V = config.d_model, config.d_ff, config.head_dim, config.vocab_size
+    q, k = config.num_heads * H, config.num_kv_heads * H
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    for i in range(config.num_layers):
+        layer = {
+            "input_layernorm.weight": (D,),
+            "post_attention_layernorm.weight": (D,),
+            "self_attn.q_proj.weight": (q, D),
+            "self_attn.k_proj.weight": (k, D),
+            "self_attn.v_proj.weight": (k, D),
+            "self_attn.o_proj.weight": (D, q),
+            "mlp.gate_proj.weight": (F, D),
+            "mlp.up_proj.weight": (F, D),
+            "mlp.down_proj.weight": (D, F),
+        }
+        if config.qkv_bias:
+            layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", k), ("v", k))}
+        if config.qk_norm:
+            layer |= {f"self_attn.{n}_norm.weight": (H,) for n in "qk"}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (V, D)
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def write_checkpoint(directory, config, tensors, *, num_files=1):
+    """A directory as it is published; tensors go to the files in turn, so layers are torn apart."""
+    directory.mkdir(parents=True)
+    values = config_json(config, dtype="float32")
+    (directory / "config.json").write_text(json.dumps(values))
+    if num_files == 1:
+        save_file(tensors, directory / SINGLE_FILE)
+        return directory
+    file_of = {
+        name: f"model-{i % num_files + 1:05d}-of-{num_files:05d}.safetensors"
+        for i, name in enumerate(tensors)
+    }
+    for file in set(file_of.values()):
+        save_file({n: t for n, t in tensors.items() if file_of[n] == file}, directory / file)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": file_of}))
+    return directory
+
+
+def on_one_device(config):
+    device = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: device, decoder_graph(config)[1])
+
+
+def on_mesh(config, *, rules=TRAIN_RULES, **layout):
+    layout = ParallelLayout.from_config(LayoutConfig(**layout))
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    _, shapes, axes = decoder_graph(config)
+    return shardings(axes, shapes, rules, mesh)
+
+
+def load(directory, **kwargs):
+    config = read_config(directory)
+    return load_params(directory, config, on_one_device(config), **kwargs)
+
+
+def stack(tensors, config, name):
+    return np.stack([tensors[f"model.layers.{i}.{name}"] for i in range(config.num_layers)])
+
+
+def assert_trees_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_the_table_covers_every_weight_once(config):
+    _, shapes, _ = decoder_graph(config)
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    table, sizes = weight_table(config), dimension_sizes(config)
+    assert {row.path: row.leaf_shape(sizes) for row in table} == found
+    assert len(table) == len(found)
+    names = [row.tensor_name(at) for row in table for at in row.positions(sizes)]
+    assert sorted(names) == sorted(random_tensors(config))
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_tensors_come_to_their_places(tmp_path, config, num_files):
+    tensors = random_tensors(config)
+    directory = write_checkpoint(tmp_path / "hf", config, tensors, num_files=num_files)
+    assert read_config(directory) == config
+    params = load(directory)
+    L, D, H = config.num_layers, config.d_model, config.head_dim
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+
+    def heads(name, count):
+        """[L, count * H, D] as [L, D, count, H]."""
+        return stack(tensors, config, name).reshape(L, count, H, D).transpose(0, 3, 1, 2)
+
+    expected = {
+        "q": heads("self_attn.q_proj.weight", config.num_heads),
+        "k": heads("self_attn.k_proj.weight", config.num_kv_heads),
+        "v": heads("self_attn.v_proj.weight", config.num_kv_heads),
+        # [L, D, Q * H] as [L, Q, H, D].
+        "o": stack(tensors, config, "self_attn.o_proj.weight")
+        .transpose(0, 2, 1)
+        .reshape(L, config.num_heads, H, D),
+    }
+    if config.qkv_bias:
+        for n in "qkv":
+            expected[f"{n}_bias"] = stack(tensors, config, f"self_attn.{n}_proj.bias").reshape(
+                L, -1, H
+            )
+    if config.qk_norm:
+        for n in "qk":
+            expected[f"{n}_norm"] = {"scale": stack(tensors, config, f"self_attn.{n}_norm.weight")}
+    assert_trees_equal(attention, expected)
+    for n in ("gate", "up", "down"):
+        stored = stack(tensors, config, f"mlp.{n}_proj.weight")
+        np.testing.assert_array_equal(mlp[n], stored.transpose(0, 2, 1))
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["final_norm"]["scale"], tensors["model.norm.weight"])
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    for ours, theirs in norms.items():
+        scale = params["layers"][ours]["scale"]
+        np.testing.assert_array_equal(scale, stack(tensors, config, f"{theirs}.weight"))
+    if not config.tie_embeddings:
+        np.testing.assert_array_equal(params["unembedding"], tensors["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
+def test_the_caller_chooses_the_type(tmp_path, stored, wanted):
+    tensors = random_tensors(TINY, stored)
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
+    params = load(directory, dtype=wanted)
+    expected = tensors["model.norm.weight"].astype(np.float32).astype(wanted)
+    np.testing.assert_array_equal(params["final_norm"]["scale"], expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+    narrow = stored == ml_dtypes.bfloat16
+    assert checkpoint_dtype(directory) == (jnp.bfloat16 if narrow else jnp.float32)
+
+
+@pytest.mark.parametrize("rules", [TRAIN_RULES, GENERATE_RULES], ids=["train", "generate"])
+def test_weights_are_born_where_they_belong(tmp_path, rules):
+    config = FAMILIES["llama"]
+    directory = write_checkpoint(tmp_path / "hf", config, random_tensors(config), num_files=3)
+    wanted = on_mesh(config, rules=rules, train="2-2-2", generate="1-2-2-2", fsdp=2)
+    params = load_params(directory, config, wanted)
+    assert_trees_equal(params, load(directory))
+    jax.tree.map(lambda leaf, sharding: assert_placed(leaf, sharding), params, wanted)
+
+
+def assert_placed(leaf, sharding):
+    assert leaf.sharding == sharding
+    for shard in leaf.addressable_shards:
+        assert shard.data.shape == sharding.shard_shape(leaf.shape)
+
+
+def test_each_device_reads_its_own_part_alone(tmp_path, monkeypatch):
+    """Four devices, one tensor-parallel split: every value of a matrix is read once, not four times."""
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+    wanted = on_mesh(TINY, train="1-2-2")
+    read = 0
+    real_open = safetensors.safe_open
+
+    class Counting:
+        def __init__(self, path, framework):
+            self.file = real_open(path, framework)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return CountingSlice(self.file.get_slice(name))
+
+    class CountingSlice:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+        def __getitem__(self, index):
+            nonlocal read
+            part = self.tensor[index]
+            read += part.nbytes
+            return part
+
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    load_params(directory, TINY, wanted)
+    assert read == TINY.num_params * 4
+
+
+def test_the_host_holds_a_piece_of_one_tensor(tmp_path):
+    """A leaf of all layers is larger than two files, and never on the host as a whole."""
+    config = dataclasses.replace(TINY, num_layers=24, d_model=128, d_ff=512)
+    tensors = random_tensors(config)
+    directory = write_checkpoint(tmp_path / "hf", config, tensors, num_files=16)
+    del tensors
+    file_bytes = max(path.stat().st_size for path in directory.glob("*.safetensors"))
+    tensor_bytes = config.d_model * config.d_ff * 4
+    shardings = on_one_device(config)
+    load_params(directory, config, shardings)  # compiles, which takes memory of its own
+    tracemalloc.start()
+    try:
+        params = load_params(directory, config, shardings)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert params["layers"]["mlp"]["up"].nbytes > 2 * file_bytes
+    assert peak_bytes < 2 * file_bytes
+    assert peak_bytes < 4 * tensor_bytes
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_export_gives_back_the_tensors(tmp_path, config):
+    tensors = random_tensors(config)
+    params = load(write_checkpoint(tmp_path / "hf", config, tensors))
+    save_checkpoint(params, config, tmp_path / "out", dtype="float32")
+    assert_trees_equal(load_file(tmp_path / "out" / SINGLE_FILE), tensors)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        SINGLE_FILE,
+    ]
+    assert read_config(tmp_path / "out") == config
+    with safetensors.safe_open(tmp_path / "out" / SINGLE_FILE, "np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_export_from_a_mesh_into_several_files(tmp_path):
+    tensors = random_tensors(TINY)
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
+    params = load_params(directory, TINY, on_mesh(TINY, train="2-2-1"))
+    largest = 24 * 16 * 4
+    save_checkpoint(params, TINY, tmp_path / "out", dtype="float32", max_shard_bytes=2 * largest)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    assert len(files) > 3
+    assert files[-1].name == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    found = {}
+    for file in files:
+        content = load_file(file)
+        assert {name: file.name for name in content}.items() <= index["weight_map"].items()
+        assert sum(tensor.nbytes for tensor in content.values()) <= 2 * largest
+        found |= content
+    assert_trees_equal(found, tensors)
+    assert index["metadata"]["total_size"] == TINY.num_params * 4
+    assert_trees_equal(load(tmp_path / "out"), load(directory))
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):
+    params = load(write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY)))
+    save_checkpoint(params, TINY, tmp_path / "out", dtype="float32", max_shard_bytes=1)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(random_tensors(TINY))
+
+
+def test_export_rounds_to_bfloat16(tmp_path):
+    tensors = random_tensors(TINY)
+    params = load(write_checkpoint(tmp_path / "hf", TINY, tensors))
+    save_checkpoint(params, TINY, tmp_path / "out", dtype=jnp.bfloat16)
+    expected = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    assert_trees_equal(load_file(tmp_path / "out" / SINGLE_FILE), expected)
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_export_takes_tokenizer_and_special_ids_from_the_source(tmp_path):
+    source = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "eos_token_id": 7}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "modeling_custom.py").write_text("raise SystemExit")
+    (source / "training_args.bin").write_bytes(b"\x80")
+    save_checkpoint(load(source), TINY, tmp_path / "out", dtype="float32", source=source)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", SINGLE_FILE, "tokenizer.json"}
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 7
+
+
+def test_buffers_of_old_versions_and_an_equal_copy_are_ignored(tmp_path):
+    tensors = random_tensors(TINY)
+    expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
+
+
+def no_data_is_read(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("data was read before all headers were checked")
+
+    monkeypatch.setattr("jaxrl.models.huggingface_weights._Reader.slice_of", refuse)
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (DOWN, None, f"lacks {re.escape(DOWN)}"),
+        (
+            "model.layers.2.mlp.up_proj.weight",
+            np.ones((24, 16), np.float32),
+            r"has model\.layers\.2\.mlp\.up_proj\.weight in model.*safetensors",
+        ),
+        (DOWN, np.ones((24, 16), np.float32), r"down_proj.*shape \[24, 16\], .* \[16, 24\]"),
+        (DOWN, np.ones((16, 24), np.int8), f"{re.escape(DOWN)} in .*model.* has type I8"),
+        (
+            "lm_head.weight",
+            np.ones((8, 16), np.float32),
+            r"lm_head\.weight .* shape \[8, 16\], .* \[24, 16\]",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "head"],
+)
+def test_wrong_tensors_are_named_before_data_is_read(
+    tmp_path, monkeypatch, num_files, name, tensor, message
+):
+    tensors = random_tensors(TINY)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors, num_files=num_files)
+    no_data_is_read(monkeypatch)
+    with pytest.raises(UserError, match=message):
+        load(directory)
+
+
+def test_many_missing_tensors_are_counted(tmp_path):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+    config = dataclasses.replace(TINY, num_layers=3)
+    with pytest.raises(UserError, match=r"lacks model\.layers\.2\.input_.* and 8 more,"):
+        load_params(directory, config, on_one_device(config))
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    tensors = random_tensors(TINY)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][20, 3] += 1
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs .* \(rows 0 to 24\)"):
+        load(directory)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 5, 100, -1])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_file_that_is_cut_short_is_named(tmp_path, monkeypatch, num_files, keep_bytes):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY), num_files=num_files)
+    file = sorted(directory.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:keep_bytes])
+    no_data_is_read(monkeypatch)
+    with pytest.raises(UserError, match=f"{file.name} is cut short or no safetensors file"):
+        load(directory)
+
+
+def test_a_directory_without_safetensors_is_described(tmp_path):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+    (directory / SINGLE_FILE).unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor .*; it has config\.json"):
+        load(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(
+        UserError, match=r"only pytorch_model\.bin: .*convert them with safetensors"
+    ):
+        load(directory)
+    with pytest.raises(UserError, match="nowhere is no directory or empty"):
+        load_params(tmp_path / "nowhere", TINY, on_one_device(TINY))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d, index: (d / index[DOWN]).unlink(), "00003.safetensors does not exist"),
+        (lambda d, index: index.update({"extra": index[DOWN]}), "has no tensor extra, but"),
+        (lambda d, index: index.update({DOWN: "../other.safetensors"}), "names '../other"),
+        (lambda d, index: index.update({DOWN: "weights.bin"}), r"names 'weights\.bin'"),
+        (lambda d, index: index.update({DOWN: 3}), "has no weight_map of names"),
+    ],
+    ids=["missing file", "missing tensor", "path", "pickle", "number"],
+)
+def test_a_wrong_index_is_named(tmp_path, damage, message):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY), num_files=3)
+    index = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
+    damage(directory, index)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(UserError, match=message):
+        load(directory)
+    (directory / INDEX_FILE).write_text("{")
+    with pytest.raises(UserError, match=r"index\.json is no JSON"):
+        load(directory)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY), num_files=3)
+    file = directory / "model-00001-of-00003.safetensors"
+    save_file({**load_file(file), DOWN: np.ones((16, 24), np.float32)}, file)
+    with pytest.raises(UserError, match=f"{re.escape(DOWN)} is both in .*00001.* and in "):
+        load(directory)
+
+
+def test_export_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    params = load(write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY)))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out exists and is not overwritten"):
+        save_checkpoint(params, TINY, tmp_path / "out", dtype="float32")
+
+    def fail(*_, **__):
+        assert list(tmp_path.glob(".new.*.partial"))
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(params, TINY, tmp_path / "new", dtype="float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_an_export_in_another_type_is_refused(tmp_path):
+    with pytest.raises(UserError, match="dtype int8 cannot be exported"):
+        save_checkpoint({}, TINY, tmp_path / "out", dtype="int8")
+
+
+def test_a_directory_in_the_making_is_not_there(tmp_path):
+    with new_directory(tmp_path / "a" / "b") as partial:
+        (partial / "file").write_text("x")
+        assert not (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "a" / "b" / "file").read_text() == "x"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]

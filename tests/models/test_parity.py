@@ -1,0 +1,263 @@
+"""The decoder against Transformers: logits, gradients, and the way back."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from jaxrl.models.attention import segment_attention
+from jaxrl.models.decoder import Compute, decoder_graph
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface_weights import SINGLE_FILE, load_params, save_checkpoint
+from jaxrl.models.logprobs import token_logprobs
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    # Short, so that wavelengths on both sides and between are met within a test's texts.
+    original_max_position_embeddings=32,
+)
+PLAIN = dict(rope_type="default", rope_theta=1e6)
+FAMILIES = {
+    "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=PLAIN, **kw),
+    # Heads are not hidden_size / num_attention_heads wide.
+    "qwen3": lambda **kw: transformers.Qwen3Config(
+        **SIZES, head_dim=16, rope_parameters=PLAIN, **kw
+    ),
+    "llama": lambda **kw: transformers.LlamaConfig(
+        **SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3, **kw
+    ),
+}
+FAMILY_AND_TIE = [(family, tie) for family in FAMILIES for tie in (True, False)]
+COMPUTE = Compute()
+# All batches have one shape, so that one program per model is compiled.
+B, T = 3, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One model twice: Transformers' own, and ours loaded from what it saved."""
+
+    theirs: object
+    graph: object
+    params: object
+    config: object
+    directory: object
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory):
+    @functools.cache
+    def make(family, tie):
+        torch.manual_seed(0)
+        config = FAMILIES[family](tie_word_embeddings=tie)
+        theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        theirs = theirs.float().eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                # Norm scales and biases too, or a forgotten one could not be seen.
+                scale = parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 0.3
+                centre = float(parameter.ndim == 1)
+                parameter.copy_(centre + scale * torch.randn_like(parameter))
+        directory = tmp_path_factory.mktemp(f"{family}-{tie}")
+        theirs.save_pretrained(directory)
+        config = read_config(directory)
+        return Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
+
+    return make
+
+
+def load(directory, config):
+    device = SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: device, decoder_graph(config)[1])
+    return load_params(directory, config, shardings)
+
+
+def hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT):
+    def attend(q, k, v, _):
+        return segment_attention(q, k, v, segment_ids_BT), None
+
+    return nnx.merge(graph, params)(tokens_BT, positions_BT, attend, compute=COMPUTE)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jitted_logits(graph, params, tokens_BT, positions_BT, segment_ids_BT):
+    hidden = hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT)
+    return nnx.merge(graph, params).logits(hidden, compute=COMPUTE)
+
+
+def our_logits(pair, *batch):
+    return np.asarray(jitted_logits(pair.graph, pair.params, *batch))
+
+
+def their_logits(model, tokens_BT, **kwargs):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens_BT.astype(np.int64)), **kwargs).logits.numpy()
+
+
+def random_tokens(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 48, shape).astype(np.int32)
+
+
+def counting():
+    return np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+
+
+def pack(sequences):
+    """One row with all sequences: tokens, positions, segment ids, and where each lies."""
+    tokens, positions, segments = (np.zeros((1, T), np.int32) for _ in range(3))
+    places, begin = [], 0
+    for i, sequence in enumerate(sequences, start=1):
+        place = slice(begin, begin + len(sequence))
+        tokens[0, place], positions[0, place] = sequence, np.arange(len(sequence))
+        segments[0, place] = i
+        places.append(place)
+        begin = place.stop
+    return tokens, positions, segments, places
+
+
+def batch_of(rows):
+    """Tokens, positions and segment ids of rows of sequences, and where each sequence lies."""
+    *arrays, places = zip(*(pack(row) for row in rows), strict=True)
+    return *(np.concatenate(array) for array in arrays), places
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_logits(pair_of, family, tie):
+    pair = pair_of(family, tie)
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
+    expected = their_logits(pair.theirs, tokens_BT)
+    assert expected.std() > 0.5  # large enough that the tolerance means something
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_logits_of_a_padded_batch(pair_of, family, tie, side):
+    pair = pair_of(family, tie)
+    tokens_BT = random_tokens(B, T)
+    real_BT = counting() < np.array([T, 40, 7])[:, None]
+    if side == "left":
+        real_BT = real_BT[:, ::-1].copy()
+    positions_BT = np.maximum(np.cumsum(real_BT, 1) - 1, 0).astype(np.int32)
+    found = our_logits(pair, tokens_BT, positions_BT, real_BT.astype(np.int32))
+    expected = their_logits(
+        pair.theirs,
+        tokens_BT,
+        attention_mask=torch.from_numpy(real_BT.astype(np.int64)),
+        position_ids=torch.from_numpy(positions_BT.astype(np.int64)),
+    )
+    np.testing.assert_allclose(found[real_BT], expected[real_BT], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_logits_of_packed_sequences(pair_of, family, tie):
+    pair = pair_of(family, tie)
+    rows = [[random_tokens(n, seed=n) for n in lengths] for lengths in ((31, 5, 9), (7, 50), (64,))]
+    tokens_BT, positions_BT, segment_ids_BT, places = batch_of(rows)
+    found = our_logits(pair, tokens_BT, positions_BT, segment_ids_BT)
+    for b, row in enumerate(rows):
+        for sequence, place in zip(row, places[b], strict=True):
+            expected = their_logits(pair.theirs, sequence[None])[0]
+            np.testing.assert_allclose(found[b, place], expected, rtol=0, atol=2e-5)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def our_gradient(graph, params, tokens_BT, positions_BT, segment_ids_BT):
+    def loss(params):
+        model = nnx.merge(graph, params)
+        hidden = hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT)
+        logprob_BT, _ = token_logprobs(
+            lambda hidden: model.logits(hidden, compute=COMPUTE),
+            hidden,
+            tokens_BT,
+            segment_ids_BT,
+            temperature=1.0,
+            chunk_tokens=24,
+        )
+        return -logprob_BT.sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def their_gradient(pair, sequences, directory):
+    """Their loss, and their gradients brought into our tree by way of a checkpoint of them."""
+    pair.theirs.zero_grad()
+    total = 0.0
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.astype(np.int64))[None]
+        logits = pair.theirs(tokens).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
+        loss.backward()
+        total += loss.item()
+    gradient = {n: p.grad.numpy() for n, p in pair.theirs.named_parameters()}
+    save_file(gradient, directory / SINGLE_FILE)
+    return total, load(directory, pair.config)
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_gradients_of_padded_and_packed_batches(pair_of, tmp_path, family, tie):
+    pair = pair_of(family, tie)
+    first, second, third = sequences = [random_tokens(n, seed=n) for n in (40, 8, 15)]
+    their_loss, expected = their_gradient(pair, sequences, tmp_path)
+    for rows in ([[first], [second], [third]], [[first], [second, third], []]):
+        loss, found = our_gradient(pair.graph, pair.params, *batch_of(rows)[:3])
+        np.testing.assert_allclose(loss, their_loss, rtol=1e-5)
+        jax.tree_util.tree_map_with_path(assert_close, found, expected)
+
+
+def assert_close(path, ours, theirs):
+    """Within 1e-4: the difference as a whole, and each entry against the largest."""
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    difference, name = ours - theirs, jax.tree_util.keystr(path)
+    assert np.linalg.norm(difference) <= 1e-4 * np.linalg.norm(theirs), name
+    assert np.abs(difference).max() <= 1e-4 * np.abs(theirs).max(), name
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 20_000])
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie, max_shard_bytes):
+    pair = pair_of(family, tie)
+    # Other weights than those of the source, lest its files be what is read.
+    params = jax.tree.map(lambda leaf: leaf * 0.9, pair.params)
+    save_checkpoint(
+        params,
+        pair.config,
+        tmp_path / "out",
+        dtype="float32",
+        max_shard_bytes=max_shard_bytes,
+        source=pair.directory,
+    )
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values())
+    assert theirs.config.architectures == pair.theirs.config.architectures
+    assert theirs.config.rope_parameters == pair.theirs.config.rope_parameters
+    tokens_BT = random_tokens(B, T)
+    changed = dataclasses.replace(pair, params=params)
+    found = our_logits(changed, tokens_BT, counting(), np.ones_like(tokens_BT))
+    expected = their_logits(theirs, tokens_BT)
+    np.testing.assert_allclose(expected, found, rtol=0, atol=2e-5)
+    assert not np.allclose(expected, their_logits(pair.theirs, tokens_BT), atol=0.1)

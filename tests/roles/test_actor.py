@@ -1,0 +1,446 @@
+"""The learning half of the actor: log-probabilities, updates and what they may not depend on."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.config import ModelConfig
+from jaxrl.roles.actor import Actor, TrainConfig, TrainState
+from jaxrl.roles.losses import clipped_policy, supervised
+from jaxrl.roles.optimizer import OptimConfig, learning_rate
+from jaxrl.rollout.engine import EngineConfig
+from jaxrl.types import Prompts, TrainBatch
+
+MODEL = ModelConfig(
+    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
+)
+ENGINE = EngineConfig(
+    slots=4,
+    prefill_prompts=4,
+    max_prompt_tokens=4,
+    max_response_tokens=4,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+)
+# With epsilon far above any gradient Adam's first step is the gradient times lr / epsilon: parameters
+# after an update then show the gradient itself, where ordinary Adam would hide its scale.
+GRADIENT_SHOWS = OptimConfig(
+    lr=1e4, epsilon=1e4, lr_warmup_steps=0, weight_decay=0.0, grad_clip=1e9
+)
+ADAM = OptimConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.01)
+TRAIN = TrainConfig(logprob_chunk_tokens=8)
+CLIPPED = clipped_policy(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+ONE_DEVICE = ("1-1-1", "", 1)
+EIGHT_DEVICES = ("1-4-2", "1-2-2-2", 2)
+# Four ways to lay out the same eight sequences of at most 12 tokens in one minibatch.
+SHAPES = {
+    "one each": PackedShape(minibatches=1, microbatches=1, rows=8, tokens=12),
+    "two rows at a time": PackedShape(minibatches=1, microbatches=6, rows=2, tokens=12),
+    "packed": PackedShape(minibatches=1, microbatches=1, rows=4, tokens=30),
+    "packed, two rows at a time": PackedShape(minibatches=1, microbatches=4, rows=2, tokens=24),
+}
+
+
+@functools.cache
+def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
+    """One actor for each setting; tests start from `fresh` weights and share its compiled programs."""
+    train_layout, generate, fsdp = layout
+    sizes = ParallelLayout.from_config(
+        LayoutConfig(train=train_layout, generate=generate, fsdp=fsdp)
+    )
+    return Actor(
+        MODEL,
+        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
+        train=train,
+        optim=optim,
+        engine=ENGINE,
+        temperature=0.9,
+        seed=0,
+    )
+
+
+@functools.cache
+def first_state() -> TrainState:
+    actor = actor_of()
+    actor.init()
+    return jax.device_get(actor.state)
+
+
+def fresh(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, **kwargs) -> Actor:
+    """An actor with the weights that every test begins with."""
+    actor = actor_of(layout, optim, **kwargs)
+    actor.state = jax.device_put(first_state(), actor.state_shardings())
+    return actor
+
+
+def sequences(num: int = 8, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Ragged prompt-response pairs with everything a policy update needs."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(num):
+        prompt, response = rng.integers(1, 5), rng.integers(2, 8)
+        n = prompt + response
+        on_response = np.arange(n) >= prompt
+        out.append(
+            {
+                "tokens": rng.integers(0, MODEL.vocab_size, n).astype(np.int32),
+                "loss_mask": on_response.astype(np.float32),
+                "rollout_logprob": on_response * rng.uniform(-4, -1, n).astype(np.float32),
+                "old_logprob": on_response * rng.uniform(-4, -1, n).astype(np.float32),
+                "advantage": on_response * np.float32(rng.normal()),
+            }
+        )
+    return out
+
+
+def packed(rows: list[dict[str, np.ndarray]], shape=SHAPES["one each"], **changes) -> TrainBatch:
+    packing = plan_packing([len(row["tokens"]) for row in rows], shape)
+    fields = {
+        name: packing.pack([row[name] for row in rows], rows[0][name].dtype) for name in rows[0]
+    }
+    fields |= {"positions": packing.positions, "segment_ids": packing.segment_ids}
+    return TrainBatch(**fields, num_micro_U=packing.num_micro_U).replace(**changes)
+
+
+def step(actor: Actor, batch: TrainBatch, loss=CLIPPED):
+    """One update; returns the parameters after it and the metrics, on the host."""
+    metrics = actor.update(actor.place(batch), loss)
+    return jax.device_get(actor.state.params), {k: float(v) for k, v in metrics.items()}
+
+
+def assert_close(a, b, atol=1e-5) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol), a, b)
+
+
+def largest_difference(a, b) -> float:
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.abs(x - y).max()), a, b)))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Parameters and metrics after one update of the plainest kind."""
+    return step(fresh(), packed(sequences()))
+
+
+def test_an_update_moves_every_weight(reference):
+    params, metrics = reference
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, first_state().params)
+    # An untrained key bias is the one exception: it is zero and stays near it.
+    assert min(jax.tree.leaves(moved)) > 1e-7
+    assert 1e-3 < largest_difference(params, first_state().params) < 10
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "one each"])
+def test_neither_packing_nor_microbatches_change_an_update(name, reference):
+    batch = packed(sequences(), SHAPES[name])
+    params, metrics = step(fresh(), batch)
+    assert_close(params, reference[0])
+    assert metrics == pytest.approx(reference[1], rel=1e-4, abs=1e-5)
+    assert (batch.num_micro_U > 1).any() or batch.segment_ids.max() > 1
+
+
+@pytest.mark.parametrize(
+    "layout", [EIGHT_DEVICES, ("2-2-2", "1-2-2-2", 2)], ids=["figure 8", "stages"]
+)
+def test_the_mesh_does_not_change_an_update(layout, reference):
+    actor = fresh(layout)
+    params, metrics = step(actor, packed(sequences(), SHAPES["two rows at a time"]))
+    assert_close(params, reference[0])
+    assert metrics == pytest.approx(reference[1], rel=1e-4, abs=1e-5)
+    # The new state lies as the old one did.
+    jax.tree.map(
+        lambda leaf, s: (
+            leaf.sharding.is_equivalent_to(s, leaf.ndim) or pytest.fail(f"{leaf.sharding}")
+        ),
+        actor.state,
+        actor.state_shardings(),
+    )
+
+
+def test_steps_of_adam_agree_on_both_meshes():
+    """Three steps of two updates, with moments, clipping, decay and schedule."""
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=24)
+    curves = []
+    for layout in (ONE_DEVICE, EIGHT_DEVICES):
+        actor = fresh(layout, ADAM)
+        curves.append([step(actor, packed(sequences(seed=seed), shape)) for seed in range(3)])
+    for (params, metrics), (others, other_metrics) in zip(*curves, strict=True):
+        assert metrics == pytest.approx(other_metrics, rel=1e-3, abs=1e-4)
+        # Adam divides tiny gradients by their own size, so rounding shows more than above.
+        assert largest_difference(params, others) < 1e-3
+
+
+def test_weights_are_born_the_same_on_every_mesh():
+    alone, spread = actor_of(), actor_of(EIGHT_DEVICES)
+    spread.init()
+    assert_close(jax.device_get(spread.state), first_state(), atol=1e-7)
+    assert alone.abstract_state().params["embedding"].shape == (16, 16)
+    jax.tree.map(
+        lambda leaf, plan: (
+            (leaf.shape, leaf.dtype, leaf.sharding) == (plan.shape, plan.dtype, plan.sharding)
+            or pytest.fail(f"{leaf.sharding} is not {plan.sharding}")
+        ),
+        spread.state,
+        spread.abstract_state(),
+    )
+
+
+@pytest.mark.parametrize(
+    "train", [TrainConfig(remat="full", logprob_chunk_tokens=5), TrainConfig(unroll=2)], ids=str
+)
+def test_how_it_is_computed_changes_nothing(train, reference):
+    params, metrics = step(fresh(train=train), packed(sequences()))
+    assert_close(params, reference[0])
+    assert metrics == pytest.approx(reference[1], rel=1e-4, abs=1e-5)
+
+
+def test_the_gradient_is_that_of_a_token_mean_loss(reference):
+    """By finite differences of the loss along the gradient that the parameters show."""
+    del reference
+    before = first_state().params
+    after, metrics = step(fresh(), packed(sequences()), supervised)
+    gradient = jax.tree.map(lambda a, b: a - b, before, after)
+    norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+    actor = fresh()
+    batch = packed(sequences())
+
+    def loss(scale):
+        moved = jax.tree.map(lambda p, g: p + scale * g / norm, before, gradient)
+        actor.state = actor.state.replace(params=jax.device_put(moved, actor.train_shardings))
+        logprob = np.asarray(actor.logprobs(actor.place(batch)), np.float64)
+        return -(logprob * batch.loss_mask).sum() / batch.loss_mask.sum()
+
+    assert metrics["loss"] == pytest.approx(loss(0.0), rel=1e-5)
+    assert (loss(0.02) - loss(-0.02)) / 0.04 == pytest.approx(norm, rel=1e-2)
+
+
+def test_the_mean_is_over_tokens_not_over_sequences():
+    """DAPO's token-level loss: a response of 7 tokens weighs 7 times one of one token."""
+    long, short = sequences(2)
+    short = {name: value[: int(short["loss_mask"].argmax()) + 1] for name, value in short.items()}
+    shape = PackedShape(1, 1, 8, 12)
+    losses = {}
+    for name, rows in {"long": [long], "short": [short], "both": [long, short]}.items():
+        losses[name] = step(fresh(), packed(rows, shape), supervised)[1]["loss"]
+    n = long["loss_mask"].sum()
+    assert short["loss_mask"].sum() == 1
+    assert losses["both"] == pytest.approx(
+        (n * losses["long"] + losses["short"]) / (n + 1), rel=1e-5
+    )
+
+
+def test_logprobs_are_the_same_packed_unpacked_and_on_the_mesh():
+    rows = sequences()
+    lengths = [len(row["tokens"]) for row in rows]
+    results = []
+    for layout, shape in [
+        (ONE_DEVICE, SHAPES["one each"]),
+        (ONE_DEVICE, SHAPES["packed"]),
+        (EIGHT_DEVICES, SHAPES["packed, two rows at a time"]),
+    ]:
+        actor = fresh(layout)
+        logprob = actor.logprobs(actor.place(packed(rows, shape)))
+        results.append(plan_packing(lengths, shape).unpack(logprob))
+    for one, two, three in zip(*results, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+        np.testing.assert_allclose(one, three, atol=1e-5)
+        assert one[0] == 0
+        assert (one[1:] < 0).all()
+
+
+def test_what_lies_outside_the_mask_has_no_effect_not_even_nan(reference):
+    batch = packed(sequences())
+    outside = batch.loss_mask == 0
+    poisoned = batch.replace(
+        **{
+            name: np.where(outside, np.float32(value), getattr(batch, name))
+            for name, value in [
+                ("rollout_logprob", np.nan),
+                ("old_logprob", np.nan),
+                ("advantage", np.inf),
+            ]
+        }
+    )
+    params, metrics = step(fresh(), poisoned)
+    jax.tree.map(np.testing.assert_array_equal, params, reference[0])
+    assert metrics == reference[1]
+
+
+def test_a_loss_that_is_nan_outside_the_mask_has_no_effect(reference):
+    del reference
+
+    def zero_over_zero(logprob, entropy, micro):
+        return -logprob * micro.advantage / micro.advantage, {}
+
+    params, metrics = step(fresh(), packed(sequences()), zero_over_zero)
+    expected, _ = step(fresh(), packed(sequences()), supervised)
+    assert metrics["skipped_updates"] == 0
+    assert_close(params, expected)
+
+
+def test_empty_microbatches_are_not_computed(reference):
+    """Garbage in a microbatch beyond `num_micro_U` is never looked at."""
+    batch = packed(sequences(), SHAPES["two rows at a time"])
+    assert batch.num_micro_U[0] == 4
+    garbage = batch.replace(loss_mask=batch.loss_mask.copy(), advantage=batch.advantage.copy())
+    garbage.advantage[:, 4:] = np.nan
+    params, _ = step(fresh(), garbage)
+    assert_close(params, reference[0])
+    assert (np.asarray(fresh().logprobs(actor_of().place(garbage)))[:, 4:] == 0).all()
+
+
+def test_the_ratio_is_one_at_the_first_update():
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=24)
+    for layout in (ONE_DEVICE, EIGHT_DEVICES):
+        actor = fresh(layout, ADAM)
+        batch = actor.place(packed(sequences(), shape))
+        batch = batch.replace(old_logprob=actor.logprobs(batch))
+        metrics = jax.device_get(actor.update(batch, CLIPPED))
+        assert abs(metrics["first_ppo_kl"]) < 1e-6
+        # The second minibatch already sees changed weights.
+        assert abs(metrics["ppo_kl"]) > 1e-5
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
+    actor = fresh(optim=ADAM)
+    rows = sequences()
+    rows[3]["advantage"][rows[3]["loss_mask"] > 0] = np.inf
+    params, metrics = step(actor, packed(rows))
+    jax.tree.map(np.testing.assert_array_equal, params, first_state().params)
+    jax.tree.map(np.testing.assert_array_equal, actor.state.opt_state, first_state().opt_state)
+    assert metrics["skipped_updates"] == 1
+    assert int(actor.state.step) == 1
+
+
+def test_only_the_bad_minibatch_is_skipped():
+    """Two minibatches, the first not finite: the step equals one update with the second."""
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=24)
+    rows = sequences()
+    second_alone, _ = step(fresh(), packed(rows[4:]))
+    rows[0]["advantage"][rows[0]["loss_mask"] > 0] = np.nan
+    params, metrics = step(fresh(), packed(rows, shape))
+    assert metrics["skipped_updates"] == 0.5
+    assert_close(params, second_alone)
+
+
+def test_minibatches_are_successive_updates():
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=24)
+    rows = sequences()
+    together, metrics = step(fresh(), packed(rows, shape), supervised)
+    actor = fresh()
+    _, first = step(actor, packed(rows[:4]), supervised)
+    apart, second = step(actor, packed(rows[4:]), supervised)
+    # Adam's second step mixes in the first's moments the same way; metrics are means over updates.
+    assert_close(together, apart)
+    assert metrics["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-4)
+
+
+def test_a_large_gradient_is_clipped_to_its_norm():
+    clipped = OptimConfig(lr=1e4, epsilon=1e4, lr_warmup_steps=0, weight_decay=0.0, grad_clip=0.01)
+    params, metrics = step(fresh(optim=clipped), packed(sequences()))
+    assert metrics["grad_norm"] > 0.02
+    moved = jax.tree.map(
+        lambda a, b: ((a - b).astype(np.float64) ** 2).sum(), params, first_state().params
+    )
+    assert np.sqrt(sum(jax.tree.leaves(moved))) == pytest.approx(0.01, rel=1e-2)
+
+
+def test_the_state_counts_steps_and_reports_the_rate():
+    actor = fresh(optim=ADAM)
+    rates = [step(actor, packed(sequences(seed=seed)))[1]["lr"] for seed in range(3)]
+    assert rates == pytest.approx([0.005, 0.01, 0.01])
+    assert int(actor.state.step) == 3
+
+
+def test_restarting_keeps_the_weights_and_forgets_the_rest():
+    actor = fresh(optim=ADAM)
+    params, _ = step(actor, packed(sequences()))
+    actor.restart()
+    jax.tree.map(np.testing.assert_array_equal, actor.state.params, params)
+    jax.tree.map(np.testing.assert_array_equal, actor.state.opt_state, first_state().opt_state)
+    assert int(actor.state.step) == 0
+
+
+def rates(num_steps: int, **settings) -> np.ndarray:
+    schedule = learning_rate(OptimConfig(lr=1.0, **settings))
+    return np.array([float(schedule(jnp.int32(n))) for n in range(num_steps)])
+
+
+def test_warm_up_counts_from_one():
+    np.testing.assert_allclose(rates(6, lr_warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1])
+
+
+@pytest.mark.parametrize("lr_warmup_steps", [0, 1])
+def test_without_warm_up_the_first_step_has_the_full_rate(lr_warmup_steps):
+    np.testing.assert_allclose(rates(3, lr_warmup_steps=lr_warmup_steps), [1, 1, 1])
+
+
+def test_a_cosine_ends_at_the_final_share_and_stays_there():
+    decayed = rates(13, lr_warmup_steps=1, lr_decay_steps=10, lr_final=0.2)
+    np.testing.assert_allclose(decayed[[0, 5, 10, 12]], [1, 0.6, 0.2, 0.2], rtol=1e-6)
+    assert (np.diff(decayed[:11]) < 0).all()
+
+
+@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])
+def test_nothing_compiles_twice_over_varied_batches(layout, caplog):
+    actor = fresh(layout, ADAM)
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=12)
+    batches = [actor.place(packed(sequences(num, seed=num), shape)) for num in (8, 4, 6)]
+    assert len({tuple(batch.num_micro_U.tolist()) for batch in batches}) > 1
+
+    def one_step(batch):
+        actor.update(batch.replace(old_logprob=actor.logprobs(batch)), CLIPPED)
+        actor.load_rollout()
+
+    one_step(batches[0])
+    with jax.log_compiles():
+        for batch in batches[1:]:
+            one_step(batch)
+    assert not [message for message in caplog.messages if message.startswith("Compiling")]
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused():
+    batch = packed(sequences(), PackedShape(minibatches=1, microbatches=8, rows=1, tokens=12))
+    with pytest.raises(
+        UserError, match=re.escape("train batch: batch of size 1 does not divide over fsdp=2")
+    ):
+        actor_of(EIGHT_DEVICES).place(batch)
+
+
+PROMPTS = Prompts(
+    ids_N=np.arange(2),
+    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
+    texts=("", ""),
+    answers=("", ""),
+    sources=("", ""),
+)
+
+
+@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])
+def test_sampling_after_an_update_needs_the_new_weights(layout):
+    """The old ones may have shared the buffers that the update consumed."""
+    actor = fresh(layout)
+    actor.load_rollout()
+    greedy = functools.partial(actor.generate, PROMPTS, str, num_samples=1, step=0, temperature=0.0)
+    before = greedy()
+    step(actor, packed(sequences(), SHAPES["two rows at a time"]), supervised)
+    with pytest.raises(AssertionError, match="load_rollout comes before generate"):
+        greedy()
+    actor.load_rollout()
+    after = greedy()
+    assert any(
+        (a[:1] != b[:1]).any()
+        for a, b in zip(after.rollout_logprob, before.rollout_logprob, strict=True)
+    )

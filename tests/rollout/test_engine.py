@@ -1,0 +1,342 @@
+"""The compiled engine and its driver, together: what comes out for given prompts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.attention import segment_attention
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Compute, decoder_graph
+from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.roles.actor import Actor, TrainConfig, TrainState
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.rollout import driver
+from jaxrl.rollout.engine import EngineConfig
+from jaxrl.types import Completions, Prompts, TrainBatch
+
+T, R = 6, 10
+MODEL = ModelConfig(
+    vocab_size=16,
+    num_tokens=14,
+    num_layers=2,
+    d_model=16,
+    d_ff=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+BASE = EngineConfig(
+    slots=8,
+    prefill_prompts=4,
+    max_prompt_tokens=T,
+    max_response_tokens=R,
+    tokens_per_dispatch=4,
+    stop_ids=(1, 2),
+)
+TEMPERATURE = 0.8
+
+
+def make_prompts(ids=range(7)) -> Prompts:
+    """Prompts whose tokens depend on their id alone; lengths go through 1 to T."""
+    ids = np.array(list(ids), np.int64)
+    tokens = tuple(
+        np.random.default_rng(i).integers(3, MODEL.num_tokens, 1 + i % T).astype(np.int32)
+        for i in ids
+    )
+    blank = ("",) * len(ids)
+    return Prompts(ids_N=ids, tokens=tokens, texts=blank, answers=blank, sources=blank)
+
+
+PROMPTS = make_prompts()
+
+
+@functools.cache
+def weights():
+    _, shapes, _ = decoder_graph(MODEL)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+
+
+@functools.cache
+def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE) -> Actor:
+    """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
+    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
+    actor = Actor(
+        MODEL,
+        build_mesh(layout, jax.devices()[: layout.num_devices]),
+        train=TrainConfig(logprob_chunk_tokens=8),
+        optim=OptimConfig(),
+        engine=config,
+        temperature=TEMPERATURE,
+        seed=3,
+    )
+    params = jax.device_put(weights(), actor.train_shardings)
+    actor.state = TrainState(params, (), jnp.int32(0))
+    actor.load_rollout()
+    return actor
+
+
+def spell(tokens: np.ndarray) -> str:
+    return " ".join(map(str, tokens))
+
+
+def sample(
+    actor: Actor, prompts=PROMPTS, *, num_samples=3, step=0, temperature=None
+) -> Completions:
+    return actor.generate(
+        prompts, spell, num_samples=num_samples, step=step, temperature=temperature
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> Completions:
+    return sample(actor_of())
+
+
+def assert_same(a: Completions, b: Completions) -> None:
+    """Equal tokens; log-probabilities and entropies to rounding."""
+    assert a.texts == b.texts
+    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
+    for field in ("tokens", "rollout_logprob", "entropy"):
+        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_allclose(x, y, atol=1e-5, err_msg=field)
+
+
+@functools.cache
+def _forward():
+    graph, _, _ = decoder_graph(MODEL)
+
+    @jax.jit
+    def run(tokens_1S):
+        model = nnx.merge(graph, jax.tree.map(jnp.asarray, weights()))
+
+        def attend(q, k, v, _):
+            return segment_attention(q, k, v, jnp.ones_like(tokens_1S)), None
+
+        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
+        hidden, _ = model(tokens_1S, positions_1S, attend, compute=Compute())
+        return model.logits(hidden, compute=Compute())[0]
+
+    return run
+
+
+def forward(prompt, response) -> np.ndarray:
+    """Logits [len(response), V] of one plain pass over prompt and response; row t is about response[t]."""
+    padded = np.zeros((1, T + R), np.int32)
+    whole = np.concatenate([prompt, response])
+    padded[0, : len(whole)] = whole
+    return np.asarray(_forward()(padded))[len(prompt) - 1 : len(whole) - 1]
+
+
+def answers(completions: Completions):
+    """(prompt tokens, response tokens, logprob, entropy) of each row."""
+    for b, n in enumerate(completions.prompt_index_B):
+        yield (
+            completions.prompts.tokens[n],
+            completions.tokens[b],
+            completions.rollout_logprob[b],
+            completions.entropy[b],
+        )
+
+
+def test_a_batch_exercises_what_the_other_tests_are_about(expected):
+    """Some responses stop by themselves, some are cut, and the samples of a prompt differ."""
+    assert 0 < expected.truncated_B.sum() < len(expected)
+    assert len(set(expected.lengths_B.tolist())) > 3
+    assert len(set(expected.texts)) > len(expected) // 2
+    assert expected.texts == tuple(spell(tokens) for tokens in expected.tokens)
+
+
+def test_responses_end_at_the_first_stop_or_at_the_limit(expected):
+    for tokens, truncated in zip(expected.tokens, expected.truncated_B, strict=True):
+        stops = np.isin(tokens, BASE.stop_ids)
+        assert not stops[:-1].any()
+        assert truncated == (not stops[-1])
+        assert len(tokens) == R if truncated else 1 <= len(tokens) <= R
+
+
+def test_log_probability_and_entropy_are_those_of_a_plain_forward_pass(expected):
+    for prompt, response, logprob, entropy in answers(expected):
+        log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
+        np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
+        np.testing.assert_allclose(entropy, entropy_T, atol=1e-5)
+
+
+def pack(completions: Completions, shape: PackedShape):
+    sequences = [
+        np.concatenate([prompt, response]) for prompt, response, *_ in answers(completions)
+    ]
+    packing = plan_packing([len(s) for s in sequences], shape)
+    zeros = np.zeros(packing.positions.shape, np.float32)
+    batch = TrainBatch(
+        tokens=packing.pack(sequences, np.int32),
+        positions=packing.positions,
+        segment_ids=packing.segment_ids,
+        loss_mask=zeros,
+        rollout_logprob=zeros,
+        old_logprob=zeros,
+        advantage=zeros,
+        num_micro_U=packing.num_micro_U,
+    )
+    return packing, batch
+
+
+@pytest.mark.parametrize("layout", [("1-1-1",), ("1-4-2", "1-2-2-2", 2)], ids=lambda x: x[0])
+def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
+    actor = actor_of(*layout)
+    packing, batch = pack(
+        expected, PackedShape.for_sequences(21, longest=T + R, minibatches=3, rows=2, tokens=24)
+    )
+    assert (packing.segment_ids > 1).any()
+    trainer = packing.unpack(actor.logprobs(actor.place(batch)))
+    for (_, response, logprob, _), whole in zip(answers(expected), trainer, strict=True):
+        np.testing.assert_allclose(whole[-len(response) :], logprob, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 1, "prefill_prompts": 1, "tokens_per_dispatch": 1},
+        {"slots": 5, "prefill_prompts": 2, "tokens_per_dispatch": 3, "max_prompt_tokens": T + 3},
+        {"slots": 32, "prefill_prompts": 16, "tokens_per_dispatch": 100, "unroll": 2},
+    ],
+    ids=["one at a time", "few slots", "all at once"],
+)
+def test_a_sample_does_not_depend_on_how_it_is_run(changes, expected):
+    config = dataclasses.replace(BASE, **changes)
+    assert_same(sample(actor_of(config=config)), expected)
+
+
+def test_a_sample_does_not_depend_on_its_company(expected):
+    """Other prompts, another order and another number of samples beside it."""
+    ids = [5, 40, 2, 33, 0]
+    together = sample(actor_of(), make_prompts(ids), num_samples=2)
+    for place, prompt in [(0, 5), (2, 2), (4, 0)]:
+        for k in range(2):
+            mine, theirs = place * 2 + k, prompt * 3 + k
+            assert together.texts[mine] == expected.texts[theirs]
+            np.testing.assert_allclose(
+                together.rollout_logprob[mine], expected.rollout_logprob[theirs], atol=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("1-4-2", "1-2-2-2", 2), ("2-2-2", "1-2-2-2", 1)],
+    ids=["figure 8, fsdp", "pipeline stages"],
+)
+def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
+    assert_same(sample(actor_of(*layout)), expected)
+
+
+def test_the_step_and_the_prompts_id_enter_the_sample(expected):
+    other_step = sample(actor_of(), step=1)
+    assert np.mean([a == b for a, b in zip(other_step.texts, expected.texts, strict=True)]) < 0.3
+    renamed = dataclasses.replace(PROMPTS, ids_N=PROMPTS.ids_N + 100)
+    other_ids = sample(actor_of(), renamed)
+    assert np.mean([a == b for a, b in zip(other_ids.texts, expected.texts, strict=True)]) < 0.3
+
+
+def test_the_same_call_again_gives_the_same(expected):
+    assert_same(sample(actor_of()), expected)
+
+
+def test_temperature_zero_is_greedy():
+    greedy = sample(actor_of(), temperature=0.0, num_samples=2)
+    for prompt, response, logprob, _ in answers(greedy):
+        logits_TV = forward(prompt, response)
+        np.testing.assert_array_equal(response, logits_TV.argmax(-1))
+        # Greedy log-probabilities are those of the distribution at temperature 1.
+        log_TV, _ = log_softmax_entropy(logits_TV)
+        np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
+    assert greedy.texts[::2] == greedy.texts[1::2]
+
+
+def test_padding_ids_are_never_sampled_however_hot():
+    hot = sample(actor_of(), temperature=50.0, num_samples=8)
+    seen = set(np.concatenate(hot.tokens).tolist())
+    assert seen == set(range(MODEL.num_tokens))
+
+
+def test_first_tokens_follow_the_models_distribution():
+    """Every id is a stop, so each response is one token; chi-square of 2000 of them."""
+    config = dataclasses.replace(BASE, slots=64, stop_ids=tuple(range(MODEL.num_tokens)))
+    many = sample(actor_of(config=config), make_prompts([4]), num_samples=2000)
+    assert set(many.lengths_B.tolist()) == {1}
+    assert not many.truncated_B.any()
+    logits_V = forward(PROMPTS.tokens[4], np.zeros(1, np.int32))[0, : MODEL.num_tokens]
+    p_V = np.asarray(jax.nn.softmax(logits_V / TEMPERATURE))
+    counts_V = np.bincount(np.concatenate(many.tokens), minlength=MODEL.num_tokens)
+    # 13 degrees of freedom: 41 is exceeded once in ten thousand.
+    assert ((counts_V - 2000 * p_V) ** 2 / (2000 * p_V)).sum() < 41
+
+
+def test_without_stop_ids_every_response_fills_the_limit(expected):
+    endless = sample(actor_of(config=dataclasses.replace(BASE, stop_ids=(), max_response_tokens=3)))
+    assert endless.truncated_B.all()
+    assert set(endless.lengths_B.tolist()) == {3}
+    # Neither limit nor stops enter the sample itself.
+    for cut, whole in zip(endless.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(cut[: len(whole)], whole[:3])
+
+
+def test_a_stop_at_the_limit_is_not_truncation(expected):
+    """The same samples under a limit that some reach with their stop token."""
+    limit = int(expected.lengths_B[~expected.truncated_B].max())
+    assert limit > 1
+    cut = sample(actor_of(config=dataclasses.replace(BASE, max_response_tokens=limit)))
+    finished = ~expected.truncated_B
+    np.testing.assert_array_equal(cut.truncated_B, ~finished)
+    assert (cut.lengths_B[finished] == limit).any()
+
+
+def test_half_precision_rollout_stays_close_to_the_trainer():
+    config = dataclasses.replace(BASE, dtype=jnp.bfloat16)
+    low = sample(actor_of(config=config))
+    gaps = []
+    for prompt, response, logprob, _ in answers(low):
+        log_TV, _ = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
+        gaps.append(logprob - log_TV[np.arange(len(response)), response])
+        assert logprob.dtype == np.float32
+    gaps = np.abs(np.concatenate(gaps))
+    assert 0 < gaps.mean() < 0.05
+
+
+def test_an_idle_engine_generates_nothing():
+    engine, params = actor_of().engine, actor_of()._rollout_params
+    before, after = jax.device_get(
+        (engine.init_decode_state(), engine.generate(params, engine.init_decode_state()))
+    )
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("layout", [("1-1-1",), ("1-4-2", "1-2-2-2", 2)], ids=lambda x: x[0])
+def test_nothing_compiles_twice_over_varied_prompts(layout, caplog):
+    actor = actor_of(*layout)
+    sample(actor)
+    with jax.log_compiles():
+        sample(actor, make_prompts([3]), num_samples=1, step=9)
+        sample(actor, make_prompts(range(20, 31)), num_samples=4, temperature=0.0)
+    assert not [message for message in caplog.messages if message.startswith("Compiling")]
+
+
+@pytest.mark.parametrize("length", [0, T + 1])
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs(length):
+    tokens = (*PROMPTS.tokens[:6], np.zeros(length, np.int32))
+    prompts = dataclasses.replace(PROMPTS, tokens=tokens, ids_N=PROMPTS.ids_N + 500)
+    with pytest.raises(
+        UserError, match=rf"prompt 506 has {length} tokens; the engine takes 1 to {T}"
+    ):
+        driver.sample(
+            actor_of().engine, None, prompts, spell, num_samples=1, seed=0, step=0, temperature=1.0
+        )

@@ -1,0 +1,162 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.rollout.sampling import gumbel_noise, sample_keys, sample_tokens
+
+V = 64
+SAMPLES = 4096
+
+
+def noise_of(
+    *, seed=0, step=0, prompts=(0,), indices=(0,), positions=(0,), vocab_size=V
+) -> np.ndarray:
+    """Noise for one slot per entry; single entries are repeated."""
+    num_slots = max(len(prompts), len(indices), len(positions))
+    prompts, indices, positions = (
+        jnp.broadcast_to(jnp.asarray(x, jnp.int32), (num_slots,))
+        for x in (prompts, indices, positions)
+    )
+    keys_S2 = sample_keys(np.uint32(seed), np.int32(step), prompts, indices)
+    return np.asarray(gumbel_noise(keys_S2, positions, vocab_size))
+
+
+@pytest.fixture(scope="module")
+def by_sample() -> np.ndarray:
+    """[samples, V]: one prompt, one position, many samples."""
+    return noise_of(prompts=(7,), indices=np.arange(SAMPLES), positions=(3,))
+
+
+@pytest.fixture(scope="module")
+def by_position() -> np.ndarray:
+    return noise_of(prompts=(7,), indices=(2,), positions=np.arange(SAMPLES))
+
+
+@pytest.fixture(scope="module")
+def by_prompt() -> np.ndarray:
+    return noise_of(prompts=np.arange(SAMPLES), indices=(2,), positions=(3,))
+
+
+@pytest.mark.parametrize("source", ["by_sample", "by_position", "by_prompt"])
+def test_noise_is_standard_gumbel(source, request):
+    """Mean, variance and distribution function; bounds are five standard errors."""
+    noise = request.getfixturevalue(source)
+    n = noise.size
+    assert np.isfinite(noise).all()
+    assert abs(noise.mean() - np.euler_gamma) < 5 * np.sqrt(np.pi**2 / 6 / n)
+    # The fourth central moment of a Gumbel variable is 5.4 squared variances.
+    assert abs(noise.var() - np.pi**2 / 6) < 5 * np.pi**2 / 6 * np.sqrt(4.4 / n)
+    uniform = np.sort(np.exp(-np.exp(-noise.astype(np.float64))).reshape(-1))
+    assert np.abs(uniform - (np.arange(n) + 0.5) / n).max() < 2 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("source", ["by_sample", "by_position", "by_prompt"])
+def test_neighbours_are_not_correlated(source, request):
+    noise = request.getfixturevalue(source)
+    limit = 5 / np.sqrt(noise.size)
+    for lag in (1, 2, 8, 32):
+        tokens = np.corrcoef(noise[:, :-lag].reshape(-1), noise[:, lag:].reshape(-1))[0, 1]
+        slots = np.corrcoef(noise[:-lag].reshape(-1), noise[lag:].reshape(-1))[0, 1]
+        assert abs(tokens) < limit, lag
+        assert abs(slots) < limit, lag
+
+
+def test_no_two_tokens_of_the_vocabulary_are_correlated(by_sample):
+    """All pairs, over samples: the largest of 2016 correlations of independent noise."""
+    pairs = np.corrcoef(by_sample.T)[np.triu_indices(V, 1)]
+    assert np.abs(pairs).max() < 5.5 / np.sqrt(SAMPLES)
+
+
+@pytest.mark.parametrize("source", ["by_sample", "by_position", "by_prompt"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tokens_follow_the_softmax(source, seed, request):
+    """Chi-square of 4096 draws from 16 categories of very different probability."""
+    noise = request.getfixturevalue(source)[:, 16 * seed : 16 * seed + 16]
+    logits_V = 1.2 * np.random.default_rng(seed).normal(size=16).astype(np.float32)
+    p_V = np.exp(logits_V) / np.exp(logits_V).sum()
+    tokens = np.asarray(sample_tokens(jnp.asarray(logits_V)[None], jnp.asarray(noise)))
+    counts_V = np.bincount(tokens, minlength=16)
+    chi_square = ((counts_V - SAMPLES * p_V) ** 2 / (SAMPLES * p_V)).sum()
+    # 15 degrees of freedom: 44.3 is exceeded once in ten thousand.
+    assert chi_square < 44.3
+
+
+def test_successive_tokens_are_drawn_independently(by_position):
+    """Chi-square of pairs (token at t, token at t + 1) over a uniform vocabulary of 8."""
+    tokens = by_position[:, :8].argmax(-1)
+    counts = np.bincount(8 * tokens[:-1] + tokens[1:], minlength=64)
+    expected = (SAMPLES - 1) / 64
+    # 63 degrees of freedom: 113.6 is exceeded once in ten thousand.
+    assert ((counts - expected) ** 2 / expected).sum() < 113.6
+
+
+def test_likely_tokens_of_a_large_vocabulary_keep_their_share():
+    """Half of the mass on one token, the rest spread over 2**13: the tail of the noise decides."""
+    vocab_size, num_samples = 2**13, 500
+    noise = noise_of(indices=np.arange(num_samples), vocab_size=vocab_size)
+    logits_V = np.zeros(vocab_size, np.float32)
+    logits_V[17] = np.log(vocab_size - 1)
+    hits = (np.asarray(sample_tokens(jnp.asarray(logits_V)[None], jnp.asarray(noise))) == 17).mean()
+    assert abs(hits - 0.5) < 5 * 0.5 / np.sqrt(num_samples)
+
+
+BASE = {"seed": 5, "step": 6, "prompts": (7,), "indices": (8,), "positions": (9,)}
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_noise_depends_on_each_of_its_inputs(name):
+    base = noise_of(**BASE)
+    np.testing.assert_array_equal(noise_of(**BASE), base)
+    value = BASE[name]
+    changed = noise_of(**BASE | {name: (value[0] + 1,) if isinstance(value, tuple) else value + 1})
+    assert (changed != base).mean() > 0.99
+
+
+def test_inputs_are_not_mixed_up():
+    """No two of the 3**5 combinations share their noise: (step 1, prompt 0) is not (step 0, prompt 1)."""
+    prompts, indices, positions = (grid.reshape(-1) for grid in np.mgrid[:3, :3, :3])
+    noise = [
+        noise_of(seed=seed, step=step, prompts=prompts, indices=indices, positions=positions)
+        for seed in range(3)
+        for step in range(3)
+    ]
+    assert len(np.unique(np.concatenate(noise), axis=0)) == 3**5
+
+
+def test_noise_does_not_depend_on_the_other_slots_or_the_order():
+    prompts, indices, positions = (np.random.default_rng(0).integers(0, 99, 12) for _ in range(3))
+    together = noise_of(prompts=prompts, indices=indices, positions=positions)
+    back = slice(None, None, -1)
+    reversed_ = noise_of(prompts=prompts[back], indices=indices[back], positions=positions[back])
+    np.testing.assert_array_equal(together, reversed_[back])
+    for s in range(12):
+        alone = noise_of(
+            prompts=prompts[s : s + 1], indices=indices[s : s + 1], positions=positions[s : s + 1]
+        )
+        np.testing.assert_array_equal(together[s], alone[0])
+
+
+def test_padding_the_vocabulary_leaves_the_noise_of_real_tokens():
+    np.testing.assert_array_equal(noise_of(vocab_size=48)[0], noise_of(vocab_size=V)[0, :48])
+
+
+def test_noise_is_the_same_compiled_and_split_over_devices():
+    keys_S2 = sample_keys(np.uint32(1), np.int32(2), jnp.arange(8), jnp.arange(8))
+    plain = gumbel_noise(keys_S2, jnp.arange(8), V)
+    mesh = jax.make_mesh((4, 2), ("slots", "vocab"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = jax.NamedSharding(mesh, jax.P("slots", "vocab"))
+    sharded = jax.jit(lambda k, p: gumbel_noise(k, p, V), out_shardings=split)(
+        keys_S2, jnp.arange(8)
+    )
+    np.testing.assert_allclose(sharded, plain, rtol=1e-6)
+
+
+def test_without_noise_the_likeliest_token_is_taken():
+    logits_SV = jnp.array([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
+    np.testing.assert_array_equal(sample_tokens(logits_SV, jnp.zeros_like(logits_SV)), [1, 0])
+
+
+def test_impossible_tokens_are_never_drawn(by_sample):
+    logits_V = jnp.where(jnp.arange(V) < 3, 0.0, -1e30)
+    assert set(np.asarray(sample_tokens(logits_V[None], jnp.asarray(by_sample)))) == {0, 1, 2}

@@ -1,0 +1,140 @@
+"""Recipes: all of them load, DAPO's numbers are those published, and no setting is idle."""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
+from jaxrl.rewards.score import grader
+from jaxrl.trainer.command_line import load_config
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.config_tree import flatten_config, group_class, leaf_types
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "configs").glob("*.py"))
+
+# verl's run_dapo_qwen2.5_32b.sh, by our names; what it leaves at a default of verl's included.
+DAPO_32B = {
+    "rollout.num_prompts": 512,  # data.train_batch_size
+    "rollout.generation_prompts": 1536,  # data.gen_batch_size
+    "rollout.num_samples": 16,  # rollout.n
+    "rollout.max_generation_batches": 10,  # filter_groups.max_num_gen_batches
+    "rollout.temperature": 1.0,
+    "rollout.max_response_tokens": 20_480,  # data.max_response_length
+    "rollout.dtype": "bfloat16",
+    "data.max_prompt_tokens": 2048,  # data.max_prompt_length
+    "data.overlong": "left",  # data.truncation
+    "data.chat": True,
+    "reward.overlong_buffer_tokens": 4096,  # overlong_buffer.len
+    "reward.overlong_penalty": 1.0,
+    "algorithm.clip_low": 0.2,
+    "algorithm.clip_high": 0.28,
+    "algorithm.dual_clip": 10.0,  # actor.clip_ratio_c
+    "algorithm.normalize_std": True,
+    "algorithm.updates_per_step": 16,  # train_batch_size 512 / ppo_mini_batch_size 32
+    "optim.lr": 1e-6,
+    "optim.lr_warmup_steps": 10,
+    "optim.lr_decay_steps": 0,
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.999,
+    "optim.weight_decay": 0.1,
+    "optim.grad_clip": 1.0,
+    "train.dtype": "bfloat16",
+    "train.remat": "full",  # enable_gradient_checkpointing
+    "evaluation.every": 5,  # trainer.test_freq
+    "evaluation.num_samples": 32,
+    "evaluation.temperature": 1.0,
+    "run.save_every": 5,  # trainer.save_freq
+    "run.resume": True,  # trainer.resume_mode auto
+    "warm_start.num_steps": 0,
+    "model.rms_norm_eps": 1e-5,
+    "model.vocab_size": 152_064,
+    "model.num_tokens": 151_665,
+}
+
+
+@pytest.fixture(scope="module")
+def dapo_32b() -> Config:
+    return load_config(Config, str(ROOT / "configs/dapo_qwen32b.py"), {})
+
+
+def test_there_are_recipes():
+    assert {"dapo_tiny", "dapo_qwen32b"} <= {path.stem for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads_and_divides(path):
+    config = load_config(Config, str(path), {})
+    assert config.name == path.stem
+    assert config.hardware
+    assert "{prompt}" in config.data.template
+    grader(config.reward.grader)
+    mesh = abstract_mesh(ParallelLayout.from_config(config.mesh))
+    assert config.train.rows % shards_of("batch", TRAIN_RULES, mesh) == 0
+    assert config.train.row_tokens % shards_of("length", TRAIN_RULES, mesh) == 0
+    for size in (config.rollout.slots, config.rollout.prefill_prompts):
+        assert size % shards_of("batch", GENERATE_RULES, mesh) == 0
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_tells_its_command(path):
+    about = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert f"python launch/train.py --config configs/{path.name}" in about
+    assert "Hardware:" in about
+
+
+@pytest.mark.parametrize("setting", DAPO_32B)
+def test_dapo_32b_has_the_published_number(dapo_32b, setting):
+    assert flatten_config(dapo_32b)[setting] == DAPO_32B[setting]
+
+
+def test_dapo_32b_is_qwen_32b(dapo_32b):
+    assert dapo_32b.model.num_params == 32_763_876_352
+    assert dapo_32b.model.kv_bytes_per_token(2) == 262_144
+    assert ParallelLayout.from_config(dapo_32b.mesh).num_devices == 16 * 8
+
+
+def test_dapo_32b_asks_as_the_paper_does(dapo_32b):
+    prompt = dapo_32b.data.template.replace("{prompt}", "1 + 1 = ?")
+    assert prompt.endswith(
+        '\n\n1 + 1 = ?\n\nRemember to put your answer on its own line after "Answer:".'
+    )
+    assert prompt.startswith("Solve the following math problem step by step. The last line of your")
+
+
+def test_every_setting_is_read():
+    """A field that nothing reads is a bug: whoever sets it believes it does something.
+
+    A read is an attribute of that name outside the checks of a dataclass; a setting of the run itself
+    must be read off something called `config`. Names that other objects share can hide an idle setting.
+    """
+    receivers: dict[str, set[str]] = {}
+    for path in [*(ROOT / "jaxrl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]:
+        for name, receiver in _attributes_read(ast.parse(path.read_text())):
+            receivers.setdefault(name, set()).add(receiver)
+    idle = [
+        setting
+        for setting, kind in leaf_types(Config).items()
+        if group_class(kind) is None and not _is_read(setting, receivers)
+    ]
+    assert not idle, f"nothing reads {', '.join(idle)}"
+
+
+def _is_read(setting: str, receivers: dict[str, set[str]]) -> bool:
+    group, _, name = setting.rpartition(".")
+    found = receivers.get(name, set())
+    return bool(found) if group else "config" in found
+
+
+def _attributes_read(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, last part of what it is read off) of each attribute below `node`."""
+    if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+        return
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        yield node.attr, ast.unparse(node.value).split(".")[-1]
+    for child in ast.iter_child_nodes(node):
+        yield from _attributes_read(child)

@@ -1,0 +1,250 @@
+"""The program as a whole, on a task a two-layer model learns in seconds: repeat a digit."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.models.config import ModelConfig
+from jaxrl.roles.actor import TrainConfig
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.trainer import program
+from jaxrl.trainer.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    WarmStartConfig,
+)
+from jaxrl.trainer.metrics import read_metrics
+
+# What the clock says differs from run to run.
+CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Train and held-out files: repeat the digit, after a running number that says nothing."""
+    folder = tmp_path_factory.mktemp("problems")
+    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+        rows = [
+            {
+                "problem": f"{n} repeat {n * 7 % 10}",
+                "answer": n * 7 % 10,
+                "solution": f"Answer: {n * 7 % 10}",
+            }
+            for n in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
+    source = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), solution_field="solution")
+    config = Config(
+        name="tiny",
+        model=ModelConfig(
+            vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
+        ),
+        data=DataConfig(
+            train=source,
+            held_out=dataclasses.replace(source, path=str(problems / "held_out.jsonl")),
+            template="{prompt}\n",
+            max_prompt_tokens=16,
+        ),
+        warm_start=WarmStartConfig(
+            num_steps=60,
+            examples_per_step=16,
+            optim=OptimConfig(lr=1e-2, lr_warmup_steps=5, beta2=0.98),
+            save_every=60,
+        ),
+        rollout=RolloutConfig(
+            num_prompts=8,
+            num_samples=4,
+            generation_prompts=16,
+            max_response_tokens=8,
+            slots=32,
+            prefill_prompts=8,
+            tokens_per_dispatch=4,
+        ),
+        reward=RewardConfig(overlong_buffer_tokens=2),
+        train=TrainConfig(rows=4, row_tokens=48),
+        optim=OptimConfig(lr=1e-3, lr_warmup_steps=2),
+        evaluation=EvaluationConfig(every=2, num_samples=4),
+        run=RunConfig(output=str(folder), num_steps=num_steps, save_every=1, keep_checkpoints=2),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def warm(config: Config, whole: Config) -> Config:
+    """Gives a run the warm start of `whole`, which is the same and need not be trained again."""
+    shutil.copytree(whole.run_folder / "sft", config.run_folder / "sft", dirs_exist_ok=True)
+    return config
+
+
+def curve(config: Config) -> list[dict]:
+    rows = read_metrics(config.run_folder / "rl" / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, problems):
+    """A run from start to end, never interrupted."""
+    config = make_config(tmp_path_factory.mktemp("whole"), problems, num_steps=4)
+    assert program.train(config, devices=one_device()) == 0
+    return config
+
+
+def test_a_run_leaves_its_record(whole):
+    rows = curve(whole)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    evaluated = [row["step"] for row in rows if "val-core/repeat/acc/mean@4" in row]
+    assert evaluated == [0, 2, 4]
+    last = rows[-1]
+    for name in (
+        "actor/entropy",
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/ppo_kl",
+        "actor/grad_norm",
+        "actor/lr",
+        "critic/rewards/mean",
+        "critic/score/mean",
+        "response_length/mean",
+        "train/num_gen_batches",
+        "training/rollout_probs_diff_max",
+    ):
+        assert math.isfinite(last[name]), name
+    # The sampler and the trainer are one model: their probabilities agree to rounding.
+    assert last["training/rollout_probs_diff_max"] < 1e-4
+    assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    page = (whole.run_folder / "report.html").read_text()
+    assert "Answer:" in page and "<svg" in page
+    assert list((whole.run_folder / "rl" / "tensorboard").iterdir())
+
+
+def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
+    program.train(make_config(tmp_path, problems, num_steps=2), devices=one_device())
+    config = make_config(tmp_path, problems, num_steps=4)
+    program.train(config, devices=one_device())
+    assert curve(config) == curve(whole)
+
+
+def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog):
+    config = make_config(tmp_path, problems, num_steps=2)
+    program.train(config, devices=one_device())
+    newest = config.run_folder / "rl" / "checkpoints" / "2"
+    largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    config = make_config(tmp_path, problems, num_steps=4)
+    program.train(config, devices=one_device())
+    assert "damaged checkpoint skipped: step 2" in caplog.text
+    assert curve(config) == curve(whole)
+
+
+def test_all_checkpoints_damaged_is_refused(tmp_path, problems):
+    config = make_config(tmp_path, problems, num_steps=1)
+    program.train(config, devices=one_device())
+    for file in (config.run_folder / "rl" / "checkpoints").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match="no intact checkpoint is left"):
+        program.train(make_config(tmp_path, problems, num_steps=2), devices=one_device())
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signal_saves_and_the_next_run_goes_on(tmp_path, problems, whole, monkeypatch, number, status):
+    config = make_config(
+        tmp_path, problems, num_steps=4, run=dataclasses.replace(whole.run, output=str(tmp_path), save_every=100)
+    )
+    update = program.Actor.update
+
+    def update_then_signal(actor, batch, loss):
+        if threading.current_thread() is threading.main_thread() and int(actor.state.step) == 1:
+            os.kill(os.getpid(), number)
+        return update(actor, batch, loss)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "_warm_start", _keep_signal_out(program._warm_start, patch))
+        patch.setattr(program.Actor, "update", update_then_signal)
+        assert program.train(config, devices=one_device()) == status
+    assert curve(config)[-1]["step"] == 2
+    assert program.train(config, devices=one_device()) == 0
+    assert curve(config) == curve(whole)
+
+
+def _keep_signal_out(warm_start, patch):
+    """The warm start with the real update: the signal is meant for the second step of DAPO."""
+    update = program.Actor.update
+
+    def undisturbed(*args):
+        disturbed = program.Actor.update
+        program.Actor.update = update
+        try:
+            return warm_start(*args)
+        finally:
+            program.Actor.update = disturbed
+
+    return undisturbed
+
+
+def test_finished_run_is_left_alone(whole):
+    before = curve(whole)
+    assert program.train(whole, devices=one_device()) == 0
+    assert curve(whole) == before
+
+
+def test_eight_devices_sample_the_same_tokens(tmp_path, problems, whole):
+    """Training 1-4-2, generation 1-2-2-2. Losses to rounding; tokens equal while weights are."""
+    config = make_config(
+        tmp_path, problems, num_steps=1, mesh=LayoutConfig(train="1-4-2", generate="1-2-2-2", fsdp=2)
+    )
+    program.train(config)
+    one, eight = curve(whole), curve(config)
+    for name in ("val-core/repeat/acc/mean@4", "val-aux/repeat/response_length/mean"):
+        assert eight[0][name] == one[0][name]
+    for name in ("train/accuracy", "response_length/mean", "critic/rewards/mean"):
+        assert eight[1][name] == one[1][name]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        np.testing.assert_allclose(eight[1][name], one[1][name], rtol=2e-3, atol=1e-5)
+
+
+def test_batch_that_does_not_divide(tmp_path, problems):
+    config = make_config(
+        tmp_path,
+        problems,
+        mesh=LayoutConfig(train="1-1-8"),
+        train=TrainConfig(rows=12, row_tokens=48),
+    )
+    with pytest.raises(UserError, match=r"train\.rows=12 does not divide over data=8 .* use 8 or 16"):
+        program.train(config)
+
+
+def test_hopeless_data_ends_with_a_clear_error(tmp_path, problems):
+    config = make_config(tmp_path, problems, warm_start=WarmStartConfig(num_steps=0))
+    with pytest.raises(UserError, match="10 generation batches .* gave 0 of the 8 groups"):
+        program.train(config, devices=one_device())
+
+
+def test_run_that_may_not_resume(whole):
+    config = dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume=False))
+    with pytest.raises(UserError, match="already holds a run"):
+        program.train(config, devices=one_device())
