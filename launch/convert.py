@@ -65,19 +65,25 @@ def _restore(path: pathlib.Path, shapes: Any, dtype: str | None) -> Params:
             f"{path} does not exist; name a directory that this command wrote with --to orbax"
         )
 
-    def like(shape: jax.ShapeDtypeStruct, saved: Any) -> jax.ShapeDtypeStruct:
-        wanted = jnp.dtype(dtype or saved.dtype)
-        return jax.ShapeDtypeStruct(shape.shape, wanted, sharding=_on_host())
-
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            saved = checkpointer.metadata(path.absolute()).item_metadata.tree
-            return checkpointer.restore(path.absolute(), jax.tree.map(like, shapes, saved))
-        except ValueError as error:
+        saved = checkpointer.metadata(path.absolute()).item_metadata.tree
+        if _shapes_by_name(saved) != _shapes_by_name(shapes):
             raise UserError(
-                f"{path} does not hold the model of {path.parent / 'config.json'} "
-                f"({str(error).splitlines()[0]}); convert it again from its source"
-            ) from error
+                f"{path} does not hold the model that {path.parent / 'config.json'} describes; "
+                "convert both again from their source"
+            )
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.dtype(dtype or leaf.dtype), sharding=_on_host()
+            ),
+            saved,
+        )
+        return checkpointer.restore(path.absolute(), like)
+
+
+def _shapes_by_name(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def _on_host() -> SingleDeviceSharding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Bounds the log-ratio before exp: e^20 is finite in every float type and far outside any clip range.
+# Bounds the log-ratio before exp: e^20 is finite in float32 and bfloat16, and far outside any clip range.
 MAX_LOG_RATIO = 20.0
 
 

@@ -171,11 +171,10 @@ class Actor:
         )
         self.state = make(jax.random.key(self._seed))
 
-    def restart(self) -> None:
-        """Keeps the weights and forgets the optimiser and the step; for the next stage of training."""
+    def start_from(self, params: Params) -> None:
+        """Takes over weights in the training layout (they are donated); optimiser and step start anew."""
         make = jax.jit(self._fresh_state, out_shardings=self.state_shardings(), donate_argnums=0)
-        self._rollout_params = None
-        self.state = make(self.state.params)
+        self.state = make(params)
 
     # Programs
 

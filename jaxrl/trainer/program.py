@@ -17,11 +17,14 @@ from jaxrl.algos.advantages import group_relative
 from jaxrl.algos.shaping import soft_overlong_penalty
 from jaxrl.data.stream import PromptStream, SupervisedStream
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.models.huggingface_weights import load_params
+from jaxrl.planner import dry_run as planner
 from jaxrl.recipes.dapo import dapo
 from jaxrl.recipes.dynamic_sampling import GroupBuffer, SamplingStats, keep_mixed_groups
 from jaxrl.recipes.sft import sft
 from jaxrl.rewards.score import grader, score_completions
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import Actor, TokenLoss
 from jaxrl.roles.batches import pack_examples, pack_groups
 from jaxrl.roles.losses import clipped_policy, supervised
 from jaxrl.trainer.config import Config, RewardConfig
@@ -34,7 +37,14 @@ from jaxrl.trainer.metrics import (
     read_metrics,
     write_atomically,
 )
-from jaxrl.trainer.setup import Parts, build_actor, build_parts, packed_shape, prompt_options
+from jaxrl.trainer.setup import (
+    Parts,
+    build_actor,
+    build_parts,
+    engine_config,
+    packed_shape,
+    prompt_options,
+)
 from jaxrl.trainer.stage import Stage, run_until_stopped
 from jaxrl.trainer.step_metrics import (
     actor_metrics,
@@ -80,8 +90,46 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     return 0
 
 
+def dry_run(config: Config) -> int:
+    """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
+    rollout, algorithm = config.rollout, config.algorithm
+    shape = packed_shape(
+        config,
+        sequences=rollout.num_prompts * rollout.num_samples,
+        updates=algorithm.updates_per_step,
+    )
+    plan = planner.dry_run(
+        config.name,
+        config.model,
+        ParallelLayout.from_config(config.mesh),
+        train=config.train,
+        optim=config.optim,
+        # Which ids end a response is the tokenizer's to say, and no shape depends on it.
+        engine=engine_config(config, stop_ids=(0,)),
+        temperature=rollout.temperature,
+        loss=_policy_loss(config),
+        flow=planner.BatchFlow(
+            rollout.generation_prompts,
+            rollout.max_generation_batches,
+            rollout.num_prompts,
+            rollout.num_samples,
+            shape,
+        ),
+    )
+    plan.show()
+    return 0
+
+
+def _policy_loss(config: Config) -> TokenLoss:
+    return clipped_policy(
+        clip_low=config.algorithm.clip_low,
+        clip_high=config.algorithm.clip_high,
+        dual_clip=config.algorithm.dual_clip,
+    )
+
+
 def _warm_start(parts: Parts, stop: StopSignal) -> Actor:
-    """An actor trained on written solutions, or with random weights if the stage is switched off."""
+    """An actor trained on written solutions, or as it starts if the stage is switched off."""
     config = parts.config
     options = config.warm_start
     actor = build_actor(parts, optim=options.optim)
@@ -90,7 +138,7 @@ def _warm_start(parts: Parts, stop: StopSignal) -> Actor:
     ) as stage:
         record = stage.resume(actor)
         if record is None:
-            actor.init()
+            _first_weights(actor, parts)
         if stage.finished:
             return actor
         stream = SupervisedStream(
@@ -131,6 +179,14 @@ def _warm_start(parts: Parts, stop: StopSignal) -> Actor:
     return actor
 
 
+def _first_weights(actor: Actor, parts: Parts) -> None:
+    """Weights from the checkpoint that the config names, or random ones."""
+    if parts.config.weights:
+        actor.start_from(load_params(parts.config.weights, parts.model, actor.train_shardings))
+    else:
+        actor.init()
+
+
 def _reinforce(parts: Parts, stop: StopSignal) -> None:
     """DAPO from the warm start, or from the newest checkpoint."""
     config = parts.config
@@ -144,8 +200,7 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
         if stage.finished:
             return
         if record is None:
-            actor.state = _warm_start(parts, stop).state
-            actor.restart()
+            actor.start_from(_warm_start(parts, stop).state.params)
         stream = PromptStream(
             parts.train,
             parts.tokenizer,
@@ -160,11 +215,7 @@ def _reinforce(parts: Parts, stop: StopSignal) -> None:
             sequences=rollout.num_prompts * rollout.num_samples,
             updates=config.algorithm.updates_per_step,
         )
-        loss = clipped_policy(
-            clip_low=config.algorithm.clip_low,
-            clip_high=config.algorithm.clip_high,
-            dual_clip=config.algorithm.dual_clip,
-        )
+        loss = _policy_loss(config)
 
         def generate(prompts) -> Completions:
             return actor.generate(
@@ -332,9 +383,7 @@ def _write_report(parts: Parts) -> pathlib.Path:
 
     config = parts.config
     rows = {name: _rows(config, name) for name in ("rl", "sft")}
-    before, after = (
-        json.loads(_samples_path(config, when).read_text()) for when in _SAMPLES_KEPT
-    )
+    before, after = (json.loads(_samples_path(config, when).read_text()) for when in _SAMPLES_KEPT)
     pairs = [
         report.SamplePair(
             b["prompt"],

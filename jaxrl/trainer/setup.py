@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -18,6 +19,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.planner.requirements import DataFile, require
 from jaxrl.roles.actor import Actor
 from jaxrl.rollout.engine import EngineConfig
 from jaxrl.trainer.config import Config, SourceConfig
@@ -49,7 +52,13 @@ class Parts:
 
 
 def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
-    """Reads data and tokenizer, takes the devices, and checks that everything fits together."""
+    """Reads data and tokenizer, takes the devices, and checks that everything fits together.
+
+    Raises:
+      UserError: something is missing (all of it is named at once), broken, or does not fit.
+    """
+    devices = jax.devices() if devices is None else devices
+    _check_present(config, devices)
     train, held_out = _records(config)
     tokenizer = _tokenizer(config, train)
     layout = ParallelLayout.from_config(config.mesh)
@@ -61,7 +70,7 @@ def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
         train=train,
         held_out=held_out_prompts(held_out, tokenizer, **prompt_options(config)),
         mesh=mesh,
-        model=_model_for(config.model, tokenizer),
+        model=_model_for(config, tokenizer),
     )
 
 
@@ -84,13 +93,13 @@ def build_actor(parts: Parts, *, optim) -> Actor:
         parts.mesh,
         train=config.train,
         optim=optim,
-        engine=engine_config(config, parts.tokenizer),
+        engine=engine_config(config, parts.tokenizer.stop_ids),
         temperature=config.rollout.temperature,
         seed=config.seed,
     )
 
 
-def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
+def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     """Shapes of the rollout programs."""
     rollout = config.rollout
     return EngineConfig(
@@ -99,7 +108,7 @@ def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=stop_ids,
         dtype=jnp.dtype(rollout.dtype),
         unroll=rollout.unroll,
     )
@@ -113,6 +122,23 @@ def packed_shape(config: Config, *, sequences: int, updates: int) -> PackedShape
         minibatches=updates,
         rows=config.train.rows,
         tokens=config.train.row_tokens,
+    )
+
+
+def _check_present(config: Config, devices: Sequence[Any]) -> None:
+    data = [
+        DataFile(s.path, s.prompt_field, s.answer_field, s.solution_field)
+        for s in (config.data.train, config.data.held_out)
+        if s.path
+    ]
+    require(
+        layout=ParallelLayout.from_config(config.mesh),
+        num_devices=len(devices),
+        device_kind=devices[0].device_kind,
+        weights=config.weights,
+        tokenizer=config.tokenizer.path,
+        needs_chat_template=config.data.chat,
+        data=data,
     )
 
 
@@ -153,7 +179,10 @@ def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
     return train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
 
 
-def _model_for(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+def _model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    model = config.model
+    if config.weights:
+        _check_same_shape(model, read_config(config.weights), config.weights)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
@@ -161,6 +190,20 @@ def _model_for(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
             f"{tokenizer.vocab_size}, or use the model's own tokenizer"
         )
     return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+
+
+def _check_same_shape(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
+    """The recipe's shape is what was planned with; the checkpoint's is what there is."""
+    different = [
+        f"model.{f.name} = {getattr(model, f.name)}, but {getattr(stored, f.name)} in the checkpoint"
+        for f in dataclasses.fields(model)
+        if f.name != "num_tokens" and getattr(model, f.name) != getattr(stored, f.name)
+    ]
+    if different:
+        raise UserError(
+            f"the config does not describe the model in {directory}: {'; '.join(different)}. "
+            "Change these settings, or `weights`"
+        )
 
 
 def _check_batches(config: Config, mesh: Mesh) -> None:

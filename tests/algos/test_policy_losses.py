@@ -171,7 +171,7 @@ def test_clipping_never_promises_more_than_the_plain_surrogate(log_ratio, advant
         assert loss <= -advantage * options["dual_clip"] * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("logprob", "old_logprob"),
@@ -182,7 +182,7 @@ def test_impossible_tokens_stay_finite(logprob, old_logprob, advantage, dtype):
         return clipped(logprob, dtype(old_logprob), dtype(advantage), **DAPO)
 
     (value, stats), slope = jax.value_and_grad(loss, has_aux=True)(dtype(logprob))
-    assert np.all(np.isfinite(jax.tree.leaves((value, stats, slope))))
+    assert all(math.isfinite(number) for number in jax.tree.leaves((value, stats, slope)))
     assert abs(float(value)) <= 10
 
 

@@ -1,0 +1,123 @@
+"""launch/convert.py as a user runs it."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.huggingface_weights import save_checkpoint
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "convert.py"
+TINY = ModelConfig(
+    vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8
+)
+
+
+@pytest.fixture(scope="module")
+def convert():
+    spec = importlib.util.spec_from_file_location("convert", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(**options):
+        return module.main([part for k, v in options.items() for part in (f"--{k}", str(v))])
+
+    return run
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def source(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    (directory / "tokenizer").mkdir()
+    (directory / "tokenizer/tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
+    (directory / "tokenizer/config.json").write_text('{"eos_token_id": 5}')
+    save_checkpoint(
+        init_params(TINY, jax.random.key(0)),
+        TINY,
+        directory / "hf",
+        dtype=request.param,
+        source=directory / "tokenizer",
+    )
+    return directory / "hf"
+
+
+def tensors_of(directory):
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def test_there_and_back_gives_equal_tensors_and_files(tmp_path, convert, source):
+    assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": tmp_path / "orbax"}) == 0
+    back = {"from": "orbax", "path": tmp_path / "orbax", "to": "hf", "out": tmp_path / "hf"}
+    assert convert(**back, max_shard_bytes=4000) == 0
+    found, expected = tensors_of(tmp_path / "hf"), tensors_of(source)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
+    written, original = (
+        json.loads((d / "config.json").read_text()) for d in (tmp_path / "hf", source)
+    )
+    assert written == original
+    assert written["eos_token_id"] == 5
+    # Weights are not in the Orbax directory twice, nor anything half written.
+    names = {path.name for path in (tmp_path / "orbax").iterdir()}
+    assert names == {"params", "config.json", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in tmp_path.iterdir()} == {"orbax", "hf"}
+
+
+def test_the_type_can_be_chosen(tmp_path, convert, source):
+    assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": tmp_path / "orbax"}) == 0
+    back = {"from": "orbax", "path": tmp_path / "orbax", "to": "hf", "out": tmp_path / "hf"}
+    assert convert(**back, dtype="bfloat16") == 0
+    for name, tensor in tensors_of(source).items():
+        found = tensors_of(tmp_path / "hf")[name]
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found, tensor.astype(jnp.bfloat16))
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, convert, source, capsys):
+    out = tmp_path / "out"
+
+    def complaint(**options):
+        assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": out, **options}) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert not list(tmp_path.iterdir())
+        return error
+
+    assert "--from hf --to hf converts nothing" in complaint(to="hf")
+    assert "config.json does not exist" in complaint(path=tmp_path / "nowhere")
+    assert "params does not exist" in complaint(**{"from": "orbax", "to": "hf"})
+
+
+def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, source, capsys):
+    orbax = tmp_path / "orbax"
+    assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": orbax}) == 0
+    values = json.loads((orbax / "config.json").read_text())
+    for change in ({"num_hidden_layers": 3}, {"tie_word_embeddings": False}):
+        (orbax / "config.json").write_text(json.dumps({**values, **change}))
+        options = {"from": "orbax", "path": orbax, "to": "hf", "out": tmp_path / "hf"}
+        assert convert(**options) == 2
+        assert "params does not hold the model of" in capsys.readouterr().err
+        assert not (tmp_path / "hf").exists()
+
+
+def test_the_script_runs(tmp_path):
+    command = [sys.executable, SCRIPT, "--from", "hf", "--path", tmp_path, "--to", "orbax"]
+    done = subprocess.run([*command, "--out", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("convert.py: ") and "config.json does not exist" in done.stderr
