@@ -27,6 +27,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import (
+    check_new,
     checkpoint_dtype,
     copy_companions,
     load_params,
@@ -37,6 +38,7 @@ from jaxrl.models.huggingface_weights import (
 
 def hf_to_orbax(path: pathlib.Path, out: pathlib.Path, *, dtype: str | None) -> None:
     """Writes the Orbax directory of a Hugging Face directory; `dtype` None keeps that of the files."""
+    check_new(out)
     config = read_config(path)
     _, shapes, _ = decoder_graph(config)
     shardings = jax.tree.map(lambda _: _on_host(), shapes)
@@ -52,6 +54,7 @@ def orbax_to_hf(
     path: pathlib.Path, out: pathlib.Path, *, dtype: str | None, max_shard_bytes: int
 ) -> None:
     """Writes the Hugging Face directory of an Orbax directory; `dtype` None keeps that of the params."""
+    check_new(out)
     config = read_config(path)
     params = _restore(path / "params", decoder_graph(config)[1], dtype)
     dtype = dtype or jax.tree.leaves(params)[0].dtype

@@ -4,14 +4,67 @@ The settings are made here, at import, because JAX reads the device count once, 
 device; a fixture would come too late.
 """
 
+from collections.abc import Sequence
+
+import pathlib
+
 import hypothesis
 import jax
+import numpy as np
+import pytest
+
+from jaxrl.types import Completions, Prompts, Scored
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# Tests build the same small programs again and again; each is compiled once, and kept for the next run.
+_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Two dtypes never meet by accident, and a [B] array never quietly lines up with the last axis of a [B, T].
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.
 hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("jaxrl")
+
+
+@pytest.fixture(scope="session")
+def make_scored():
+    """Builds `Scored` whose every entry says which prompt and sample it belongs to.
+
+    The bits of a prompt's id say which of its answers are right: with 4 samples, id 5 has the first and
+    the third, id 0 none, id 15 all.
+    """
+
+    def make(ids: Sequence[int], num_samples: int = 4) -> Scored:
+        rows = [(i, g) for i in ids for g in range(num_samples)]
+        lengths = [1 + (3 * i + g) % 5 for i, g in rows]
+        tokens = [100 * i + 10 * g + np.arange(n) for (i, g), n in zip(rows, lengths, strict=True)]
+        correct_B = np.array([i >> g & 1 for i, g in rows], bool)
+        prompts = Prompts(
+            ids_N=np.array(ids, np.int64),
+            tokens=tuple(np.arange(i, i + 1 + i % 3, dtype=np.int32) for i in ids),
+            texts=tuple(f"prompt {i}" for i in ids),
+            answers=tuple(f"answer {i}" for i in ids),
+            sources=tuple(f"source {i % 2}" for i in ids),
+        )
+        completions = Completions(
+            prompts=prompts,
+            num_samples=num_samples,
+            tokens=tuple(t.astype(np.int32) for t in tokens),
+            rollout_logprob=tuple(-t.astype(np.float32) / 8 for t in tokens),
+            entropy=tuple(t.astype(np.float32) / 16 for t in tokens),
+            truncated_B=np.array([(i + g) % 2 for i, g in rows], bool),
+            texts=tuple(f"response {i}.{g}" for i, g in rows),
+        )
+        return Scored(
+            completions=completions,
+            correct_B=correct_B,
+            score_B=np.where(correct_B, 1, -1).astype(np.float32),
+            shaping_B=np.array([-g / 4 for _, g in rows], np.float32),
+            predictions=tuple(f"{i}.{g}" if g else None for i, g in rows),
+        )
+
+    return make

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import init_params
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface_weights import save_checkpoint
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "convert.py"
@@ -41,8 +41,10 @@ def source(request, tmp_path_factory):
     (directory / "tokenizer/tokenizer.json").write_text('{"version": "1.0"}')
     (directory / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
     (directory / "tokenizer/config.json").write_text('{"eos_token_id": 5}')
+    rng = np.random.default_rng(0)
+    shapes = decoder_graph(TINY)[1]
     save_checkpoint(
-        init_params(TINY, jax.random.key(0)),
+        jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes),
         TINY,
         directory / "hf",
         dtype=request.param,
@@ -98,6 +100,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, convert, source, caps
         assert not list(tmp_path.iterdir())
         return error
 
+    assert f"{source} exists and is not" in complaint(out=source)
     assert "--from hf --to hf converts nothing" in complaint(to="hf")
     assert "config.json does not exist" in complaint(path=tmp_path / "nowhere")
     assert "params does not exist" in complaint(**{"from": "orbax", "to": "hf"})
@@ -111,7 +114,7 @@ def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, sour
         (orbax / "config.json").write_text(json.dumps({**values, **change}))
         options = {"from": "orbax", "path": orbax, "to": "hf", "out": tmp_path / "hf"}
         assert convert(**options) == 2
-        assert "params does not hold the model of" in capsys.readouterr().err
+        assert "params does not hold the model that" in capsys.readouterr().err
         assert not (tmp_path / "hf").exists()
 
 

@@ -77,7 +77,7 @@ class RMSNorm(nnx.Module):
         """Normalises [..., size]; keeps the type of `x`."""
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...]).astype(x.dtype)
+        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):

@@ -248,8 +248,11 @@ def save_checkpoint(
             "checkpoint and convert it with launch/convert.py"
         )
     with new_directory(out) as partial:
-        _write_tensors(params, config, partial, dtype, max_shard_bytes)
         write_json(partial / "config.json", values)
+        _write_tensors(params, config, partial, dtype, max_shard_bytes)
+        for file in partial.glob("*.safetensors"):
+            # safetensors lets nobody but the owner read what it writes.
+            shutil.copymode(partial / "config.json", file)
         if source is not None:
             copy_companions(pathlib.Path(source), partial)
 
@@ -261,9 +264,8 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     Raises:
       UserError: `path` exists.
     """
+    check_new(path)
     path = pathlib.Path(path).absolute()
-    if path.exists():
-        raise UserError(f"{path} exists and is not overwritten; remove it or choose another name")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
@@ -272,6 +274,12 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_new(path: str | pathlib.Path) -> None:
+    """Raises UserError if `path` exists, for commands that work long before they write."""
+    if pathlib.Path(path).exists():
+        raise UserError(f"{path} exists and is not overwritten; remove it or choose another name")
 
 
 def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:

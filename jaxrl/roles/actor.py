@@ -174,6 +174,7 @@ class Actor:
     def start_from(self, params: Params) -> None:
         """Takes over weights in the training layout (they are donated); optimiser and step start anew."""
         make = jax.jit(self._fresh_state, out_shardings=self.state_shardings(), donate_argnums=0)
+        self._rollout_params = None
         self.state = make(params)
 
     # Programs
@@ -289,14 +290,19 @@ class Actor:
             grads, sums = self._gradient(params, batch, u, loss)
             with jax.named_scope("optimizer"):
                 grad_norm = optax.tree.norm(grads)
-                direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
+                # Adam's bias correction raises a float to an int: optax relies on promotion.
+                with jax.numpy_dtype_promotion("standard"):
+                    direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
                 new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
                 # A gradient that is not finite would poison the moments for good: skip it and count it.
                 finite = jnp.isfinite(grad_norm)
                 keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
                 params = jax.tree.map(keep, new_params, params)
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
-            stats = sums | {"grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
+            stats = sums | {
+                "grad_norm": grad_norm,
+                "skipped_updates": (~finite).astype(jnp.float32),
+            }
             return (params, opt_state), stats
 
         U = batch.tokens.shape[0]

@@ -17,6 +17,7 @@ from jaxrl.algos.advantages import group_relative
 from jaxrl.algos.shaping import soft_overlong_penalty
 from jaxrl.data.stream import PromptStream, SupervisedStream
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.huggingface_weights import load_params
 from jaxrl.planner import dry_run as planner
@@ -41,6 +42,7 @@ from jaxrl.trainer.setup import (
     Parts,
     build_actor,
     build_parts,
+    check_batches,
     engine_config,
     packed_shape,
     prompt_options,
@@ -93,15 +95,17 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
     rollout, algorithm = config.rollout, config.algorithm
+    layout = ParallelLayout.from_config(config.mesh)
+    check_batches(config, abstract_mesh(layout))
     shape = packed_shape(
         config,
         sequences=rollout.num_prompts * rollout.num_samples,
         updates=algorithm.updates_per_step,
     )
     plan = planner.dry_run(
-        config.name,
+        f"{config.name} ({config.hardware})" if config.hardware else config.name,
         config.model,
-        ParallelLayout.from_config(config.mesh),
+        layout,
         train=config.train,
         optim=config.optim,
         # Which ids end a response is the tokenizer's to say, and no shape depends on it.

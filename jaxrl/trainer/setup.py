@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
@@ -63,7 +63,7 @@ def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
     tokenizer = _tokenizer(config, train)
     layout = ParallelLayout.from_config(config.mesh)
     mesh = build_mesh(layout, devices)
-    _check_batches(config, mesh)
+    check_batches(config, mesh)
     return Parts(
         config=config,
         tokenizer=tokenizer,
@@ -206,7 +206,8 @@ def _check_same_shape(model: ModelConfig, stored: ModelConfig, directory: str) -
         )
 
 
-def _check_batches(config: Config, mesh: Mesh) -> None:
+def check_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError for a batch size that does not divide over the mesh."""
     check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
     check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
     check_divides("rollout.slots", config.rollout.slots, "batch", GENERATE_RULES, mesh)

@@ -271,6 +271,7 @@ def test_export_gives_back_the_tensors(tmp_path, config):
         SINGLE_FILE,
     ]
     assert read_config(tmp_path / "out") == config
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     with safetensors.safe_open(tmp_path / "out" / SINGLE_FILE, "np") as file:
         assert file.metadata() == {"format": "pt"}
 

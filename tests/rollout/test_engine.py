@@ -77,7 +77,7 @@ def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE) -> Actor:
         optim=OptimConfig(),
         engine=config,
         temperature=TEMPERATURE,
-        seed=3,
+        seed=7,
     )
     params = jax.device_put(weights(), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
@@ -163,6 +163,8 @@ def test_responses_end_at_the_first_stop_or_at_the_limit(expected):
         assert not stops[:-1].any()
         assert truncated == (not stops[-1])
         assert len(tokens) == R if truncated else 1 <= len(tokens) <= R
+    # A stop that comes just in time is not truncation; the weights are such that there is one.
+    assert (expected.lengths_B[~expected.truncated_B] == R).any()
 
 
 def test_log_probability_and_entropy_are_those_of_a_plain_forward_pass(expected):
@@ -207,10 +209,15 @@ def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
     "changes",
     [
         {"slots": 1, "prefill_prompts": 1, "tokens_per_dispatch": 1},
-        {"slots": 5, "prefill_prompts": 2, "tokens_per_dispatch": 3, "max_prompt_tokens": T + 3},
-        {"slots": 32, "prefill_prompts": 16, "tokens_per_dispatch": 100, "unroll": 2},
+        {
+            "slots": 32,
+            "prefill_prompts": 3,
+            "tokens_per_dispatch": 100,
+            "max_prompt_tokens": T + 3,
+            "unroll": 2,
+        },
     ],
-    ids=["one at a time", "few slots", "all at once"],
+    ids=["one at a time", "all at once"],
 )
 def test_a_sample_does_not_depend_on_how_it_is_run(changes, expected):
     config = dataclasses.replace(BASE, **changes)
@@ -288,16 +295,6 @@ def test_without_stop_ids_every_response_fills_the_limit(expected):
     # Neither limit nor stops enter the sample itself.
     for cut, whole in zip(endless.tokens, expected.tokens, strict=True):
         np.testing.assert_array_equal(cut[: len(whole)], whole[:3])
-
-
-def test_a_stop_at_the_limit_is_not_truncation(expected):
-    """The same samples under a limit that some reach with their stop token."""
-    limit = int(expected.lengths_B[~expected.truncated_B].max())
-    assert limit > 1
-    cut = sample(actor_of(config=dataclasses.replace(BASE, max_response_tokens=limit)))
-    finished = ~expected.truncated_B
-    np.testing.assert_array_equal(cut.truncated_B, ~finished)
-    assert (cut.lengths_B[finished] == limit).any()
 
 
 def test_half_precision_rollout_stays_close_to_the_trainer():

@@ -1,0 +1,202 @@
+"""Packing: every sequence in one piece, in its own minibatch, in a shape that is always large enough."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.errors import UserError
+
+
+@st.composite
+def batches(draw) -> tuple[list[int], PackedShape]:
+    """Lengths of a step's sequences, and the shape that was made for any such lengths."""
+    tokens = draw(st.integers(1, 40))
+    longest = draw(st.integers(1, tokens))
+    minibatches = draw(st.integers(1, 3))
+    each = draw(st.integers(1, 8))
+    # Around a half and a third of a row is where first-fit is at its worst.
+    lengths = st.one_of(
+        st.integers(1, longest),
+        st.sampled_from([tokens // k + more for k in (1, 2, 3) for more in (-1, 0, 1, 2)]).filter(
+            lambda n: 1 <= n <= longest
+        ),
+    )
+    count = minibatches * each
+    shape = PackedShape.for_sequences(
+        count,
+        longest=longest,
+        minibatches=minibatches,
+        rows=draw(st.integers(1, 5)),
+        tokens=tokens,
+    )
+    return draw(st.lists(lengths, min_size=count, max_size=count)), shape
+
+
+def dims(shape: PackedShape) -> tuple[int, int, int, int]:
+    return shape.minibatches, shape.microbatches, shape.rows, shape.tokens
+
+
+def rows_in_use(packing) -> np.ndarray:
+    """Which rows hold anything, bool [U, M * R]."""
+    U, M, R, _ = dims(packing.shape)
+    return (packing.segment_ids > 0).any(axis=-1).reshape(U, M * R)
+
+
+def test_by_hand():
+    # The longest first; 3 fits beside 5, the next 3 and the 1 open a second row.
+    packing = plan_packing([3, 5, 1, 3], PackedShape(1, 2, 1, 8))
+    expected = [
+        [[2, 2, 2, 2, 2, 1, 1, 1]],
+        [[4, 4, 4, 3, 0, 0, 0, 0]],
+    ]
+    values = [np.full(n, i) for i, n in enumerate([3, 5, 1, 3], start=1)]
+    np.testing.assert_array_equal(packing.pack(values, np.int32), [expected])
+    np.testing.assert_array_equal(
+        packing.segment_ids, [[[[1, 1, 1, 1, 1, 2, 2, 2]], [[1, 1, 1, 2, 0, 0, 0, 0]]]]
+    )
+    np.testing.assert_array_equal(
+        packing.positions, [[[[0, 1, 2, 3, 4, 0, 1, 2]], [[0, 1, 2, 0, 0, 0, 0, 0]]]]
+    )
+    np.testing.assert_array_equal(packing.num_micro_U, [2])
+
+
+@given(batches())
+def test_every_sequence_lies_in_one_piece_in_its_own_minibatch(batch):
+    lengths, shape = batch
+    packing = plan_packing(lengths, shape)
+    U, M, R, T = dims(shape)
+    owner = np.full(U * M * R * T, -1)
+    for i, (start, length) in enumerate(zip(packing.starts, lengths, strict=True)):
+        assert start // T == (start + length - 1) // T, "in one row"
+        assert np.all(owner[start : start + length] == -1), "on nobody else's place"
+        owner[start : start + length] = i
+        # Sequences go to minibatches in order, as many to each.
+        assert start // (M * R * T) == i // (len(lengths) // U)
+        np.testing.assert_array_equal(
+            packing.positions.reshape(-1)[start : start + length], np.arange(length)
+        )
+    segment = packing.segment_ids.reshape(-1, T)
+    for owners, segments in zip(owner.reshape(-1, T), segment, strict=True):
+        real = owners >= 0
+        np.testing.assert_array_equal(segments > 0, real)
+        # One number for each sequence of the row, counted from 1, and no gap before the padding.
+        pairs = set(zip(owners[real].tolist(), segments[real].tolist(), strict=True))
+        assert sorted(s for _, s in pairs) == list(range(1, len(set(owners[real])) + 1))
+        assert np.all(np.diff(real.astype(int)) <= 0)
+    assert np.all(packing.positions.reshape(-1)[owner == -1] == 0)
+
+
+@given(batches(), st.integers(0, 2**32 - 1))
+def test_unpacking_is_the_inverse_of_packing(batch, seed):
+    lengths, shape = batch
+    rng = np.random.default_rng(seed)
+    values = [rng.normal(size=n).astype(np.float32) for n in lengths]
+    packing = plan_packing(lengths, shape)
+    packed = packing.pack(values, np.float32)
+    assert packed.shape == dims(shape)
+    assert packed.dtype == np.float32
+    assert np.all(packed[packing.segment_ids == 0] == 0), "padding is 0"
+    for original, back in zip(values, packing.unpack(packed), strict=True):
+        np.testing.assert_array_equal(back, original)
+
+
+@given(batches())
+def test_microbatches_in_use_are_counted_and_come_first(batch):
+    lengths, shape = batch
+    packing = plan_packing(lengths, shape)
+    U, M, R, _ = dims(shape)
+    used = rows_in_use(packing)
+    assert packing.num_micro_U.dtype == np.int32
+    np.testing.assert_array_equal(packing.num_micro_U, used.reshape(U, M, R).any(-1).sum(-1))
+    for rows in used:
+        # Full rows, then empty ones: only the last microbatch in use may have any.
+        assert np.all(np.diff(rows.astype(int)) <= 0)
+
+
+@given(batches())
+def test_at_most_one_row_of_a_minibatch_is_half_empty(batch):
+    lengths, shape = batch
+    filled = (plan_packing(lengths, shape).segment_ids > 0).sum(-1)
+    for rows in filled.reshape(shape.minibatches, -1):
+        assert np.sum(rows[rows > 0] * 2 <= shape.tokens) <= 1
+
+
+@given(batches())
+def test_the_same_lengths_are_packed_the_same_way(batch):
+    lengths, shape = batch
+    one, other = plan_packing(lengths, shape), plan_packing(np.array(lengths), shape)
+    np.testing.assert_array_equal(one.starts, other.starts)
+    np.testing.assert_array_equal(one.segment_ids, other.segment_ids)
+
+
+# The worst case
+
+
+@pytest.mark.parametrize("tokens", range(1, 8))
+def test_the_shape_holds_the_worst_case_and_nothing_spare(tokens):
+    """All multisets of up to five lengths: first-fit never needs more rows, and sometimes needs all."""
+    for longest, count in itertools.product(range(1, tokens + 1), range(1, 6)):
+        shape = PackedShape.for_sequences(
+            count, longest=longest, minibatches=1, rows=1, tokens=tokens
+        )
+        needed = [
+            int(plan_packing(lengths, shape).num_micro_U[0])
+            for lengths in itertools.combinations_with_replacement(range(1, longest + 1), count)
+        ]
+        assert max(needed) == shape.microbatches
+
+
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 6), st.integers(1, 8))
+def test_sequences_as_long_as_can_be_need_the_whole_shape(longest, spare, rows, minibatches):
+    tokens = longest + spare
+    shape = PackedShape.for_sequences(
+        minibatches * 7, longest=longest, minibatches=minibatches, rows=rows, tokens=tokens
+    )
+    packing = plan_packing([longest] * minibatches * 7, shape)
+    assert np.all(packing.num_micro_U == shape.microbatches)
+
+
+def test_a_shape_by_hand():
+    # 512 sequences in 16 updates: 32 each. Two of at most 60 fit into 128: 16 rows, 4 at a time.
+    shape = PackedShape.for_sequences(512, longest=60, minibatches=16, rows=4, tokens=128)
+    assert dims(shape) == (16, 4, 4, 128)
+    # With 65 only one fits; 32 rows of 5 leave the seventh microbatch partly empty.
+    shape = PackedShape.for_sequences(512, longest=65, minibatches=16, rows=5, tokens=128)
+    assert dims(shape) == (16, 7, 5, 128)
+
+
+# Errors
+
+
+def test_sequences_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match="100 sequences do not divide into 3 minibatches; choose"):
+        PackedShape.for_sequences(100, longest=4, minibatches=3, rows=1, tokens=8)
+
+
+def test_a_row_shorter_than_a_sequence_is_refused():
+    with pytest.raises(UserError, match="rows of 8 tokens cannot hold a sequence of 9; raise"):
+        PackedShape.for_sequences(4, longest=9, minibatches=1, rows=1, tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([1, 2, 3], "3 sequences do not divide into 2 minibatches"),
+        ([1, 9], "1 to 8 tokens"),
+        ([1, 0], "1 to 8 tokens"),
+        ([8, 8, 8, 8, 8, 8], "minibatch 0 fills 3 rows, the shape has 1 x 2"),
+    ],
+)
+def test_sequences_the_shape_was_not_made_for_are_noticed(lengths, message):
+    with pytest.raises(AssertionError, match=message):
+        plan_packing(lengths, PackedShape(2, 1, 2, 8))
+
+
+def test_a_field_of_another_number_of_sequences_is_noticed():
+    packing = plan_packing([2, 3], PackedShape(1, 1, 1, 8))
+    with pytest.raises(ValueError, match="zip"):
+        packing.pack([np.ones(2)], np.float32)

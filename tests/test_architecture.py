@@ -1,0 +1,189 @@
+"""The arrows of the house point down: launch, configs -> trainer -> ... -> types, errors.
+
+Imports are read from the source with `ast`; those for the type checker alone count like all others.
+"""
+
+import ast
+import graphlib
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# From the ground up. Rooms on one line do not import each other.
+LINES = (
+    ("types", "errors"),
+    ("models", "mesh", "algos"),
+    ("rollout", "rewards", "data"),
+    ("roles",),
+    ("recipes", "planner"),
+    ("trainer",),
+    ("launch", "configs"),
+)
+LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
+
+# Imports inside functions, each with its reason; anywhere else they mark a ring.
+LATE_IMPORTS = {
+    ("jaxrl/trainer/metrics.py", "wandb"): "extra `wandb`",
+    ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
+    ("jaxrl/trainer/program.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
+}
+
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("jaxrl", "launch", "configs")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def module_name(path: pathlib.Path) -> str:
+    """jaxrl/mesh/rules.py is jaxrl.mesh.rules, jaxrl/mesh/__init__.py is jaxrl.mesh."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def room_of(module: str) -> str | None:
+    """jaxrl.mesh.rules lies in mesh, launch.train in launch, numpy nowhere."""
+    top, *rest = module.split(".")
+    if top == "jaxrl":
+        return rest[0] if rest else "jaxrl"
+    return top if top in ("launch", "configs") else None
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """Modules that the statements of `tree` import, by full name."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: write imports with their full name"
+            # `from jaxrl.mesh import rules` imports a module, `from jaxrl.mesh.rules import f` a name.
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = names & MODULES.keys()
+            found |= modules if modules == names else modules | {node.module}
+    return found
+
+
+def late_imports_of(tree: ast.AST) -> set[str]:
+    """Modules that functions import when they run."""
+    functions = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return set().union(*(imports_of(function) for function in functions))
+
+
+def wrong_arrows(importer: str, imported: set[str]) -> list[str]:
+    """The imports that do not point down."""
+    here = room_of(importer)
+    return [
+        f"{importer} imports {module}"
+        for module in sorted(imported)
+        if (there := room_of(module)) is not None
+        and here != there
+        # Nothing may lean on the package itself: importing it would bring in what it imports.
+        and (here == "jaxrl" or there == "jaxrl" or LINE_OF[here] <= LINE_OF[there])
+    ]
+
+
+def parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_imports_point_down(path):
+    assert room_of(module_name(path)) in {*LINE_OF, "jaxrl"}, "a new room needs a line in LINES"
+    assert wrong_arrows(module_name(path), imports_of(parse(path))) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_imports_are_at_the_top(path):
+    late = {(path.as_posix(), module) for module in late_imports_of(parse(path))}
+    assert late - LATE_IMPORTS.keys() == set()
+
+
+def test_every_late_import_of_the_list_is_there():
+    late = {
+        (path.as_posix(), module) for path in SOURCES for module in late_imports_of(parse(path))
+    }
+    assert LATE_IMPORTS.keys() - late == set(), "take it off the list"
+
+
+def test_no_ring_among_modules():
+    graph = {
+        module: imports_of(parse(path)) & (MODULES.keys() - {module})
+        for module, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the ring
+
+
+# The checks themselves see what they should
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("jaxrl.mesh.rules", "from jaxrl.rollout.engine import Engine"),
+        ("jaxrl.algos.shaping", "import jaxrl.models.config"),
+        ("jaxrl.algos.shaping", "from jaxrl.mesh import rules"),
+        ("jaxrl.types", "from jaxrl.errors import UserError"),
+        ("jaxrl.roles.actor", "def f():\n    from jaxrl import trainer"),
+        ("jaxrl.data.stream", "if TYPE_CHECKING:\n    from jaxrl.roles.actor import Actor"),
+        ("jaxrl.planner.dry_run", "from configs.dapo_tiny import get_config"),
+        ("jaxrl", "from jaxrl.errors import UserError"),
+        ("jaxrl.mesh.rules", "import jaxrl"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(importer, source):
+    assert len(wrong_arrows(importer, imports_of(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("jaxrl.mesh.rules", "import numpy\nfrom jaxrl.errors import UserError"),
+        ("jaxrl.mesh.rules", "from jaxrl.mesh import layout"),
+        ("jaxrl.trainer.program", "from jaxrl import types\nimport jaxrl.algos.shaping"),
+        ("launch.train", "from jaxrl.trainer import program"),
+    ],
+)
+def test_a_right_arrow_is_let_through(importer, source):
+    assert wrong_arrows(importer, imports_of(ast.parse(source))) == []
+
+
+def test_a_late_import_is_seen():
+    source = "import a\nclass C:\n    def f(self):\n        def g():\n            from b import c"
+    assert late_imports_of(ast.parse(source)) == {"b"}
+
+
+def test_importing_everything_touches_no_device():
+    # JAX takes the number of devices as long as nothing has asked for one, and refuses it afterwards.
+    imports = [f"import {module}" for module in MODULES if room_of(module) not in LINES[-1]]
+    scripts = [
+        f"runpy.run_path({str(ROOT / path)!r}, run_name='imported')"
+        for module, path in MODULES.items()
+        if room_of(module) in LINES[-1]
+    ]
+    lines = itertools.chain(
+        ["import runpy, jax"],
+        imports,
+        scripts,
+        ["jax.config.update('jax_num_cpu_devices', 3)", "assert len(jax.devices('cpu')) == 3"],
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,134 @@
+"""Batches on the host keep their rows together; `make_scored` marks every entry with prompt and sample."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.types import Completions, Prompts, Scored, TrainBatch
+
+ids = st.lists(st.integers(0, 15), min_size=1, max_size=8)
+num_samples = st.integers(1, 5)
+
+
+def assert_same(one, other) -> None:
+    """Equal in every field, types and dtypes too."""
+    assert type(one) is type(other)
+    if dataclasses.is_dataclass(one):
+        for field in dataclasses.fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    else:
+        assert one == other
+
+
+@given(ids=ids, G=num_samples, data=st.data())
+def test_taking_groups_is_building_them_from_fewer_prompts(make_scored, ids, G, data):
+    # Any order, any of them twice, none at all.
+    indices = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=10))
+    expected = make_scored([ids[i] for i in indices], G)
+    scored = make_scored(ids, G)
+    assert_same(scored.take(indices), expected)
+    assert_same(scored.take(np.array(indices, np.int64)), expected)
+    assert_same(scored.completions.take(indices), expected.completions)
+    assert_same(scored.completions.prompts.take(indices), expected.completions.prompts)
+
+
+@given(parts=st.lists(ids, min_size=1, max_size=4), G=num_samples)
+def test_concatenating_groups_is_building_them_from_all_prompts(make_scored, parts, G):
+    expected = make_scored([i for part in parts for i in part], G)
+    scored = [make_scored(part, G) for part in parts]
+    assert_same(Scored.concatenate(scored), expected)
+    completions = [s.completions for s in scored]
+    assert_same(Completions.concatenate(completions), expected.completions)
+    assert_same(Prompts.concatenate([c.prompts for c in completions]), expected.completions.prompts)
+
+
+@given(ids=ids, G=num_samples, data=st.data())
+def test_what_was_cut_apart_can_be_put_together(make_scored, ids, G, data):
+    cut = data.draw(st.integers(0, len(ids)))
+    scored = make_scored(ids, G)
+    halves = [scored.take(range(cut)), scored.take(range(cut, len(ids)))]
+    assert_same(Scored.concatenate(halves), scored)
+
+
+@given(ids=ids, G=num_samples)
+def test_rows_and_prompts_find_each_other(make_scored, ids, G):
+    scored = make_scored(ids, G)
+    completions = scored.completions
+    assert len(scored) == len(completions) == G * len(completions.prompts) == G * len(ids)
+    for b, n in enumerate(completions.prompt_index_B):
+        assert n == b // G
+        assert completions.texts[b] == f"response {ids[n]}.{b % G}"
+    rows = completions.rows_of(range(len(ids)))
+    np.testing.assert_array_equal(rows, np.arange(len(scored)))
+    np.testing.assert_array_equal(completions.lengths_B, [len(t) for t in completions.tokens])
+    assert completions.prompt_index_B.dtype == completions.lengths_B.dtype == np.int64
+
+
+def test_rows_of_prompts_by_hand(make_scored):
+    completions = make_scored([4, 5, 6], num_samples=2).completions
+    np.testing.assert_array_equal(completions.rows_of([2, 0]), [4, 5, 0, 1])
+    np.testing.assert_array_equal(completions.prompt_index_B, [0, 0, 1, 1, 2, 2])
+
+
+def test_nothing_taken_is_an_empty_batch(make_scored):
+    nothing = make_scored([3, 7]).take([])
+    assert len(nothing) == len(nothing.completions.prompts) == 0
+    assert nothing.correct_NG.shape == (0, 4)
+    assert nothing.reward_B.shape == nothing.completions.lengths_B.shape == (0,)
+
+
+def test_the_reward_is_the_score_and_its_shaping(make_scored):
+    scored = make_scored([5, 15])  # right, wrong, right, wrong; and all right
+    np.testing.assert_array_equal(
+        scored.reward_B, np.float32([1, -1.25, 0.5, -1.75, 1, 0.75, 0.5, 0.25])
+    )
+    assert scored.reward_B.dtype == np.float32
+    np.testing.assert_array_equal(scored.correct_NG, [[True, False, True, False], [True] * 4])
+
+
+@pytest.mark.parametrize("index", [-3, 2])
+def test_a_group_that_is_not_there_is_not_taken(make_scored, index):
+    with pytest.raises(IndexError):
+        make_scored([3, 7]).take([index])
+
+
+# On the device
+
+
+def train_batch() -> TrainBatch:
+    fields = [field.name for field in dataclasses.fields(TrainBatch)]
+    return TrainBatch(**{name: jnp.full((1, 1, 1, 2), k) for k, name in enumerate(fields)})
+
+
+def test_a_train_batch_goes_through_compiled_functions_and_keeps_its_fields():
+    batch = train_batch()
+    assert len(jax.tree.leaves(batch)) == len(dataclasses.fields(TrainBatch))
+    doubled = jax.jit(lambda b: jax.tree.map(lambda x: 2 * x, b))(batch)
+    assert isinstance(doubled, TrainBatch)
+    for k, field in enumerate(dataclasses.fields(TrainBatch)):
+        np.testing.assert_array_equal(getattr(doubled, field.name), np.full((1, 1, 1, 2), 2 * k))
+
+
+def test_replacing_a_field_leaves_the_others_and_the_original():
+    batch = train_batch()
+    advantage = jnp.ones((1, 1, 1, 2))
+    changed = batch.replace(advantage=advantage)
+    assert changed.advantage is advantage
+    assert batch.advantage is not advantage
+    assert all(
+        getattr(changed, field.name) is getattr(batch, field.name)
+        for field in dataclasses.fields(TrainBatch)
+        if field.name != "advantage"
+    )
