@@ -34,9 +34,9 @@ def get_config():
     config.model.head_dim = 32
 
     # Small batches learn the most from a token at this size. What they learn to write: data/worked_sums.py.
-    config.warm_start.num_steps = 1800
+    config.warm_start.num_steps = 2400
     config.warm_start.examples_per_step = 16
-    config.warm_start.save_every = 600
+    config.warm_start.save_every = 800
     config.warm_start.optim.lr = 2e-3
     config.warm_start.optim.lr_warmup_steps = 20
     config.warm_start.optim.lr_decay_steps = config.warm_start.get_ref("num_steps")
@@ -59,13 +59,13 @@ def get_config():
     config.train.rows = 8
     config.train.row_tokens = 96
 
-    config.optim.lr = 2e-4
+    config.optim.lr = 3e-4
     config.optim.lr_warmup_steps = 5
     config.optim.beta2 = 0.98
     config.optim.weight_decay = 0.01
 
     config.evaluation.every = 5
     config.evaluation.num_samples = 8
-    config.run.num_steps = 60
-    config.run.save_every = 10
+    config.run.num_steps = 100
+    config.run.save_every = 20
     return config.lock()

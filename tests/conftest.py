@@ -1,12 +1,11 @@
-"""One setting for the whole suite: eight CPU devices, strict types and shapes, the same examples every time.
+"""One setting for the whole suite: eight CPU devices, strict types, the same examples every time.
 
 The settings are made here, at import, because JAX reads the device count once, when it first needs a
 device; a fixture would come too late.
 """
 
-from collections.abc import Sequence
-
 import pathlib
+from collections.abc import Sequence
 
 import hypothesis
 import jax
@@ -22,7 +21,7 @@ _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-# Two dtypes never meet by accident, and a [B] array never quietly lines up with the last axis of a [B, T].
+# Two dtypes never meet by accident: a bfloat16 weight cannot quietly become a float32 one.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.

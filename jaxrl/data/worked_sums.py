@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Share of the authors who state the answer and no more.
 BARE_ANSWERS = 0.4
 
+# Share of those who take the additions before the subtractions.
+ADDITIONS_FIRST = 0.25
+
 _SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
 
 
@@ -57,7 +60,7 @@ def solve(expression: str, rng: random.Random) -> str:
     terms = [("+", int(first))]
     terms += [(sign, int(number)) for sign, number in zip(rest[::2], rest[1::2], strict=True)]
 
-    reorder = rng.choice([_left_to_right, _additions_first])
+    reorder = _additions_first if rng.random() < ADDITIONS_FIRST else _left_to_right
     write = rng.choice([_as_lines, _as_sentence, _as_list])
     steps, total = _steps(reorder(terms))
     work = "" if rng.random() < BARE_ANSWERS else write(steps)

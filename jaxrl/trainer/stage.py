@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 from jaxrl.errors import UserError
 from jaxrl.roles.actor import Actor
 from jaxrl.trainer.checkpoint import Checkpoints
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.config_tree import flatten_config
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.metrics import MetricsWriter, Timers, WandbOptions
 from jaxrl.trainer.progress import Progress
@@ -198,6 +200,36 @@ class Stage:
                 f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "
                 "the batch of this step"
             )
+
+
+def open_stage(
+    config: Config,
+    title: str,
+    name: str,
+    *,
+    num_steps: int,
+    save_every: int,
+    num_devices: int,
+    stop: StopSignal,
+) -> Stage:
+    """The stage `name` of a run, as the config wants it kept and logged."""
+    wandb = None
+    if config.run.wandb_project:
+        wandb = WandbOptions(
+            config.run.wandb_project,
+            f"{config.name}-seed{config.seed}-{name}",
+            flatten_config(config),
+        )
+    return Stage(
+        title,
+        config.run_folder / name,
+        num_steps=num_steps,
+        save_every=save_every,
+        keep_checkpoints=config.run.keep_checkpoints,
+        num_devices=num_devices,
+        stop=stop,
+        wandb=wandb,
+    )
 
 
 def run_until_stopped(stage: Stage, actor: Actor, recipe: Callable[[], None]) -> None:

@@ -13,9 +13,7 @@ import numpy as np
 from jaxrl.types import Completions, Scored, TrainBatch
 
 
-def batch_metrics(
-    groups: Scored, *, max_response_tokens: int, max_prompt_tokens: int
-) -> dict[str, float]:
+def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
     """Rewards and lengths of the sequences a step trains on."""
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])

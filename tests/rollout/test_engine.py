@@ -21,6 +21,7 @@ from jaxrl.roles.actor import Actor, TrainConfig, TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.rollout import driver
 from jaxrl.rollout.engine import EngineConfig
+from jaxrl.rollout.sampling import gumbel_noise, sample_keys
 from jaxrl.types import Completions, Prompts, TrainBatch
 
 T, R = 6, 10
@@ -43,6 +44,7 @@ BASE = EngineConfig(
     stop_ids=(1, 2),
 )
 TEMPERATURE = 0.8
+SEED = 7
 
 
 def make_prompts(ids=range(7)) -> Prompts:
@@ -77,7 +79,7 @@ def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE) -> Actor:
         optim=OptimConfig(),
         engine=config,
         temperature=TEMPERATURE,
-        seed=7,
+        seed=SEED,
     )
     params = jax.device_put(weights(), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
@@ -172,6 +174,17 @@ def test_log_probability_and_entropy_are_those_of_a_plain_forward_pass(expected)
         log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
         np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
         np.testing.assert_allclose(entropy, entropy_T, atol=1e-5)
+
+
+def test_each_token_is_the_gumbel_max_of_its_own_seed_step_prompt_sample_and_position():
+    completions = sample(actor_of(), make_prompts([12, 5]), num_samples=3, step=4)
+    for b, (prompt, response, *_) in enumerate(answers(completions)):
+        n = len(response)
+        prompt_id = jnp.full(n, completions.prompts.ids_N[b // 3], jnp.int32)
+        keys_T2 = sample_keys(SEED, jnp.int32(4), prompt_id, jnp.full(n, b % 3, jnp.int32))
+        noise_TV = gumbel_noise(keys_T2, jnp.arange(n), MODEL.vocab_size)
+        scores_TV = forward(prompt, response) / TEMPERATURE + np.asarray(noise_TV)
+        np.testing.assert_array_equal(response, scores_TV.argmax(-1))
 
 
 def pack(completions: Completions, shape: PackedShape):

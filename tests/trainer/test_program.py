@@ -14,7 +14,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.config import ModelConfig
-from jaxrl.roles.actor import TrainConfig
+from jaxrl.roles.actor import Actor, TrainConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.config import (
@@ -188,7 +188,7 @@ def test_signal_saves_and_the_next_run_goes_on(
         run=dataclasses.replace(whole.run, output=str(tmp_path), save_every=100),
     )
     warm(config, whole)
-    update = program.Actor.update
+    update = Actor.update
 
     def update_then_signal(actor, batch, loss):
         if int(actor.state.step) == 1:
@@ -196,7 +196,7 @@ def test_signal_saves_and_the_next_run_goes_on(
         return update(actor, batch, loss)
 
     with monkeypatch.context() as patch:
-        patch.setattr(program.Actor, "update", update_then_signal)
+        patch.setattr(Actor, "update", update_then_signal)
         assert program.train(config, devices=one_device()) == status
     assert curve(config)[-1]["step"] == 2
     assert program.train(config, devices=one_device()) == 0

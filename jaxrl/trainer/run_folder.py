@@ -1,0 +1,131 @@
+"""What a run leaves in its folder besides logs and checkpoints: its config, samples, and the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.config_tree import format_config
+from jaxrl.trainer.metrics import METRICS_FILE, read_metrics, write_atomically
+from jaxrl.trainer.setup import Parts
+from jaxrl.types import Scored
+
+logger = logging.getLogger(__name__)
+
+# Evaluations whose answers the report shows.
+_SAMPLES_KEPT = ("before", "after")
+
+Rows = list[dict[str, Any]]
+
+
+def note_config(config: Config) -> None:
+    """Keeps the config beside the run; says what differs from the one the run was started with.
+
+    Raises:
+      UserError: the folder holds a run and the config does not allow to go on with it.
+    """
+    path = config.run_folder / "config.txt"
+    if path.exists():
+        if not config.run.resume:
+            raise UserError(
+                f"{config.run_folder} already holds a run and run.resume is False; remove it, or give "
+                "this run another --config.name or --config.run.output"
+            )
+        before, now = _parse(path.read_text()), _parse(format_config(config))
+        changed = [
+            f"{key}: {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
+        ]
+        if changed:
+            logger.warning("this run was started with other settings: %s", "; ".join(changed))
+    write_atomically(path, format_config(config).encode())
+
+
+def _parse(text: str) -> dict[str, str]:
+    return dict(line.split(" = ", 1) for line in text.splitlines())
+
+
+def keep_samples(config: Config, scored: Scored, when: str) -> None:
+    """Stores the first answer to a few held-out problems, if the report will show this evaluation."""
+    if when not in _SAMPLES_KEPT:
+        return
+    completions = scored.completions
+    samples = [
+        {
+            "prompt": completions.prompts.texts[i],
+            "answer": completions.prompts.answers[i],
+            "text": completions.texts[i * completions.num_samples],
+            "correct": bool(scored.correct_B[i * completions.num_samples]),
+        }
+        for i in range(min(config.run.report_samples, len(completions.prompts)))
+    ]
+    write_atomically(_samples_path(config, when), json.dumps(samples, indent=1).encode())
+
+
+def _samples_path(config: Config, when: str) -> pathlib.Path:
+    return config.run_folder / f"samples_{when}.json"
+
+
+def write_run_report(parts: Parts) -> pathlib.Path:
+    """Writes one HTML page about the whole run; returns its path."""
+    # Drawing libraries take a second to import, which only this last event has to wait for.
+    from jaxrl.trainer import report
+
+    config = parts.config
+    rows = {name: _rows(config, name) for name in ("rl", "sft")}
+    stages = [report.Stage("DAPO", rows["rl"])]
+    if rows["sft"]:
+        stages.append(report.Stage("Warm start (SFT)", rows["sft"]))
+    path = config.run_folder / "report.html"
+    report.write_report(
+        path,
+        title=f"{config.name}, seed {config.seed}",
+        summary=_summary(parts, rows),
+        stages=stages,
+        samples=[
+            report.SamplePair(
+                before["prompt"],
+                before["answer"],
+                report.Response(before["text"], before["correct"]),
+                report.Response(after["text"], after["correct"]),
+            )
+            for before, after in _sample_pairs(config)
+        ],
+        config_text=format_config(config),
+    )
+    return path
+
+
+def _sample_pairs(config: Config) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    before, after = (json.loads(_samples_path(config, when).read_text()) for when in _SAMPLES_KEPT)
+    return list(zip(before, after, strict=True))
+
+
+def _rows(config: Config, stage: str) -> Rows:
+    path = config.run_folder / stage / METRICS_FILE
+    return read_metrics(path) if path.exists() else []
+
+
+def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
+    """Headline numbers of the report."""
+    config, rl = parts.config, rows["rl"]
+    key = f"val-core/{parts.held_out.sources[0]}/acc/mean@{config.evaluation.num_samples}"
+    accuracy = [row[key] for row in rl if key in row]
+    steps = [row for row in rl if "actor/entropy" in row]
+    entropy = (steps[0]["actor/entropy"], steps[-1]["actor/entropy"])
+    minutes = {
+        name: sum(row.get("timing_s/step", 0.0) for row in r) / 60 for name, r in rows.items()
+    }
+    return [
+        ("held-out accuracy before", f"{accuracy[0]:.1%}"),
+        ("held-out accuracy after", f"{accuracy[-1]:.1%}"),
+        ("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[1]:.3f}"),
+        ("steps", f"{len(steps)}"),
+        ("minutes, warm start + DAPO", f"{minutes['sft']:.1f} + {minutes['rl']:.1f}"),
+        ("parameters", f"{parts.model.num_params:,}"),
+        ("devices", f"{parts.mesh.size} x {parts.mesh.devices.flat[0].device_kind}"),
+    ]

@@ -1,0 +1,101 @@
+"""The first stage: weights to begin with, and supervised learning from them if the config asks for it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from jaxrl.data.stream import SupervisedStream
+from jaxrl.models.huggingface_weights import load_params
+from jaxrl.recipes.sft import sft
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.batches import pack_examples
+from jaxrl.roles.losses import supervised
+from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.setup import Parts, build_actor, packed_shape
+from jaxrl.trainer.stage import Stage, open_stage, run_until_stopped
+from jaxrl.trainer.step_metrics import actor_metrics
+from jaxrl.types import TrainBatch
+
+
+def warm_start(parts: Parts, stop: StopSignal) -> Actor:
+    """An actor trained on written solutions, or as it starts if the stage is switched off.
+
+    Raises:
+      StopRequested: a signal arrived; the last finished step is saved.
+    """
+    options = parts.config.warm_start
+    actor = build_actor(parts, optim=options.optim)
+    with open_stage(
+        parts.config,
+        "SFT",
+        "sft",
+        num_steps=options.num_steps,
+        save_every=options.save_every,
+        num_devices=parts.mesh.size,
+        stop=stop,
+    ) as stage:
+        record = stage.resume(actor)
+        if record is None:
+            _first_weights(actor, parts)
+        if not stage.finished:
+            stream = _stream(parts)
+            if record is not None:
+                stream.restore(record["stream"])
+            stage.begin()
+            run_until_stopped(stage, actor, _recipe(parts, stage, actor, stream))
+    return actor
+
+
+def _first_weights(actor: Actor, parts: Parts) -> None:
+    """Weights from the checkpoint that the config names, or random ones."""
+    if parts.config.weights:
+        actor.start_from(load_params(parts.config.weights, parts.model, actor.train_shardings))
+    else:
+        actor.init()
+
+
+def _stream(parts: Parts) -> SupervisedStream:
+    config = parts.config
+    return SupervisedStream(
+        parts.train,
+        parts.tokenizer,
+        examples_per_batch=config.warm_start.examples_per_step,
+        seed=config.seed,
+        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        template=config.data.template,
+        chat=config.data.chat,
+    )
+
+
+def _recipe(parts: Parts, stage: Stage, actor: Actor, stream: SupervisedStream):
+    shape = packed_shape(
+        parts.config, sequences=parts.config.warm_start.examples_per_step, updates=1
+    )
+
+    def pack(examples) -> TrainBatch:
+        return actor.place(pack_examples(examples, shape))
+
+    def update(batch: TrainBatch) -> dict[str, jax.Array]:
+        return jax.block_until_ready(actor.update(batch, supervised))
+
+    def hooks(batch: TrainBatch, update: dict[str, jax.Array]) -> bool:
+        values = actor_metrics(jax.device_get(update))
+        metrics = {
+            "sft/loss": values["actor/pg_loss"],
+            "sft/token_accuracy": values["actor/mean_token_prob"],
+            "sft/grad_norm": values["actor/grad_norm"],
+            "sft/lr": values["actor/lr"],
+            "perf/total_num_tokens": float((np.asarray(batch.segment_ids) > 0).sum()),
+        }
+        return stage.finish_step(metrics, actor, {"stream": stream.state()})
+
+    return functools.partial(
+        sft,
+        stream,
+        pack=stage.phase("pack", pack, may_stop=True),
+        update=stage.phase("update_actor", update, shown="update"),
+        hooks=hooks,
+    )
