@@ -1,6 +1,7 @@
 """The demo's promises, measured: minutes to the first DAPO step and to the end, accuracy, entropy, by seed.
 
-    python benchmarks/demo.py --seeds 0 1 2 --record benchmarks/results/2026-11-21-demo.md
+    python benchmarks/demo.py --seeds 0 1 2 --record benchmarks/results/2026-11-21-demo.md \
+        --figure docs/images/demo.svg
 
 Each seed is one run of `launch/train.py --config configs/dapo_tiny.py` in a process of its own, timed from
 outside. Run it on a quiet machine; with --record the table is written to a file.
@@ -14,6 +15,9 @@ import platform
 import subprocess
 import sys
 import time
+
+import matplotlib
+import matplotlib.pyplot as plt
 
 from jaxrl.trainer.metrics import read_metrics
 
@@ -49,6 +53,27 @@ def run_seed(seed: int, output: str) -> dict[str, float]:
     }
 
 
+def draw(folders: dict[int, pathlib.Path], path: pathlib.Path) -> None:
+    """Held-out accuracy, response length and entropy over DAPO steps, a line per seed."""
+    panels = (
+        (ACCURACY, "held-out accuracy, avg@8", 0.0),
+        ("response_length/mean", "response length, tokens", 0.0),
+        ("actor/entropy", "entropy, nats per token", 0.0),
+    )
+    matplotlib.rcParams["svg.hashsalt"] = "jaxrl"
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), layout="constrained")
+    for axis, (key, title, floor) in zip(axes, panels, strict=True):
+        for seed, folder in folders.items():
+            rows = [row for row in read_metrics(folder / "rl" / "metrics.jsonl") if key in row]
+            axis.plot([r["step"] for r in rows], [r[key] for r in rows], label=f"seed {seed}")
+        axis.set(title=title, xlabel="DAPO step", ylim=(floor, None))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def table(results: dict[int, dict[str, float]]) -> str:
     """Markdown, a row per figure and a column per seed."""
     seeds = list(results)
@@ -66,10 +91,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", default="runs/benchmark")
     parser.add_argument("--record", help="Markdown file to write the table to")
+    parser.add_argument("--figure", help="SVG file to draw the curves to")
     args = parser.parse_args()
+    matplotlib.use("svg")
     results = {seed: run_seed(seed, args.output) for seed in args.seeds}
     text = table(results)
     print(text)
+    if args.figure:
+        folders = {s: ROOT / args.output / "dapo_tiny" / f"seed{s}" for s in args.seeds}
+        draw(folders, pathlib.Path(args.figure))
     if args.record:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],

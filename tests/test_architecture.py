@@ -31,7 +31,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/trainer/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
-    ("jaxrl/trainer/program.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
+    ("jaxrl/trainer/run_folder.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
 }
 
 SOURCES = sorted(
@@ -84,6 +84,7 @@ def late_imports_of(tree: ast.AST) -> set[str]:
 def wrong_arrows(importer: str, imported: set[str]) -> list[str]:
     """The imports that do not point down."""
     here = room_of(importer)
+    assert here is not None, f"{importer} is no part of the house"
     return [
         f"{importer} imports {module}"
         for module in sorted(imported)

@@ -91,9 +91,7 @@ def test_nothing_taken_is_an_empty_batch(make_scored):
 
 def test_the_reward_is_the_score_and_its_shaping(make_scored):
     scored = make_scored([5, 15])  # right, wrong, right, wrong; and all right
-    np.testing.assert_array_equal(
-        scored.reward_B, np.float32([1, -1.25, 0.5, -1.75, 1, 0.75, 0.5, 0.25])
-    )
+    np.testing.assert_array_equal(scored.reward_B, [1, -1.25, 0.5, -1.75, 1, 0.75, 0.5, 0.25])
     assert scored.reward_B.dtype == np.float32
     np.testing.assert_array_equal(scored.correct_NG, [[True, False, True, False], [True] * 4])
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Share of the authors who state the answer and no more.
-BARE_ANSWERS = 0.4
+BARE_ANSWERS = 0.5
 
 # Share of those who take the additions before the subtractions.
 ADDITIONS_FIRST = 0.25

@@ -34,7 +34,7 @@ def twin(logprob, old_logprob, advantage, *, clip_low, clip_high, dual_clip):
     """verl's vanilla loss and metrics for one token, with branches in the place of minima."""
     log_ratio = min(max(logprob - old_logprob, -20.0), 20.0)
     ratio = math.exp(log_ratio)
-    stats = dict.fromkeys(
+    stats: dict[str, float] = dict.fromkeys(
         ("pg_clipfrac", "pg_clipfrac_high", "pg_clipfrac_low", "pg_clipfrac_lower"), 0.0
     )
     stats["ppo_kl"] = -log_ratio

@@ -25,7 +25,7 @@ def test_by_hand_with_the_papers_limits():
     penalty_B = penalty_of([1, 16384, 16385, 18432, 20479, 20480, 99999], 20480, 4096)
     expected = [0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1]
     assert penalty_B.dtype == jnp.float32
-    np.testing.assert_array_equal(penalty_B, np.float32(expected))
+    np.testing.assert_array_equal(penalty_B, np.array(expected, np.float32))
 
 
 @given(LENGTHS, limits, st.floats(0, 4, width=32))

@@ -286,15 +286,18 @@ def test_a_loss_that_is_nan_outside_the_mask_has_no_effect(reference):
     assert_close(params, expected)
 
 
-def test_empty_microbatches_are_not_computed(reference):
-    """Garbage in a microbatch beyond `num_micro_U` is never looked at."""
+def test_microbatches_beyond_the_count_are_not_computed():
     batch = packed(sequences(), TWO_ROWS)
-    assert batch.num_micro_U[0] == 4
-    garbage = batch.replace(loss_mask=batch.loss_mask.copy(), advantage=batch.advantage.copy())
-    garbage.advantage[:, 4:] = np.nan
-    params, _ = step(fresh(), garbage)
-    assert_close(params, reference[0])
-    assert (np.asarray(fresh().logprobs(actor_of().place(garbage)))[:, 4:] == 0).all()
+    assert batch.num_micro_U.tolist() == [4]
+    nothing = batch.replace(num_micro_U=np.array([0], np.int32))
+    params, metrics = step(fresh(), nothing)
+    assert metrics["grad_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, params, first_state().params)
+
+    actor = fresh()
+    half = actor.place(batch.replace(num_micro_U=np.array([2], np.int32)))
+    computed = np.asarray(actor.logprobs(half)).any(axis=(0, 2, 3))
+    assert computed.tolist() == [True, True, False, False, False, False]
 
 
 def test_the_ratio_is_one_at_the_first_update():

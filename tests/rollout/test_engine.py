@@ -20,7 +20,7 @@ from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.roles.actor import Actor, TrainConfig, TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.rollout import driver
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.rollout.engine import Assignment, EngineConfig, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys
 from jaxrl.types import Completions, Prompts, TrainBatch
 
@@ -320,6 +320,34 @@ def test_half_precision_rollout_stays_close_to_the_trainer():
         assert logprob.dtype == np.float32
     gaps = np.abs(np.concatenate(gaps))
     assert 0 < gaps.mean() < 0.05
+
+
+def test_slots_keep_their_own_limit_and_temperature_while_others_start():
+    """The engine by itself: a greedy sample of 9 tokens, and beside it a hot one of 2, twice."""
+    engine, params = actor_of().engine, actor_of()._rollout_params
+    greedy = sample(actor_of(), make_prompts([4]), num_samples=1, temperature=0.0)
+
+    def insert(state, slot, limit, temperature):
+        tokens_PT = np.zeros((BASE.prefill_prompts, T), np.int32)
+        tokens_PT[0, : len(PROMPTS.tokens[4])] = PROMPTS.tokens[4]
+        length_P = np.full(BASE.prefill_prompts, len(PROMPTS.tokens[4]), np.int32)
+        blank_S = np.zeros(BASE.slots, np.int32)
+        source_S = np.where(np.arange(BASE.slots) == slot, 0, -1).astype(np.int32)
+        arrays = (tokens_PT, length_P, source_S, blank_S, blank_S, np.full_like(blank_S, limit))
+        scalars = (np.uint32(0), np.int32(0), np.float32(temperature))
+        placed = host_inputs(engine.mesh, *arrays, *scalars)
+        prefix = engine.prefill(params, *placed[:2])
+        return engine.insert(prefix, state, Assignment(*placed[2:6]), *placed[6:])
+
+    state = insert(engine.init_decode_state(), 3, limit=9, temperature=0.0)
+    for _ in range(2):
+        state = engine.generate(params, insert(state, 5, limit=2, temperature=50.0))
+    state = engine.generate(params, state)
+    count_S, token_SR, active_S = jax.device_get((state.count, state.out_token, state.active))
+    n = min(9, len(greedy.tokens[0]))
+    np.testing.assert_array_equal(token_SR[3, :n], greedy.tokens[0][:n])
+    assert count_S.tolist() == [0, 0, 0, n, 0, 2, 0, 0]
+    assert not active_S.any()
 
 
 def test_an_idle_engine_generates_nothing():
