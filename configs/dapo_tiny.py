@@ -34,9 +34,9 @@ def get_config():
     config.model.head_dim = 32
 
     # Small batches learn the most from a token at this size. What they learn to write: data/worked_sums.py.
-    config.warm_start.num_steps = 2400
+    config.warm_start.num_steps = 1900
     config.warm_start.examples_per_step = 16
-    config.warm_start.save_every = 800
+    config.warm_start.save_every = 950
     config.warm_start.optim.lr = 2e-3
     config.warm_start.optim.lr_warmup_steps = 20
     config.warm_start.optim.lr_decay_steps = config.warm_start.get_ref("num_steps")

@@ -23,6 +23,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Two dtypes never meet by accident: a bfloat16 weight cannot quietly become a float32 one.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.
 hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, derandomize=True)

@@ -34,7 +34,7 @@ def segment_attention(
     ) * (H**-0.5)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    scores = jnp.where((same_BTT & causal_TT)[:, None, None], scores, _MASKED)
+    scores = jnp.where((same_BTT & causal_TT[None])[:, None, None], scores, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v_BTKH).reshape(B, T, Q, H)
 
@@ -66,7 +66,7 @@ def cached_attention(
     q_BKGH = q_BQH.reshape(B, K, Q // K, H)
     past = jnp.einsum("bkgh,bkhs->bkgs", q_BKGH, cache_k_BKHS, preferred_element_type=jnp.float32)
     own = jnp.einsum("bkgh,bkh->bkg", q_BKGH, k_BKH, preferred_element_type=jnp.float32)
-    real_BS = jnp.arange(S) < length_B[:, None]
+    real_BS = jnp.arange(S)[None] < length_B[:, None]
     past = jnp.where(real_BS[:, None, None], past * H**-0.5, _MASKED)
     own = own * H**-0.5
     top = jnp.maximum(past.max(-1), own)

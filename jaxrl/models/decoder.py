@@ -77,7 +77,9 @@ class RMSNorm(nnx.Module):
         """Normalises [..., size]; keeps the type of `x`."""
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (
+            x32 * jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        ).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -112,9 +114,9 @@ class Attention(nnx.Module):
         k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k[...].astype(dtype))
         v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v[...].astype(dtype))
         if self.config.qkv_bias:
-            q_BTQH = q_BTQH + self.q_bias[...].astype(dtype)
-            k_BTKH = k_BTKH + self.k_bias[...].astype(dtype)
-            v_BTKH = v_BTKH + self.v_bias[...].astype(dtype)
+            q_BTQH = q_BTQH + self.q_bias[None, None].astype(dtype)
+            k_BTKH = k_BTKH + self.k_bias[None, None].astype(dtype)
+            v_BTKH = v_BTKH + self.v_bias[None, None].astype(dtype)
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
         q_BTQH = constrain(rotate(q_BTQH, rotation), ("batch", "length", "heads", "head_dim"))
@@ -249,7 +251,7 @@ def rotary_angles(
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
         frequency = _stretch_wavelengths(frequency, scaling)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 

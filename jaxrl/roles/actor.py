@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl.errors import require_at_least
 from jaxrl.mesh.rules import (
     GENERATE_RULES,
     TRAIN_RULES,
@@ -27,7 +28,14 @@ from jaxrl.mesh.rules import (
 from jaxrl.mesh.transition import Transition
 from jaxrl.models.attention import segment_attention
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import Compute, Decoder, Params, decoder_graph, init_params
+from jaxrl.models.decoder import (
+    REMAT_POLICIES,
+    Compute,
+    Decoder,
+    Params,
+    decoder_graph,
+    init_params,
+)
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.rollout.driver import sample
@@ -57,6 +65,11 @@ class TrainConfig:
     dtype: str = "float32"
     remat: str = "none"
     unroll: int = 1
+
+    def __post_init__(self):
+        require_at_least(1, self, "rows", "row_tokens", "logprob_chunk_tokens", "unroll")
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
 
 
 @jax.tree_util.register_dataclass

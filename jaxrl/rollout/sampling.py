@@ -42,7 +42,7 @@ def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> 
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_S2), position_S)
     words_S2 = jax.random.key_data(keys)
     token_V = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
-    bits_SV = _mix(token_V ^ words_S2[:, :1])
+    bits_SV = _mix(token_V[None] ^ words_S2[:, :1])
     bits_SV = _mix(bits_SV ^ words_S2[:, 1:])
     # v uniform in (0, 1), exact near 0: -log1p(-v) is then exact where the Gumbel variable is large,
     # which is the end that decides. The upper end is kept below 1.

@@ -10,9 +10,9 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
+from jaxrl.errors import require_at_least
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import REMAT_POLICIES
 from jaxrl.roles.actor import TrainConfig
 from jaxrl.roles.optimizer import OptimConfig
 
@@ -62,6 +62,9 @@ class DataConfig:
     overlong: Literal["drop", "left", "error"] = "drop"
     shuffle_seed: int | None = None
 
+    def __post_init__(self):
+        require_at_least(1, self, "max_prompt_tokens")
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
@@ -91,6 +94,10 @@ class WarmStartConfig:
     examples_per_step: int = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     save_every: int = 200
+
+    def __post_init__(self):
+        require_at_least(0, self, "num_steps")
+        require_at_least(1, self, "examples_per_step", "save_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +130,20 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     unroll: int = 1
 
+    def __post_init__(self):
+        require_at_least(1, self, "num_prompts", "generation_prompts", "max_generation_batches")
+        require_at_least(1, self, "max_response_tokens", "tokens_per_dispatch", "unroll")
+        require_at_least(1, self, "slots", "prefill_prompts")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature {self.temperature} is not positive: training divides logits by it; use 1.0"
+            )
+        if self.num_samples < 2:
+            raise ValueError(
+                f"num_samples {self.num_samples}: an advantage relative to the group needs at least 2 "
+                "answers to each prompt"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
@@ -137,6 +158,9 @@ class RewardConfig:
     grader: str = "answer"
     overlong_buffer_tokens: int = 16
     overlong_penalty: float = 1.0
+
+    def __post_init__(self):
+        require_at_least(0, self, "overlong_buffer_tokens", "overlong_penalty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +181,7 @@ class AlgorithmConfig:
     updates_per_step: int = 4
 
     def __post_init__(self):
+        require_at_least(1, self, "updates_per_step")
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
             raise ValueError(
                 f"clip_low {self.clip_low} and clip_high {self.clip_high} bound the ratio to "
@@ -180,6 +205,10 @@ class EvaluationConfig:
     num_samples: int = 8
     temperature: float = 1.0
 
+    def __post_init__(self):
+        require_at_least(1, self, "every", "num_samples")
+        require_at_least(0, self, "temperature")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -202,6 +231,10 @@ class RunConfig:
     resume: bool = True
     wandb_project: str = ""
     report_samples: int = 8
+
+    def __post_init__(self):
+        require_at_least(1, self, "num_steps", "save_every", "keep_checkpoints")
+        require_at_least(0, self, "report_samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,20 +281,11 @@ class Config:
                 f"algorithm.updates_per_step {self.algorithm.updates_per_step} minibatches; "
                 "choose a divisor"
             )
-        if self.rollout.num_samples < 2:
-            raise ValueError(
-                f"rollout.num_samples {self.rollout.num_samples}: an advantage relative to the group needs "
-                "at least 2 answers to each prompt"
-            )
         if self.reward.overlong_buffer_tokens >= self.rollout.max_response_tokens:
             raise ValueError(
                 f"reward.overlong_buffer_tokens {self.reward.overlong_buffer_tokens} leaves nothing "
                 f"unpunished of rollout.max_response_tokens {self.rollout.max_response_tokens}; "
                 "make it smaller"
-            )
-        if self.train.remat not in REMAT_POLICIES:
-            raise ValueError(
-                f"train.remat {self.train.remat!r} is not one of {', '.join(REMAT_POLICIES)}"
             )
 
     @property

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import gumbel_noise, sample_keys, sample_tokens
+from jaxrl.rollout.sampling import _mix, gumbel_noise, sample_keys, sample_tokens
 
 V = 64
 SAMPLES = 4096
@@ -122,6 +122,21 @@ def test_inputs_are_not_mixed_up():
         for step in range(3)
     ]
     assert len(np.unique(np.concatenate(noise), axis=0)) == 3**5
+
+
+def test_all_bits_of_a_key_count():
+    """2**18 samples, two tokens: with 32 bits of state about eight pairs would share their noise."""
+    noise = noise_of(indices=np.arange(2**18), vocab_size=2)
+    assert len(np.unique(noise.view(np.uint64))) == 2**18
+
+
+def test_the_hash_spreads_every_bit():
+    """Flipping one input bit flips each output bit in about half of 2000 cases."""
+    words = np.random.default_rng(0).integers(0, 2**32, (2000, 1), np.uint32)
+    bit = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    flipped = np.asarray(_mix(jnp.asarray(words)) ^ _mix(jnp.asarray(words ^ bit)))
+    share = (flipped[:, :, None] & bit > 0).mean(axis=0)
+    assert np.abs(share - 0.5).max() < 0.1
 
 
 def test_noise_does_not_depend_on_the_other_slots_or_the_order():

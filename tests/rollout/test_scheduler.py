@@ -82,7 +82,7 @@ def test_the_samples_of_a_prompt_share_a_prefill():
     first = scheduler.admit()
     assert first == Admission((0, 1), ((0, 0, 0, 0), (1, 0, 0, 1), (2, 0, 0, 2), (3, 1, 1, 0)))
     assert scheduler.admit() is None
-    assert scheduler.finish([1, 3]) == [(0, 1), (1, 0)]
+    assert scheduler.finish([3, 1]) == [(1, 0), (0, 1)]
     assert scheduler.admit() == Admission((1,), ((1, 0, 1, 1), (3, 0, 1, 2)))
     assert scheduler.finish([0, 1, 2, 3]) == [(0, 0), (1, 1), (0, 2), (1, 2)]
     assert not scheduler.unfinished

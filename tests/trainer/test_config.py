@@ -1,0 +1,34 @@
+"""Settings that cannot work are refused where they are written, with their full names."""
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.trainer.command_line import load_config
+from jaxrl.trainer.config import Config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("algorithm.updates_per_step", "0", "algorithm: updates_per_step 0 is below 1"),
+        ("algorithm.updates_per_step", "7", "192 sequences do not divide into"),
+        ("algorithm.dual_clip", "1.0", "dual_clip 1.0 is not above 1"),
+        ("algorithm.clip_low", "1.5", "clip_low lies in"),
+        ("rollout.max_generation_batches", "0", "max_generation_batches 0 is below 1"),
+        ("rollout.num_samples", "1", "at least 2 answers to each prompt"),
+        ("rollout.temperature", "0.0", "temperature 0.0 is not positive"),
+        ("train.row_tokens", "64", "cannot hold the longest sequence"),
+        ("train.remat", "some", "'some' is not one of full, projections, none"),
+        ("train.rows", "0", "train: rows 0 is below 1"),
+        ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
+        ("run.num_steps", "0", "run: num_steps 0 is below 1"),
+        ("optim.lrr", "1", "near: optim.lr"),
+        ("optim.lr", "fast", "optim.lr"),
+        ("model.head_dim", "31", "head_dim 31 is odd"),
+        ("model.num_kv_heads", "3", "not a multiple of num_kv_heads 3"),
+    ],
+)
+def test_refused(setting, value, message):
+    with pytest.raises(UserError) as error:
+        load_config(Config, "configs/dapo_tiny.py", {setting: value})
+    assert message in str(error.value)
