@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 0
+# What is installed besides jaxrl itself. EXTRAS=dev,parity adds torch and Transformers, which some
+# tests compare with; they skip without them.
+EXTRAS ?= dev
 
 .PHONY: demo test test-all check format clean
 
@@ -38,7 +41,7 @@ $(STAMP): pyproject.toml
 	  echo "error: $(PYTHON) lacks the venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

@@ -15,7 +15,7 @@ def get_config():
     config.hardware = "two CPU cores"
 
     # Sums of three one-digit numbers from reasoning-gym, for instance "5 + 9 - 7 =": two written steps.
-    for split, seed, size in ((config.data.train, 1, 20_000), (config.data.held_out, 2, 64)):
+    for split, seed, size in ((config.data.train, 1, 20_000), (config.data.held_out, 2, 128)):
         split.source = "chain_sum"
         split.task = "chain_sum"
         split.seed = seed
@@ -34,9 +34,10 @@ def get_config():
     config.model.head_dim = 32
 
     # Small batches learn the most from a token at this size. What they learn to write: data/worked_sums.py.
-    config.warm_start.num_steps = 1900
-    config.warm_start.examples_per_step = 16
-    config.warm_start.save_every = 950
+    config.warm_start.num_steps = 5000
+    config.warm_start.examples_per_step = 8
+    config.warm_start.save_every = 1000
+    config.warm_start.log_every = 20
     config.warm_start.optim.lr = 2e-3
     config.warm_start.optim.lr_warmup_steps = 20
     config.warm_start.optim.lr_decay_steps = config.warm_start.get_ref("num_steps")
@@ -56,16 +57,18 @@ def get_config():
     config.algorithm.clip_low = 0.2
     config.algorithm.clip_high = 0.28
     config.algorithm.updates_per_step = 4
-    config.train.rows = 8
+    config.train.rows = 4
     config.train.row_tokens = 96
+    config.train.unroll = 3
+    config.rollout.unroll = 3
 
     config.optim.lr = 3e-4
     config.optim.lr_warmup_steps = 5
     config.optim.beta2 = 0.98
     config.optim.weight_decay = 0.01
 
-    config.evaluation.every = 5
+    config.evaluation.every = 10
     config.evaluation.num_samples = 8
-    config.run.num_steps = 100
+    config.run.num_steps = 120
     config.run.save_every = 20
     return config.lock()

@@ -4,10 +4,10 @@
                       83-71=12      Answer: 12                         Answer: 12
                       Answer: 12
 
-All of it is right, but not all of it shows the work. A model trained on this text answers as its
-authors do, now and then straight away and then mostly wrongly; that writing the steps pays is for
-reinforcement learning to find out. Order and layout of the steps are drawn at random too, so that there
-are several good ways to answer and entropy to keep.
+Not all of it shows the work, and authors who do not are right only half of the time. A model trained on
+this text answers as they do, often straight away and then mostly wrongly; that writing the steps pays
+is for reinforcement learning to find out. Order and layout of the steps are drawn at random too, so
+that there are several good ways to answer and entropy to keep.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-# Share of the authors who state the answer and no more.
+# Share of the authors who state an answer and no more, how many of these are wrong, and by how much.
 BARE_ANSWERS = 0.5
+WRONG_BARE_ANSWERS = 0.5
+_SLIPS = (-10, -3, -2, -1, 1, 2, 3, 10)
 
 # Share of those who take the additions before the subtractions.
 ADDITIONS_FIRST = 0.25
@@ -45,7 +47,8 @@ class Step(NamedTuple):
 def solve(expression: str, rng: random.Random) -> str:
     """A solution of a sum such as "23 + 60 - 71", with a last line "Answer: 12".
 
-    A share of `BARE_ANSWERS` is that line alone. The others show steps before it, each of two numbers,
+    A share of `BARE_ANSWERS` is that line alone, and a share of these is wrong. The others show
+    steps before it, all of them right, each of two numbers,
     taken from left to right or the additions first, one a line, as a list, or in a sentence.
 
     Raises:
@@ -63,8 +66,10 @@ def solve(expression: str, rng: random.Random) -> str:
     reorder = _additions_first if rng.random() < ADDITIONS_FIRST else _left_to_right
     write = rng.choice([_as_lines, _as_sentence, _as_list])
     steps, total = _steps(reorder(terms))
-    work = "" if rng.random() < BARE_ANSWERS else write(steps)
-    return f"{work}Answer: {total}"
+    if rng.random() >= BARE_ANSWERS:
+        return f"{write(steps)}Answer: {total}"
+    slip = rng.choice(_SLIPS) if rng.random() < WRONG_BARE_ANSWERS else 0
+    return f"Answer: {total + slip}"
 
 
 def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[Step], int]:

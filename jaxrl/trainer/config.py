@@ -88,16 +88,18 @@ class WarmStartConfig:
       examples_per_step: solutions of one update.
       optim: of this stage.
       save_every: steps between checkpoints.
+      log_every: steps between rows of the log.
     """
 
     num_steps: int = 0
     examples_per_step: int = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     save_every: int = 200
+    log_every: int = 1
 
     def __post_init__(self):
         require_at_least(0, self, "num_steps")
-        require_at_least(1, self, "examples_per_step", "save_every")
+        require_at_least(1, self, "examples_per_step", "save_every", "log_every")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,8 +80,8 @@ _BEFORE_HELD_OUT = (
 _AFTER_HELD_OUT = (
     _Shown("actor/entropy", "entropy", _fixed),
     _Shown("response_length/mean", "length", _number),
-    _Shown("actor/pg_clipfrac", "clip upper", _small_percent),
-    _Shown("actor/pg_clipfrac_lower", "clip lower", _small_percent),
+    _Shown("actor/pg_clipfrac_high", "clip high", _small_percent),
+    _Shown("actor/pg_clipfrac_low", "clip low", _small_percent),
     _Shown("actor/pg_loss", "loss", _number),
     _Shown("sft/loss", "loss", _fixed),
     _Shown("sft/token_accuracy", "token accuracy", _percent),

@@ -192,7 +192,11 @@ _OTHER_PLOTS = (
     _Plot(
         "Clipped tokens",
         "share of response tokens",
-        (("actor/pg_clipfrac", "upper"), ("actor/pg_clipfrac_lower", "lower")),
+        (
+            ("actor/pg_clipfrac_high", "ratio above 1 + high"),
+            ("actor/pg_clipfrac_low", "ratio below 1 - low"),
+            ("actor/pg_clipfrac_lower", "dual clip"),
+        ),
         _percent,
         0.0,
     ),

@@ -41,6 +41,7 @@ class Stage:
         *,
         num_steps: int,
         save_every: int,
+        log_every: int,
         keep_checkpoints: int,
         num_devices: int,
         stop: StopSignal,
@@ -52,6 +53,7 @@ class Stage:
         self._title = title
         self._num_steps = num_steps
         self._save_every = save_every
+        self._log_every = log_every
         self._num_devices = num_devices
         self._stop = stop
         self._wandb = wandb
@@ -161,7 +163,9 @@ class Stage:
                 self._save(actor)
         seconds = time.perf_counter() - self._step_started_s
         self._step_started_s = time.perf_counter()
-        self._write({**metrics, **self._timers.take(), **self._pace(metrics, seconds)})
+        metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
+        if self.finished or self.step % self._log_every == 0:
+            self._write(metrics)
         self._stop.check()
         return not self.finished
 
@@ -209,6 +213,7 @@ def open_stage(
     *,
     num_steps: int,
     save_every: int,
+    log_every: int = 1,
     num_devices: int,
     stop: StopSignal,
 ) -> Stage:
@@ -225,6 +230,7 @@ def open_stage(
         config.run_folder / name,
         num_steps=num_steps,
         save_every=save_every,
+        log_every=log_every,
         keep_checkpoints=config.run.keep_checkpoints,
         num_devices=num_devices,
         stop=stop,

@@ -34,6 +34,7 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
         "sft",
         num_steps=options.num_steps,
         save_every=options.save_every,
+        log_every=options.log_every,
         num_devices=parts.mesh.size,
         stop=stop,
     ) as stage:

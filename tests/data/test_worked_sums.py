@@ -24,8 +24,9 @@ def sums(draw):
     return expression, len(numbers), total
 
 
-def every_style(expression: str) -> set[str]:
-    return {worked_sums.solve(expression, random.Random(seed)) for seed in range(80)}
+def every_worked_style(expression: str) -> set[str]:
+    texts = {worked_sums.solve(expression, random.Random(seed)) for seed in range(160)}
+    return {text for text in texts if "=" in text}
 
 
 @settings(deadline=None)
@@ -41,38 +42,35 @@ def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
         assert int(result) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
     for before, after in itertools.pairwise(steps):
         assert after[0] == before[3]
-    assert answer == f"Answer: {total}"
+    if work:
+        assert answer == f"Answer: {total}"
 
 
 def test_left_to_right_by_lines_or_as_a_sentence():
-    assert every_style("23 + 60 - 71") == {
+    assert every_worked_style("23 + 60 - 71") == {
         "23+60=83\n83-71=12\nAnswer: 12",
         "First 23+60=83, then 83-71=12.\nAnswer: 12",
         "23+60=83; 83-71=12\nAnswer: 12",
-        "Answer: 12",
     }
 
 
 def test_additions_may_come_first():
-    assert every_style("5 - 7 + 9") == {
+    assert every_worked_style("5 - 7 + 9") == {
         "5+9=14\n14-7=7\nAnswer: 7",
         "First 5+9=14, then 14-7=7.\nAnswer: 7",
         "5+9=14; 14-7=7\nAnswer: 7",
         "5-7=-2\n-2+9=7\nAnswer: 7",
         "First 5-7=-2, then -2+9=7.\nAnswer: 7",
         "5-7=-2; -2+9=7\nAnswer: 7",
-        "Answer: 7",
     }
 
 
-def test_share_of_bare_answers():
-    texts = [worked_sums.solve("5 - 7 + 9", random.Random(seed)) for seed in range(2000)]
-    bare = sum(text == "Answer: 7" for text in texts) / len(texts)
-    assert abs(bare - worked_sums.BARE_ANSWERS) < 0.05
-
-
-def test_one_number_is_its_own_answer():
-    assert every_style("7") == {"Answer: 7"}
+def test_shares_of_bare_and_of_wrong_answers():
+    texts = [worked_sums.solve("5 - 7 + 9", random.Random(seed)) for seed in range(4000)]
+    bare = [text for text in texts if "=" not in text]
+    wrong = [text for text in bare if text != "Answer: 7"]
+    assert abs(len(bare) / len(texts) - worked_sums.BARE_ANSWERS) < 0.03
+    assert abs(len(wrong) / len(bare) - worked_sums.WRONG_BARE_ANSWERS) < 0.04
 
 
 @pytest.mark.parametrize("text", ["", "5 *  7", "5 + ", "5 + x", "5 + 7\n", "__import__('os')"])

@@ -12,7 +12,7 @@ METRICS = {
     "critic/rewards/mean": 0.41234,
     "train/accuracy": 0.625,
     "actor/entropy": 0.5,
-    "actor/pg_clipfrac": 0.0012,
+    "actor/pg_clipfrac_high": 0.0012,
     "response_length/mean": 31.25,
     "perf/throughput": 12345.6,
     "something/else": 1.0,
@@ -44,7 +44,7 @@ def test_a_log_gets_one_plain_line_per_step():
     first, second = console.file.getvalue().splitlines()
     assert first == (
         "DAPO  step   1/200  reward 0.412  accuracy 62.5%  entropy 0.500  length 31.2  "
-        "clip upper 0.12%  tokens/s 12,346"
+        "clip high 0.12%  tokens/s 12,346"
     )
     assert second.startswith("DAPO  step   2/200  eta ")
     assert second.endswith("reward nan")

@@ -24,8 +24,8 @@ def _rl_rows(num_steps=40):
             "actor/entropy": 1 - p / 2,
             "actor/mean_token_prob": 0.5 + p / 2,
             "response_length/mean": 20 + 10 * p,
-            "actor/pg_clipfrac": 0.001,
-            "actor/pg_clipfrac_lower": 0.0005,
+            "actor/pg_clipfrac_high": 0.001,
+            "actor/pg_clipfrac_low": 0.0005,
             "train/num_gen_batches": 2.0,
             "perf/throughput": 5e4,
             "timing_s/gen": 1.5,
@@ -84,7 +84,9 @@ def test_every_curve_is_drawn(tmp_path):
 
 
 def test_curves_without_data_are_left_out(tmp_path):
-    rows = [{"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac": float("nan")} for s in (1, 2)]
+    rows = [
+        {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)
+    ]
     text = _write(tmp_path / "report.html", stages=[Stage("DAPO", rows), Stage("Empty", [])])
     assert _titles(text) == ["Entropy"]
     assert "Empty" not in text
