@@ -49,7 +49,8 @@ def get_config():
     config.rollout.num_prompts = 24
     config.rollout.num_samples = 8
     config.rollout.generation_prompts = 40
-    config.rollout.max_generation_batches = 10
+    # Towards the end most prompts are answered all right, and mixed groups are rare.
+    config.rollout.max_generation_batches = 20
     config.rollout.max_response_tokens = 48
     # Soft overlong punishment: from 33 tokens on, fully at 48.
     config.reward.overlong_buffer_tokens = 16
@@ -69,6 +70,6 @@ def get_config():
 
     config.evaluation.every = 10
     config.evaluation.num_samples = 8
-    config.run.num_steps = 120
-    config.run.save_every = 20
+    config.run.num_steps = 40
+    config.run.save_every = 10
     return config.lock()

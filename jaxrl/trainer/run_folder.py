@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl.errors import UserError
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
@@ -110,6 +112,12 @@ def _rows(config: Config, stage: str) -> Rows:
     return read_metrics(path) if path.exists() else []
 
 
+def _minutes(rows: Rows) -> float:
+    """Of a stage, whose log may have a row for every so many steps only."""
+    seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
+    return float(np.mean(seconds)) * rows[-1]["step"] / 60 if seconds else 0.0
+
+
 def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
     """Headline numbers of the report."""
     config, rl = parts.config, rows["rl"]
@@ -117,9 +125,7 @@ def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]
     accuracy = [row[key] for row in rl if key in row]
     steps = [row for row in rl if "actor/entropy" in row]
     entropy = (steps[0]["actor/entropy"], steps[-1]["actor/entropy"])
-    minutes = {
-        name: sum(row.get("timing_s/step", 0.0) for row in r) / 60 for name, r in rows.items()
-    }
+    minutes = {name: _minutes(stage) for name, stage in rows.items()}
     return [
         ("held-out accuracy before", f"{accuracy[0]:.1%}"),
         ("held-out accuracy after", f"{accuracy[-1]:.1%}"),
