@@ -198,7 +198,7 @@ class Scored:
 class TrainBatch:
     """Packed sequences of one step, on the device. Entry t of every field is about token t.
 
-    Two sequences and padding in one row of T = 10 (P prompt, r response):
+    Two sequences and padding in one row of T = 11 (P prompt, r response):
 
         tokens        P P P r r P P r r r .      segment_ids   1 1 1 1 1 2 2 2 2 2 0
         positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
