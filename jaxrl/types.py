@@ -85,6 +85,8 @@ class Completions:
       entropy: B float32 arrays, entropy in nats of the same distribution.
       truncated_B: bool, the response limit came before end-of-sequence.
       texts: B decoded responses, without special tokens.
+      mask: B float32 arrays, 1 on tokens that the policy drew, 0 on those that an environment inserted; if
+        not given, all were drawn.
     """
 
     prompts: Prompts
@@ -94,6 +96,12 @@ class Completions:
     entropy: tuple[np.ndarray, ...]
     truncated_B: np.ndarray
     texts: tuple[str, ...]
+    mask: tuple[np.ndarray, ...] = ()
+
+    def __post_init__(self):
+        if not self.mask:
+            ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
+            object.__setattr__(self, "mask", ones)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -124,6 +132,7 @@ class Completions:
             entropy=_pick(self.entropy, rows),
             truncated_B=self.truncated_B[rows],
             texts=_pick(self.texts, rows),
+            mask=_pick(self.mask, rows),
         )
 
     @staticmethod
@@ -137,6 +146,7 @@ class Completions:
             entropy=_join([p.entropy for p in parts]),
             truncated_B=np.concatenate([p.truncated_B for p in parts]),
             texts=_join([p.texts for p in parts]),
+            mask=_join([p.mask for p in parts]),
         )
 
 

@@ -363,8 +363,8 @@ def _weights(
 ) -> list[Holding]:
     """What outlives a program."""
     trained = f"float32, {_train_name(layout)}"
-    # [L, S, K, H, C]
-    _, slots, kv_heads, _, tokens = rollout.slots.k.sharding.shard_shape(rollout.slots.k.shape)
+    keys = rollout.slots.context.cache.k  # [L, S, K, H, C]
+    _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
     return [
         _holding("actor in training", trained, state.params),
         _holding("optimiser state", f"{trained}, like the weights", state.opt_state),

@@ -14,7 +14,7 @@ from jaxrl.types import Completions, PackedBatch, TrainBatch
 def pack_completions(completions: Completions, shape: PackedShape) -> TrainBatch:
     """Packs sampled sequences, with what the sampler said of their response tokens."""
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
-    return _pack(prompts, completions.tokens, completions.rollout_logprob, shape)
+    return _pack(prompts, completions.tokens, completions.rollout_logprob, completions.mask, shape)
 
 
 def pack_examples(
@@ -24,10 +24,11 @@ def pack_examples(
     prompts = [prompt for prompt, _ in examples]
     responses = [response for _, response in examples]
     zeros = [np.zeros(len(response), np.float32) for response in responses]
-    return _pack(prompts, responses, zeros, shape)
+    ones = [np.ones(len(response), np.float32) for response in responses]
+    return _pack(prompts, responses, zeros, ones, shape)
 
 
-def _pack(prompts, responses, rollout_logprob, shape: PackedShape) -> TrainBatch:
+def _pack(prompts, responses, rollout_logprob, mask, shape: PackedShape) -> TrainBatch:
     sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     packing = plan_packing([len(s) for s in sequences], shape)
 
@@ -44,7 +45,7 @@ def _pack(prompts, responses, rollout_logprob, shape: PackedShape) -> TrainBatch
         "positions": packing.positions,
         "segment_ids": packing.segment_ids,
         "sequence": np.where(packing.segment_ids, packing.pack(numbers, np.int32), -1),
-        "loss_mask": on_responses([np.ones(len(r), np.float32) for r in responses]),
+        "loss_mask": on_responses(mask),
         "num_micro_U": packing.num_micro_U,
     }
     return TrainBatch.of(PackedBatch(**packed), rollout_logprob=on_responses(rollout_logprob))

@@ -1,11 +1,17 @@
 """The offline driver: all samples of a batch of prompts, from one thread, in a fixed order of dispatches.
 
-N prompts   G samples of each   S slots
+    plan (host)  ->  resize  ->  prefill, insert  ->  generate  ->  collect (host)  ->  plan ...
+
+Everything that decides comes from the requests and from what all processes read alike, so every process of a
+run takes the same way. Longest-expected samples go first; a prompt is prefilled once for all its samples.
+
+N prompts   G samples of each   B = N * G   n rows   P sequences of a prefill   W tokens of a dispatch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,35 +20,62 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.engine import Assignment, DecodeState, Engine, host_inputs
+from jaxrl.rollout.buckets import fit
+from jaxrl.rollout.engine import Assignment, DecodeState, Engine, Prefix, host_inputs
+from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.rollout.samples import Carry, Rollout, Sample, completions_of
 from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.scheduler import Admission, Scheduler
+from jaxrl.rollout.scheduler import Admission, Request, Scheduler
 from jaxrl.types import Completions, Prompts
+
+DecodeText = Callable[[np.ndarray], str]
+# Of the groups finished so far, whether the others may be given up.
+Enough = Callable[[Completions], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a batch is sampled.
+
+    Attributes:
+      num_samples: G.
+      seed, step: with a prompt's id and the sample's index they determine each sample.
+      temperature: 0 is greedy.
+      truncation: which tokens may be drawn, as scalars; None is all.
+      stop_strings: texts that end a response as a stop id does; tokens after one are cut off.
+      environment: what answers a finished turn; None ends every sample at its first stop.
+      budget_tokens: most tokens that are added to a sample now; 0 is no such limit. What is unfinished then
+        is carried.
+    """
+
+    num_samples: int
+    seed: int
+    step: int
+    temperature: float
+    truncation: Truncation | None = None
+    stop_strings: tuple[str, ...] = ()
+    environment: Environment | None = None
+    budget_tokens: int = 0
 
 
 def sample(
     engine: Engine,
     params: Params,
     prompts: Prompts,
-    decode_text: Callable[[np.ndarray], str],
+    decode_text: DecodeText,
     *,
-    num_samples: int,
-    seed: int,
-    step: int,
-    temperature: float,
-    truncation: Truncation | None = None,
+    expected_tokens_N: np.ndarray | None = None,
+    **options: Any,
 ) -> Completions:
-    """Samples G responses to each prompt.
+    """Samples G responses to each prompt, all to their end.
 
     Args:
       engine: the compiled programs.
       params: weights in the generation layout.
       prompts: N prompts, none longer than the engine's limit.
       decode_text: token ids to text.
-      num_samples: G.
-      seed, step: with a prompt's id and the sample's index they determine each sample.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars; None is all.
+      expected_tokens_N: how long responses are thought to become; see `rollout`.
+      options: fields of `Options`, without a budget.
 
     Returns:
       Completions with B = N * G rows.
@@ -50,32 +83,67 @@ def sample(
     Raises:
       UserError: a prompt is empty or too long.
     """
-    _check_lengths(prompts, engine.max_prefill_length)
-    scheduler = Scheduler(
-        len(prompts),
-        num_samples,
-        slots=engine.config.slots,
-        prefill_prompts=engine.config.prefill_prompts,
+    settings = Options(**options)
+    assert not settings.budget_tokens, "a budget leaves samples unfinished: call `rollout`"
+    run = rollout(
+        engine, params, prompts, decode_text, settings, expected_tokens_N=expected_tokens_N
     )
-    state = engine.init_decode_state()
-    scalars = (np.uint32(seed), np.int32(step), np.float32(temperature))
-    options = (*host_inputs(engine.mesh, *scalars), _placed(engine, truncation or untruncated()))
-    rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-    while scheduler.unfinished:
-        while (admission := scheduler.admit()) is not None:
-            state = _start(engine, params, prompts, admission, state, options)
-        state = engine.generate(params, state)
-        _collect(scheduler, state, rows)
-    stop_ids = engine.config.stop_ids
-    ordered = [rows[prompt, k] for prompt in range(len(prompts)) for k in range(num_samples)]
-    return Completions(
-        prompts=prompts,
-        num_samples=num_samples,
-        tokens=tuple(row[0] for row in ordered),
-        rollout_logprob=tuple(row[1] for row in ordered),
-        entropy=tuple(row[2] for row in ordered),
-        truncated_B=np.array([row[0][-1] not in stop_ids for row in ordered]),
-        texts=tuple(decode_text(row[0]) for row in ordered),
+    return run.completions
+
+
+def rollout(
+    engine: Engine,
+    params: Params,
+    prompts: Prompts,
+    decode_text: DecodeText,
+    options: Options,
+    *,
+    carry: Carry | None = None,
+    enough: Enough | None = None,
+    expected_tokens_N: np.ndarray | None = None,
+) -> Rollout:
+    """Samples G responses to each prompt, and goes on with those of an earlier step.
+
+    A carried sample is prefilled, prompt and tokens, under the present weights and goes on with the keys of
+    the step that began it: if the weights are the same, so are its tokens.
+
+    Args:
+      engine, params, prompts, decode_text: as of `sample`.
+      options: how.
+      carry: groups that an earlier call left unfinished; they come before `prompts`.
+      enough: called with each group as it is finished, as completions of one prompt; once it says True
+        nothing more is decoded, and unfinished groups are carried.
+      expected_tokens_N: how long responses to each of `prompts` are thought to become, from earlier steps
+        say; the longest start first. By default the length of the prompt is all there is to go by.
+
+    Returns:
+      The finished groups, and the others to be carried.
+
+    Raises:
+      UserError: a prompt is empty or too long, or the carried groups are of another size.
+    """
+    _check_lengths(prompts, engine.max_prefill_length)
+    prompts, samples = _joined(prompts, options, carry)
+    given = len(prompts) if carry is None else len(prompts) - len(carry.prompts)
+    if expected_tokens_N is None:
+        expected_tokens_N = np.array([len(tokens) for tokens in prompts.tokens[-given:]])
+    run = _Run(engine, params, prompts, decode_text, options, samples)
+    run.start(_order(samples, len(prompts) - given, expected_tokens_N))
+    while run.scheduler.unfinished:
+        groups = run.dispatch()
+        if enough is not None and any([enough(run.completions([n])) for n in groups]):
+            break
+    done = [n for n in range(len(prompts)) if run.group_finished(n)]
+    left = [n for n in range(len(prompts)) if not run.group_finished(n)]
+    return Rollout(
+        completions=run.completions(done),
+        prompt_indices=tuple(done),
+        versions=tuple(s.version for n in done for s in run.group(n)),
+        carry=Carry(
+            prompts.take(left),
+            options.num_samples,
+            tuple(s.at(i) for i, n in enumerate(left) for s in run.group(n)),
+        ),
     )
 
 
@@ -88,52 +156,316 @@ def _check_lengths(prompts: Prompts, limit: int) -> None:
             )
 
 
-def _start(
-    engine: Engine,
-    params: Params,
-    prompts: Prompts,
-    admission: Admission,
-    state: DecodeState,
-    options: tuple[Any, ...],
-) -> DecodeState:
-    """One prefill of the admitted prompts, fanned out to their samples' slots.
-
-    `options` are the last arguments of `Engine.insert`: seed, step, temperature and truncation.
-    """
-    config = engine.config
-    tokens_PT = np.zeros((config.prefill_prompts, config.max_prompt_tokens), np.int32)
-    length_P = np.ones(config.prefill_prompts, np.int32)
-    for i, prompt in enumerate(admission.prompts):
-        tokens = prompts.tokens[prompt]
-        tokens_PT[i, : len(tokens)] = tokens
-        length_P[i] = len(tokens)
-    source_S, id_S, index_S = (np.zeros(config.slots, np.int32) for _ in range(3))
-    source_S[:] = -1
-    for slot, source, prompt, index in admission.slots:
-        source_S[slot], id_S[slot], index_S[slot] = source, prompts.ids_N[prompt], index
-    limit_S = np.full(config.slots, config.max_response_tokens, np.int32)
-    prefix = engine.prefill(params, *host_inputs(engine.mesh, tokens_PT, length_P))
-    assignment = Assignment(*host_inputs(engine.mesh, source_S, id_S, index_S, limit_S))
-    return engine.insert(prefix, state, assignment, *options)
-
-
-def _placed(engine: Engine, truncation: Truncation) -> Truncation:
-    return jax.tree.map(lambda x: host_inputs(engine.mesh, x)[0], truncation)
-
-
-def _collect(scheduler: Scheduler, state: DecodeState, rows: dict) -> None:
-    """Reads and frees the slots that finished during the last dispatch."""
-    active_S = fetch(state.active)
-    done = [slot for slot in scheduler.running if not active_S[slot]]
-    if not done:
-        return
-    count_S, token_SR, logprob_SR, entropy_SR = fetch(
-        (state.count, state.out_token, state.out_logprob, state.out_entropy)
-    )
-    for slot, owner in zip(done, scheduler.finish(done), strict=True):
-        n = count_S[slot]
-        rows[owner] = (
-            token_SR[slot, :n].copy(),
-            logprob_SR[slot, :n].copy(),
-            entropy_SR[slot, :n].copy(),
+def _joined(
+    prompts: Prompts, options: Options, carry: Carry | None
+) -> tuple[Prompts, list[Sample]]:
+    """All prompts and all their samples, carried ones first."""
+    G = options.num_samples
+    if carry is None:
+        carried: tuple[Sample, ...] = ()
+    elif carry.num_samples != G:
+        raise UserError(
+            f"{len(carry.prompts)} groups of {carry.num_samples} samples are carried into a step with "
+            f"num_samples {G}; a run keeps one number: finish them first, or set it to {carry.num_samples}"
         )
+    else:
+        prompts = Prompts.concatenate([carry.prompts, prompts])
+        carried = tuple(s.at(s.prompt) for s in carry.samples)
+    first = len(carried) // G
+    fresh = [Sample(n, k, options.step) for n in range(first, len(prompts)) for k in range(G)]
+    return prompts, [*carried, *fresh]
+
+
+def _order(samples: Sequence[Sample], num_carried: int, expected_N: np.ndarray) -> list[int]:
+    """Which of the samples to start, in which order: carried ones, then the longest expected."""
+
+    def rank(i: int):
+        prompt = samples[i].prompt
+        if prompt < num_carried:
+            return (0, -len(samples[i]), i)
+        return (1, -expected_N[prompt - num_carried], i)
+
+    return sorted((i for i, s in enumerate(samples) if not s.finished), key=rank)
+
+
+class _Run:
+    """A batch being sampled: its samples on the host, their rows on the devices."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        prompts: Prompts,
+        decode_text: DecodeText,
+        options: Options,
+        samples: list[Sample],
+    ):
+        self._engine = engine
+        self._params = params
+        self._prompts = prompts
+        self._decode_text = decode_text
+        self._options = options
+        self._samples = samples
+        self._limits = [
+            min(engine.config.max_response_tokens, len(s) + options.budget_tokens)
+            if options.budget_tokens
+            else engine.config.max_response_tokens
+            for s in samples
+        ]
+        self._scalars = host_inputs(
+            engine.mesh, np.uint32(options.seed), np.float32(options.temperature)
+        )
+        self._truncation = jax.tree.map(
+            lambda x: host_inputs(engine.mesh, x)[0], options.truncation or untruncated()
+        )
+        self._held: DecodeState | None = None
+        self._prefix: Prefix | None = None
+        self._replied: dict[int, np.ndarray] = {}
+
+    def start(self, order: Sequence[int]) -> None:
+        """Queues the samples at `order`; they start with the next dispatch."""
+
+        def source(i: int):
+            sample = self._samples[i]
+            # Samples that have not begun share their prompt's prefill.
+            return (sample.prompt, i if len(sample) else -1)
+
+        self.scheduler = Scheduler(
+            [Request(i, source(i)) for i in order],
+            row_sizes=self._engine.slot_sizes,
+            prefill_batch=self._engine.batch_sizes[-1],
+            shards=self._engine.shards,
+        )
+
+    def group(self, prompt: int) -> list[Sample]:
+        """The samples of a prompt."""
+        G = self._options.num_samples
+        return self._samples[prompt * G : (prompt + 1) * G]
+
+    def group_finished(self, prompt: int) -> bool:
+        """All of them are."""
+        return all(sample.finished for sample in self.group(prompt))
+
+    def completions(self, prompts: Sequence[int]) -> Completions:
+        """The groups of finished prompts."""
+        samples = [sample for n in prompts for sample in self.group(n)]
+        return completions_of(
+            self._prompts.take(prompts), samples, self._options.num_samples, self._decode_text
+        )
+
+    def dispatch(self) -> list[int]:
+        """Starts what can start, decodes up to W tokens, and returns prompts whose groups are finished."""
+        engine = self._engine
+        moves = self.scheduler.resize()
+        admissions = []
+        while (admission := self.scheduler.admit()) is not None:
+            admissions.append(admission)
+        self._make_room(moves)
+        self._go_on_after_replies()
+        for admission in admissions:
+            self._admit(admission)
+        least = host_inputs(engine.mesh, np.int32(self.scheduler.enough_active))[0]
+        self._held = engine.generate(self._params, self._state, least)
+        return self._collect()
+
+    # Device side
+
+    @property
+    def _state(self) -> DecodeState:
+        assert self._held is not None, "every dispatch makes room first"
+        return self._held
+
+    def _make_room(self, moves: list[int] | None) -> None:
+        """Gives the state the rows that the scheduler wants, and capacity for the coming dispatch."""
+        engine, W = self._engine, self._engine.config.tokens_per_dispatch
+        longest = max(self._length(i) for i in self.scheduler.running.values())
+        capacity = fit(engine.cache_sizes, longest + W)
+        if self._held is None:
+            self._held = engine.init_decode_state(self.scheduler.num_rows, capacity)
+            return
+        state = self._held
+        # Less capacity is worth a copy if rows move anyway, or if it is much less.
+        keep = moves is None and state.capacity // 2 < capacity <= state.capacity
+        if keep:
+            return
+        if moves is None:
+            each = state.rows // engine.shards
+            moves = list(range(each)) * engine.shards
+        rows = host_inputs(engine.mesh, np.array(moves, np.int32))[0]
+        self._held = None
+        self._held = engine.resize(state, rows, capacity=capacity)
+
+    def _length(self, i: int) -> int:
+        """Tokens of a sample's sequence, prompt included."""
+        sample = self._samples[i]
+        return len(self._prompts.tokens[sample.prompt]) + len(sample)
+
+    def _sequence(self, i: int) -> np.ndarray:
+        sample = self._samples[i]
+        return np.concatenate([self._prompts.tokens[sample.prompt], sample.tokens])
+
+    def _admit(self, admission: Admission) -> None:
+        """Prefills the admitted batch, unless it is the one before, and inserts its samples."""
+        if admission.fresh:
+            firsts = [
+                self._prompts.tokens[prompt] if i < 0 else self._sequence(i)
+                for prompt, i in admission.sources
+            ]
+            self._prefix = self._prefilled(firsts)
+        assert self._prefix is not None, "the first admission is of a fresh batch"
+        self._insert(self._prefix, admission.rows)
+
+    def _prefilled(self, sequences: Sequence[np.ndarray]) -> Prefix:
+        """A prefix of each sequence, in chunks where they are long."""
+        engine, chunk = self._engine, self._engine.config.chunk_tokens
+        P = fit(engine.batch_sizes, len(sequences))
+        longest = max(len(s) for s in sequences)
+        # A place that is left over holds one token, which nobody reads.
+        heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
+        prefix = engine.prefill(self._params, *self._padded(heads))
+        if longest > chunk:
+            prefix = engine.widen(prefix, capacity=fit(engine.cache_sizes, longest))
+        for start in range(chunk, longest, chunk):
+            parts = [s[start : start + chunk] for s in sequences]
+            parts += [np.zeros(0, np.int32)] * (P - len(sequences))
+            prefix = engine.extend(self._params, prefix, *self._padded(parts))
+        return prefix
+
+    def _padded(self, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """Tokens [P, T] of the smallest size that holds all parts, and their lengths [P]."""
+        T = fit(self._engine.prompt_sizes, max(len(part) for part in parts))
+        tokens_PT = np.zeros((len(parts), T), np.int32)
+        for row, part in zip(tokens_PT, parts, strict=True):
+            row[: len(part)] = part
+        length_P = np.array([len(part) for part in parts], np.int32)
+        return host_inputs(self._engine.mesh, tokens_PT, length_P)
+
+    def _insert(self, prefix: Prefix, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Puts samples into (row, place in the prefix, sample), those of one step at a time."""
+        for step in sorted({self._samples[i].step for _, _, i in rows}):
+            chosen = [entry for entry in rows if self._samples[entry[2]].step == step]
+            self._insert_of_step(prefix, chosen, step)
+
+    def _insert_of_step(
+        self, prefix: Prefix, rows: Sequence[tuple[int, int, int]], step: int
+    ) -> None:
+        engine, n = self._engine, self._state.rows
+        source_n, id_n, index_n, limit_n, count_n = (np.zeros(n, np.int32) for _ in range(5))
+        source_n[:] = -1
+        for row, place, i in rows:
+            sample = self._samples[i]
+            source_n[row], count_n[row], limit_n[row] = place, len(sample), self._limits[i]
+            id_n[row], index_n[row] = self._prompts.ids_N[sample.prompt], sample.index
+        arrays = (source_n, id_n, index_n, limit_n, count_n)
+        assignment = Assignment(*host_inputs(engine.mesh, *arrays))
+        seed, temperature = self._scalars
+        number = host_inputs(engine.mesh, np.int32(step))[0]
+        self._held = engine.insert(
+            prefix, self._state, assignment, seed, number, temperature, self._truncation
+        )
+
+    def _go_on_after_replies(self) -> None:
+        """Appends what the environment said to the rows it spoke to, on top of what they have cached."""
+        engine = self._engine
+        shards, per_shard = engine.shards, engine.batch_sizes[-1] // engine.shards
+        each = self._state.rows // shards
+        waiting = [(row, i) for row, i in self.scheduler.running.items() if i in self._replied]
+        of_shard = [[entry for entry in waiting if entry[0] // each == s] for s in range(shards)]
+        while any(of_shard):
+            places = [entry for of in of_shard for entry in _filled(of[:per_shard], per_shard)]
+            of_shard = [of[per_shard:] for of in of_shard]
+            self._append_replies(places, each)
+
+    def _append_replies(self, places: Sequence[tuple[int, int] | None], each: int) -> None:
+        """`places`: for every sequence of a prefill batch (row, sample), or None."""
+        engine, P = self._engine, len(places)
+        row_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
+        parts = [np.zeros(0, np.int32)] * P
+        rows = []
+        for place, entry in enumerate(places):
+            if entry is None:
+                continue
+            row, i = entry
+            parts[place] = self._replied.pop(i)
+            before = self._sequence(i)[: -len(parts[place])]
+            row_P[place], length_P[place], token_P[place] = row % each, len(before) - 1, before[-1]
+            rows.append((row, place, i))
+        prefix = engine.extract(self._state, *host_inputs(engine.mesh, row_P, length_P, token_P))
+        chunk = engine.config.chunk_tokens
+        for start in range(0, max(len(part) for part in parts), chunk):
+            now = [part[start : start + chunk] for part in parts]
+            prefix = engine.extend(self._params, prefix, *self._padded(now))
+        self._insert(prefix, rows)
+
+    # Host side
+
+    def _collect(self) -> list[int]:
+        """Reads what the dispatch has drawn, frees the rows that are done; returns finished groups."""
+        state = self._state
+        active_n, count_n, *drawn = fetch(
+            (state.active, state.out_count, state.out_token, state.out_logprob, state.out_entropy)
+        )
+        keep_n = np.ones(state.rows, bool)
+        done, groups = [], []
+        for row, i in self.scheduler.running.items():
+            sample = self._samples[i]
+            sample.add_drawn(*(a[row, : count_n[row]] for a in drawn), version=self._options.step)
+            stopped = self._cut_at_stop(sample, int(count_n[row]))
+            if active_n[row] and not stopped:
+                continue
+            keep_n[row] = False
+            if not self._goes_on(i, stopped):
+                done.append(row)
+                if self.group_finished(sample.prompt):
+                    groups.append(sample.prompt)
+        if (active_n & ~keep_n).any():
+            self._held = self._engine.release(state, host_inputs(self._engine.mesh, keep_n)[0])
+        self.scheduler.finish(done)
+        return groups
+
+    def _cut_at_stop(self, sample: Sample, drawn: int) -> bool:
+        """Whether the newest `drawn` tokens end a turn; a stop string cuts off what comes after it."""
+        strings = self._options.stop_strings
+        if strings and drawn:
+            # Every token is at least a byte of the text, but for those that spell nothing.
+            reach = drawn + max(len(s.encode()) for s in strings)
+            tail = sample.tail(reach)
+            for end in range(max(1, len(tail) - drawn + 1), len(tail) + 1):
+                text = self._decode_text(tail[:end])
+                if any(s in text for s in strings):
+                    sample.cut(len(sample) - (len(tail) - end))
+                    return True
+        last = sample.tail(1)
+        return bool(len(last)) and int(last[0]) in self._engine.config.stop_ids
+
+    def _goes_on(self, i: int, stopped: bool) -> bool:
+        """What becomes of a sample whose row has fallen idle; True if the environment keeps it going."""
+        sample, limit = self._samples[i], self._engine.config.max_response_tokens
+        full = len(sample) >= limit
+        if stopped and self._options.environment is not None:
+            reply = self._reply(sample)
+            if reply is not None and len(sample) + len(reply) < limit:
+                sample.add_given(reply, self._options.step)
+                self._replied[i] = np.asarray(reply, np.int32)
+                return True
+            stopped, full = reply is None, reply is not None
+        # At its budget, but neither stopped nor full, it is carried.
+        sample.finished = stopped or full
+        sample.truncated = sample.finished and not stopped
+        return False
+
+    def _reply(self, sample: Sample) -> np.ndarray | None:
+        assert self._options.environment is not None
+        return self._options.environment(
+            Turn(
+                prompt_id=int(self._prompts.ids_N[sample.prompt]),
+                sample_index=sample.index,
+                tokens=sample.tail(len(sample)),
+                response=sample.tokens,
+            )
+        )
+
+
+def _filled(entries: Sequence[Any], size: int) -> list[Any]:
+    """`entries` and as many None as make `size` of them."""
+    return [*entries, *[None] * (size - len(entries))]

@@ -11,6 +11,7 @@ rounding difference can then flip a token only where two candidates nearly tie, 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,11 +82,16 @@ class Truncation:
       top_k: int32, only so many of the most probable; 0 is all.
       top_p: float32, of these the most probable that together have at least this probability; 1 is all.
       min_p: float32, of these the ones with at least this share of the most probable one's; 0 is all.
+      min_tokens: int32, stop ids cannot be drawn before so many tokens of the response.
+      repetition_penalty: float32, the logit of a token that the sequence holds already, prompt included, is
+        divided by this if positive and multiplied if negative (Keskar et al. 2019); 1 is none.
     """
 
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
+    min_tokens: jax.Array
+    repetition_penalty: jax.Array
 
 
 def untruncated() -> Truncation:
@@ -93,7 +99,9 @@ def untruncated() -> Truncation:
     return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
 
 
-def truncation_of(*, top_k: int, top_p: float, min_p: float) -> Truncation:
+def truncation_of(
+    *, top_k: int, top_p: float, min_p: float, min_tokens: int = 0, repetition_penalty: float = 1.0
+) -> Truncation:
     """The same truncation for every slot, scalars on the host.
 
     Raises:
@@ -104,8 +112,47 @@ def truncation_of(*, top_k: int, top_p: float, min_p: float) -> Truncation:
             f"top_k {top_k}, top_p {top_p}, min_p {min_p}: top_k is 0 (off) or more, top_p in (0, 1] and "
             "min_p in [0, 1), where 1 and 0 are off"
         )
-    scalars: Any = (np.int32(top_k), np.float32(top_p), np.float32(min_p))
+    if min_tokens < 0 or repetition_penalty <= 0:
+        raise UserError(
+            f"min_tokens {min_tokens}, repetition_penalty {repetition_penalty}: min_tokens is 0 (off) or "
+            "more, repetition_penalty above 0, where 1 is off"
+        )
+    scalars: Any = (
+        np.int32(top_k),
+        np.float32(top_p),
+        np.float32(min_p),
+        np.int32(min_tokens),
+        np.float32(repetition_penalty),
+    )
     return Truncation(*scalars)
+
+
+def penalize(
+    scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
+) -> jax.Array:
+    """Logits [S, V] with the repetition penalty; `seen`, bool [S, V], is asked only if there is one.
+
+    Scaling by the temperature first changes nothing, as the penalty keeps signs.
+    """
+
+    def penalized():
+        penalty_S1 = truncation.repetition_penalty[:, None]
+        lower_SV = jnp.where(
+            scaled_logits_SV > 0, scaled_logits_SV / penalty_S1, scaled_logits_SV * penalty_S1
+        )
+        return jnp.where(seen(), lower_SV, scaled_logits_SV)
+
+    asked = (truncation.repetition_penalty != 1).any()
+    return jax.lax.cond(asked, penalized, lambda: scaled_logits_SV)
+
+
+def forbid(
+    logits_SV: jax.Array, truncation: Truncation, position_S: jax.Array, stop_ids: Sequence[int]
+) -> jax.Array:
+    """Logits [S, V] in which no stop id can be drawn at positions before `min_tokens`."""
+    is_stop_V = jnp.isin(jnp.arange(logits_SV.shape[-1]), jnp.array(stop_ids, jnp.int32))
+    early_S = position_S < truncation.min_tokens
+    return jnp.where(early_S[:, None] & is_stop_V[None], _NEVER, logits_SV)
 
 
 def truncate(scaled_logits_SV: jax.Array, truncation: Truncation) -> jax.Array:
@@ -115,7 +162,7 @@ def truncate(scaled_logits_SV: jax.Array, truncation: Truncation) -> jax.Array:
     taken before this, so that they stay those of the policy that is trained. Costs a sort over the
     vocabulary, which is skipped while no slot asks for it.
     """
-    limits = jax.tree.map(lambda x: jnp.asarray(x)[:, None], truncation)
+    limits = jax.tree.map(lambda x: x[:, None], truncation)
     asked = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
     return jax.lax.cond(
         asked.any(), lambda: _truncated(scaled_logits_SV, limits), lambda: scaled_logits_SV

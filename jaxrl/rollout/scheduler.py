@@ -1,68 +1,181 @@
-"""Which request goes into which slot, and when. Plain Python: no device, no clock, no chance.
+"""Which request goes into which row, and when. Plain Python: no device, no clock, no chance.
 
-Requests are served in order. The samples of one prompt start together when enough slots are free, so that
-they share a prefill; the order depends on nothing but the requests and the lengths they turn out to have.
+Requests are served in the order in which they are given. Those that start from the same sequence share its
+prefill, and sequences are prefilled in full batches, each once, ahead of the rows that will take them; the
+order depends on nothing but the requests and the lengths they turn out to have.
+
+Rows are shared out over shards in equal runs. A request keeps its shard: `resize` moves it within.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxrl.rollout.buckets import fit, next_below
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample that is wanted.
+
+    Attributes:
+      owner: who wants it, hashable and unlike all others.
+      source: names the sequence it starts from, hashable.
+    """
+
+    owner: Any
+    source: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Samples that start now.
+    """Requests that start now, all from one prefill batch.
 
     Attributes:
-      prompts: indices of the prompts to prefill.
-      slots: for each started sample (slot, position in `prompts`, prompt index, sample index).
+      sources: the batch.
+      fresh: it is to be prefilled; otherwise it is the one before.
+      rows: for each started request (row, place in `sources`, owner).
     """
 
-    prompts: tuple[int, ...]
-    slots: tuple[tuple[int, int, int, int], ...]
+    sources: tuple[Any, ...]
+    fresh: bool
+    rows: tuple[tuple[int, int, Any], ...]
 
 
 class Scheduler:
-    """Fills free slots from a queue of (prompt, sample) pairs and remembers who sits where."""
+    """A queue of requests, and rows in which they run."""
 
-    def __init__(self, num_prompts: int, num_samples: int, *, slots: int, prefill_prompts: int):
-        self._queue = collections.deque(
-            (prompt, sample) for prompt in range(num_prompts) for sample in range(num_samples)
-        )
-        self._free = list(range(slots))
-        self._running: dict[int, tuple[int, int]] = {}
-        self._prefill_prompts = prefill_prompts
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        *,
+        row_sizes: Sequence[int],
+        prefill_batch: int,
+        shards: int = 1,
+    ):
+        """Nothing runs and there are no rows before `resize`.
+
+        Args:
+          requests: in order of service.
+          row_sizes: numbers of rows there may be, growing, all multiples of `shards`.
+          prefill_batch: sources of one prefill at most.
+          shards: over which rows are shared out.
+        """
+        self._queue = collections.deque(requests)
+        self._row_sizes = tuple(row_sizes)
+        self._prefill_batch = prefill_batch
+        self._shards: list[list[Any | None]] = [[] for _ in range(shards)]
+        self._batch: dict[Any, int] = {}
 
     @property
     def unfinished(self) -> bool:
         """Something is queued or running."""
-        return bool(self._queue or self._running)
+        return bool(self._queue or self.running)
 
     @property
-    def running(self) -> dict[int, tuple[int, int]]:
-        """Slot -> (prompt, sample)."""
-        return dict(self._running)
+    def num_rows(self) -> int:
+        """Rows there are."""
+        return len(self._shards) * len(self._shards[0])
+
+    @property
+    def running(self) -> dict[int, Any]:
+        """Row -> owner."""
+        seats = (owner for shard in self._shards for owner in shard)
+        return {row: owner for row, owner in enumerate(seats) if owner is not None}
+
+    @property
+    def enough_active(self) -> int:
+        """Active rows down to which a dispatch should go on before the host can do something of use.
+
+        While requests wait, an eighth of the rows may fall idle; after that, as many as a smaller number of
+        rows would do without. Always less than what runs, so that a dispatch does something.
+        """
+        if self._queue:
+            least = self.num_rows - max(1, self.num_rows // 8)
+        else:
+            least = next_below(self._row_sizes, self.num_rows)
+        return least if len(self.running) > least else 0
+
+    def resize(self) -> list[int] | None:
+        """Makes as many rows as there is work for.
+
+        Returns:
+          For each new row the old one that it takes over, counted within its shard, or -1; None if nothing
+          changes.
+        """
+        busiest = max(sum(owner is not None for owner in shard) for shard in self._shards)
+        wanted = min(len(self.running) + len(self._queue), self._row_sizes[-1])
+        size = fit(self._row_sizes, max(1, wanted, busiest * len(self._shards)))
+        if size == self.num_rows:
+            return None
+        moves: list[int] = []
+        for s, shard in enumerate(self._shards):
+            kept = [row for row, owner in enumerate(shard) if owner is not None]
+            idle = size // len(self._shards) - len(kept)
+            self._shards[s] = [shard[row] for row in kept] + [None] * idle
+            moves += kept + [-1] * idle
+        return moves
 
     def admit(self) -> Admission | None:
-        """Starts as many queued samples as slots and one prefill allow; None when nothing can start."""
-        prompts: list[int] = []
-        started: list[tuple[int, int, int, int]] = []
-        while self._queue and self._free:
-            prompt, sample = self._queue[0]
-            if prompt not in prompts:
-                if len(prompts) == self._prefill_prompts:
-                    break
-                prompts.append(prompt)
-            self._queue.popleft()
-            slot = self._free.pop(0)
-            self._running[slot] = (prompt, sample)
-            started.append((slot, prompts.index(prompt), prompt, sample))
-        return Admission(tuple(prompts), tuple(started)) if started else None
+        """Starts queued requests in free rows, as many as one prefill batch serves; None when none can."""
+        free = self._free_rows()
+        if not self._queue or not free:
+            return None
+        fresh = self._queue[0].source not in self._batch
+        if fresh:
+            self._batch = self._next_batch()
+        started = []
+        while self._queue and free and self._queue[0].source in self._batch:
+            request, row = self._queue.popleft(), free.popleft()
+            shard, seat = divmod(row, len(self._shards[0]))
+            self._shards[shard][seat] = request.owner
+            started.append((row, self._batch[request.source], request.owner))
+        return Admission(tuple(self._batch), fresh, tuple(started))
 
-    def finish(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Frees `slots`; returns the (prompt, sample) that ran in each."""
-        finished = [self._running.pop(slot) for slot in slots]
-        self._free = sorted([*self._free, *slots])
-        return finished
+    def _free_rows(self) -> collections.deque[int]:
+        """Free rows, those of the emptiest shards first and turn by turn."""
+        size = len(self._shards[0])
+        each = [[i for i, owner in enumerate(shard) if owner is None] for shard in self._shards]
+        ranked = sorted(
+            (-(len(free) - turn), s, i)
+            for s, free in enumerate(each)
+            for turn, i in enumerate(free)
+        )
+        return collections.deque(s * size + i for _, s, i in ranked)
+
+    def _next_batch(self) -> dict[Any, int]:
+        batch: dict[Any, int] = {}
+        for request in self._queue:
+            if request.source not in batch:
+                if len(batch) == self._prefill_batch:
+                    break
+                batch[request.source] = len(batch)
+        return batch
+
+    def finish(self, rows: Iterable[int]) -> list[Any]:
+        """Frees `rows`; returns who ran in each."""
+        owners = []
+        for row in rows:
+            shard, seat = divmod(row, len(self._shards[0]))
+            owners.append(self._shards[shard][seat])
+            self._shards[shard][seat] = None
+        return owners
+
+    def cancel(self, owner: Any) -> int | None:
+        """Forgets a request; returns the row it ran in, which is free now, or None if it was queued.
+
+        Raises:
+          KeyError: it is neither queued nor running.
+        """
+        for row, running in self.running.items():
+            if running == owner:
+                self.finish([row])
+                return row
+        for request in self._queue:
+            if request.owner == owner:
+                self._queue.remove(request)
+                return None
+        raise KeyError(owner)

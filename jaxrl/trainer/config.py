@@ -123,8 +123,10 @@ class RolloutConfig:
         probabilities of the whole distribution.
       slots: samples decoded side by side.
       prefill_prompts: prompts of one prefill.
+      prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
       tokens_per_dispatch: tokens decoded between two looks of the host.
-      dtype: of weights, activations and cache in generation.
+      dtype: of weights and activations in generation.
+      kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
       unroll: layers per iteration of the layer scan.
     """
 
@@ -139,14 +141,17 @@ class RolloutConfig:
     min_p: float = 0.0
     slots: int = 256
     prefill_prompts: int = 32
+    prefill_chunk_tokens: int = 0
     tokens_per_dispatch: int = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     unroll: int = 1
 
     def __post_init__(self):
         require_at_least(1, self, "num_prompts", "generation_prompts", "max_generation_batches")
         require_at_least(1, self, "max_response_tokens", "tokens_per_dispatch", "unroll")
         require_at_least(1, self, "slots", "prefill_prompts")
+        require_at_least(0, self, "prefill_chunk_tokens")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature {self.temperature} is not positive: training divides logits by it; use 1.0"

@@ -153,6 +153,8 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         stop_ids=stop_ids,
         dtype=jnp.dtype(rollout.dtype),
+        kv_dtype=jnp.dtype(rollout.kv_dtype or rollout.dtype),
+        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         unroll=rollout.unroll,
         attention=config.train.attention,
     )

@@ -12,14 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.models.attention import (
-    IMPLEMENTATIONS,
-    attention,
-    cached_attention,
-    pick_implementation,
-)
+from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.attention_cudnn import cudnn_arguments
 from jaxrl.models.attention_splash import splash_attention
+from jaxrl.models.cached_attention import KVCache, cached_attention
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])
@@ -350,7 +346,10 @@ def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(lengt
     cache_k[..., :length] = k[:, :length].transpose(0, 2, 3, 1)
     cache_v[:, :, :length] = v[:, :length].transpose(0, 2, 1, 3)
     cached = cached_attention(
-        q[:, length], k[:, length], v[:, length], cache_k, cache_v, np.array([length], np.int32)
+        q[:, length],
+        k[:, length],
+        v[:, length],
+        [(KVCache(cache_k, cache_v), np.array([length], np.int32))],
     )
     np.testing.assert_allclose(cached, whole, atol=1e-6)
 
@@ -365,7 +364,11 @@ def test_sequences_of_a_batch_have_their_own_lengths():
         normal(rng, 3, 2, 5, 8),
         np.array([0, 5, 2], np.int32),
     )
-    together = cached_attention(*arrays)
+
+    def of(q, k, v, cache_k, cache_v, length):
+        return cached_attention(q, k, v, [(KVCache(cache_k, cache_v), length)])
+
+    together = of(*arrays)
     for b in range(3):
-        alone = cached_attention(*(a[b : b + 1] for a in arrays))
+        alone = of(*(a[b : b + 1] for a in arrays))
         np.testing.assert_allclose(together[b], alone[0], atol=1e-6)

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
-from jaxrl.models.attention import attention, cached_attention
+from jaxrl.models.attention import attention
+from jaxrl.models.cached_attention import KVCache, cached_attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.decoder import (
@@ -176,7 +177,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
 
         def attend(q, k, v, cache, _):
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
-            return cached_attention(q, k, v, *cache, length_B)[:, None], (k, v)
+            return cached_attention(q, k, v, [(KVCache(*cache), length_B)])[:, None], (k, v)
 
         hidden, kv, _ = model(
             token_B[:, None],

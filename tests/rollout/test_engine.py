@@ -214,6 +214,21 @@ def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
         np.testing.assert_allclose(whole[-len(response) :], logprob, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_sampler_and_the_trainer_agree_on_every_token_of_a_long_sample():
+    """2,000 tokens, through many dispatches and every size of the cache."""
+    config = dataclasses.replace(
+        BASE, stop_ids=(), max_response_tokens=2000, tokens_per_dispatch=64
+    )
+    actor = actor_of(config=config)
+    long = sample(actor, make_prompts([4]), num_samples=1)
+    assert long.lengths_B.tolist() == [2000]
+    shape = PackedShape.for_sequences(1, longest=2048, minibatches=1, rows=1, tokens=2048)
+    packing, batch = pack(long, shape)
+    trainer = packing.unpack(actor.logprobs(actor.place(batch)))[0][-2000:]
+    np.testing.assert_allclose(trainer, long.rollout_logprob[0], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -350,21 +365,29 @@ def test_slots_keep_their_own_limit_and_temperature_while_others_start():
         length_P = np.full(BASE.prefill_prompts, len(PROMPTS.tokens[4]), np.int32)
         blank_S = np.zeros(BASE.slots, np.int32)
         source_S = np.where(np.arange(BASE.slots) == slot, 0, -1).astype(np.int32)
-        arrays = (tokens_PT, length_P, source_S, blank_S, blank_S, np.full_like(blank_S, limit))
+        limit_S = np.full_like(blank_S, limit)
+        arrays = (tokens_PT, length_P, source_S, blank_S, blank_S, limit_S, blank_S)
         scalars = (np.uint32(0), np.int32(0), np.float32(temperature))
         placed = host_inputs(engine.mesh, *arrays, *scalars)
         prefix = engine.prefill(params, *placed[:2])
-        return engine.insert(prefix, state, Assignment(*placed[2:6]), *placed[6:], untruncated())
+        return engine.insert(prefix, state, Assignment(*placed[2:7]), *placed[7:], untruncated())
+
+    said: list[int] = []
+
+    def generate(state):
+        state = engine.generate(params, state)
+        token_SW, count_S = jax.device_get((state.out_token, state.out_count))
+        said.extend(token_SW[3, : count_S[3]])
+        return state
 
     state = insert(engine.init_decode_state(), 3, limit=9, temperature=0.0)
     for _ in range(2):
-        state = engine.generate(params, insert(state, 5, limit=2, temperature=50.0))
-    state = engine.generate(params, state)
-    count_S, token_SR, active_S = jax.device_get((state.count, state.out_token, state.active))
+        state = generate(insert(state, 5, limit=2, temperature=50.0))
+    state = generate(state)
     n = min(9, len(greedy.tokens[0]))
-    np.testing.assert_array_equal(token_SR[3, :n], greedy.tokens[0][:n])
-    assert count_S.tolist() == [0, 0, 0, n, 0, 2, 0, 0]
-    assert not active_S.any()
+    np.testing.assert_array_equal(said, greedy.tokens[0][:n])
+    assert jax.device_get(state.count).tolist() == [0, 0, 0, n, 0, 2, 0, 0]
+    assert not jax.device_get(state.active).any()
 
 
 def test_an_idle_engine_generates_nothing():
@@ -378,7 +401,9 @@ def test_an_idle_engine_generates_nothing():
 @pytest.mark.parametrize("layout", [("1-1-1",), ("1-4-2", "1-2-2-2", 2)], ids=lambda x: x[0])
 def test_nothing_compiles_twice_over_varied_prompts(layout, caplog):
     actor = actor_of(*layout)
+    # A full prefill batch, and a small one.
     sample(actor)
+    sample(actor, make_prompts([0]), num_samples=1)
     with jax.log_compiles():
         sample(actor, make_prompts([3]), num_samples=1, step=9)
         sample(actor, make_prompts(range(20, 31)), num_samples=4, temperature=0.0)

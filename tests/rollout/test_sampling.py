@@ -1,15 +1,21 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import (
     Truncation,
     _mix,
+    forbid,
     gumbel_noise,
+    penalize,
     sample_keys,
     sample_tokens,
     truncate,
+    truncation_of,
 )
 
 V = 64
@@ -187,12 +193,9 @@ def test_impossible_tokens_are_never_drawn(by_sample):
 # Truncation
 
 
-def truncation(top_k=0, top_p=1.0, min_p=0.0, slots=1) -> Truncation:
-    return Truncation(
-        jnp.full(slots, top_k, jnp.int32),
-        jnp.full(slots, top_p, jnp.float32),
-        jnp.full(slots, min_p, jnp.float32),
-    )
+def truncation(slots=1, **limits) -> Truncation:
+    defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return jax.tree.map(lambda x: jnp.full(slots, x), truncation_of(**defaults | limits))
 
 
 def kept(logits, **limits):
@@ -221,7 +224,8 @@ def test_truncation_by_hand():
 
 
 def test_slots_are_truncated_apart():
-    limits = Truncation(jnp.array([0, 1]), jnp.array([0.6, 1.0]), jnp.zeros(2))
+    apart = truncation(slots=2)
+    limits = dataclasses.replace(apart, top_k=jnp.array([0, 1]), top_p=jnp.array([0.6, 1.0]))
     both = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32)
     alive = np.asarray(truncate(both, limits)) > -1e29
     assert [np.flatnonzero(row).tolist() for row in alive] == [[1, 3], [1]]
@@ -253,3 +257,28 @@ def test_truncation_is_that_of_transformers(limits, seed):
     for name, value in limits.items():
         theirs = warpers[name](value)(None, theirs)
     assert kept(logits, **limits) == np.flatnonzero(np.isfinite(theirs[0].numpy())).tolist()
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = 2 * np.random.default_rng(0).normal(size=20).astype(np.float32)
+    said = np.array([3, 3, 7, 0])
+    theirs = process.RepetitionPenaltyLogitsProcessor(1.3)(
+        torch.from_numpy(said)[None], torch.from_numpy(logits.copy())[None]
+    )
+    seen_1V = jnp.isin(jnp.arange(20), said)[None]
+    ours = penalize(jnp.asarray(logits)[None], truncation(repetition_penalty=1.3), lambda: seen_1V)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+
+
+def test_stop_ids_wait_for_the_minimum_length():
+    limits = truncation(slots=2, min_tokens=4)
+    out = forbid(jnp.zeros((2, 5)), limits, jnp.array([3, 4]), (1, 2))
+    np.testing.assert_array_equal(out > -1, [[True, False, False, True, True], [True] * 5])
+
+
+@pytest.mark.parametrize("limits", [{"min_tokens": -1}, {"repetition_penalty": 0.0}], ids=str)
+def test_a_penalty_or_minimum_out_of_range_is_refused(limits):
+    with pytest.raises(UserError, match=f"{next(iter(limits))} {next(iter(limits.values()))}"):
+        truncation(**limits)

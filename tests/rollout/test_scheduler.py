@@ -1,73 +1,100 @@
+import itertools
 import random
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rollout.scheduler import Admission, Scheduler
+from jaxrl.rollout.buckets import fit, ladder, next_below
+from jaxrl.rollout.scheduler import Admission, Request, Scheduler
 
 
-def run(num_prompts, num_samples, slots, prefill_prompts, luck: random.Random):
+def requests(num_prompts, num_samples):
+    return [Request((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
+
+
+def scheduler_of(wanted, rows, prefill_batch, shards=1):
+    sizes = [n * shards for n in ladder(rows, 1)]
+    return Scheduler(wanted, row_sizes=sizes, prefill_batch=prefill_batch, shards=shards)
+
+
+def run(num_prompts, num_samples, rows, prefill_batch, shards, luck: random.Random):
     """Plays a whole run: everything admitted, then some running samples finish, and again.
 
     Returns:
-      Admissions in order, and the finished (prompt, sample) pairs in order.
+      Admissions in order, and the finished owners in order.
     """
-    scheduler = Scheduler(num_prompts, num_samples, slots=slots, prefill_prompts=prefill_prompts)
+    scheduler = scheduler_of(requests(num_prompts, num_samples), rows, prefill_batch, shards)
     admissions: list[Admission] = []
-    finished: list[tuple[int, int]] = []
+    finished: list = []
     while scheduler.unfinished:
+        before, size = scheduler.running, scheduler.num_rows
+        moves = scheduler.resize()
+        check_moves(moves, before, size, scheduler, shards)
+        before = scheduler.running
         while (admission := scheduler.admit()) is not None:
+            assert not {row for row, *_ in admission.rows} & set(before)
             admissions.append(admission)
-            assert len(scheduler.running) <= slots
+            before = scheduler.running
         running = scheduler.running
-        # Nothing waits while a slot is free.
-        assert len(running) == min(slots, num_prompts * num_samples - len(finished))
+        assert 0 <= scheduler.enough_active < len(running)
+        # Nothing waits while a row is free.
+        waiting = num_prompts * num_samples - len(finished) - len(running)
+        assert not waiting or len(running) == rows * shards
         done = sorted(luck.sample(sorted(running), luck.randint(1, len(running))))
         owners = scheduler.finish(done)
-        assert owners == [running[slot] for slot in done]
+        assert owners == [running[row] for row in done]
         finished += owners
     return admissions, finished
 
 
+def check_moves(moves, before, size, scheduler, shards):
+    """Everyone who ran runs on, on the same shard, in the row that the moves say."""
+    if moves is None:
+        assert scheduler.running == before
+        return
+    assert len(moves) == scheduler.num_rows
+    old_each, each = size // shards, len(moves) // shards
+    arrived = {
+        row: before[row // each * old_each + old] for row, old in enumerate(moves) if old >= 0
+    }
+    assert arrived == scheduler.running
+    assert sorted(arrived.values()) == sorted(before.values())
+
+
 runs = st.tuples(
-    st.integers(0, 6), st.integers(1, 5), st.integers(1, 7), st.integers(1, 4), st.integers(0, 10)
+    st.integers(0, 6),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 10),
 )
 
 
 @given(runs)
-def test_every_sample_runs_exactly_once(case):
-    num_prompts, num_samples, slots, prefill, seed = case
-    admissions, finished = run(num_prompts, num_samples, slots, prefill, random.Random(seed))
-    everything = [(p, k) for p in range(num_prompts) for k in range(num_samples)]
-    # Served in order of prompts and samples, whatever order they finish in.
-    assert [(p, k) for a in admissions for _, _, p, k in a.slots] == everything
+def test_every_sample_runs_exactly_once_in_order(case):
+    *sizes, seed = case
+    admissions, finished = run(*sizes, random.Random(seed))
+    everything = [r.owner for r in requests(*sizes[:2])]
+    # Served in order, whatever order they finish in.
+    assert [owner for a in admissions for _, _, owner in a.rows] == everything
     assert sorted(finished) == everything
 
 
 @given(runs)
-def test_an_admission_is_one_prefill(case):
-    num_prompts, num_samples, slots, prefill, seed = case
-    for admission in run(num_prompts, num_samples, slots, prefill, random.Random(seed))[0]:
-        assert 1 <= len(admission.prompts) <= prefill
-        assert len(set(admission.prompts)) == len(admission.prompts)
-        assert {p for _, _, p, _ in admission.slots} == set(admission.prompts)
-        assert all(admission.prompts[source] == p for _, source, p, _ in admission.slots)
-        used = [slot for slot, *_ in admission.slots]
-        assert len(set(used)) == len(used)
-        assert all(0 <= slot < slots for slot in used)
-
-
-@given(runs)
-def test_no_slot_is_given_away_while_it_runs(case):
-    num_prompts, num_samples, slots, prefill, seed = case
-    scheduler = Scheduler(num_prompts, num_samples, slots=slots, prefill_prompts=prefill)
-    luck = random.Random(seed)
-    while scheduler.unfinished:
-        before = scheduler.running
-        while (admission := scheduler.admit()) is not None:
-            assert not {slot for slot, *_ in admission.slots} & set(before)
-            before = scheduler.running
-        scheduler.finish([luck.choice(sorted(before))])
+def test_every_prompt_is_prefilled_once_in_full_batches(case):
+    *sizes, seed = case
+    admissions = run(*sizes, random.Random(seed))[0]
+    batches = [a.sources for a in admissions if a.fresh]
+    assert [p for batch in batches for p in batch] == list(range(sizes[0]))
+    assert all(len(batch) == sizes[3] for batch in batches[:-1])
+    latest: tuple = ()
+    for admission in admissions:
+        latest = admission.sources if admission.fresh else latest
+        assert admission.sources == latest
+        assert all(latest[place] == owner[0] for _, place, owner in admission.rows)
 
 
 @given(runs)
@@ -77,25 +104,78 @@ def test_the_order_depends_on_nothing_but_requests_and_lengths(case):
 
 
 def test_the_samples_of_a_prompt_share_a_prefill():
-    """Two prompts, three samples each, four slots: by hand."""
-    scheduler = Scheduler(2, 3, slots=4, prefill_prompts=2)
-    first = scheduler.admit()
-    assert first == Admission((0, 1), ((0, 0, 0, 0), (1, 0, 0, 1), (2, 0, 0, 2), (3, 1, 1, 0)))
+    """Two prompts, three samples each, four rows: by hand."""
+    scheduler = scheduler_of(requests(2, 3), 4, prefill_batch=2)
+    assert scheduler.resize() == [-1] * 4
+    first = ((0, 0, (0, 0)), (1, 0, (0, 1)), (2, 0, (0, 2)), (3, 1, (1, 0)))
+    assert scheduler.admit() == Admission((0, 1), True, first)
     assert scheduler.admit() is None
     assert scheduler.finish([3, 1]) == [(1, 0), (0, 1)]
-    assert scheduler.admit() == Admission((1,), ((1, 0, 1, 1), (3, 0, 1, 2)))
-    assert scheduler.finish([0, 1, 2, 3]) == [(0, 0), (1, 1), (0, 2), (1, 2)]
+    assert scheduler.resize() is None
+    assert scheduler.admit() == Admission((0, 1), False, ((1, 1, (1, 1)), (3, 1, (1, 2))))
+    assert scheduler.finish([0, 1]) == [(0, 0), (1, 1)]
+    # Two run on, in two rows.
+    assert scheduler.resize() == [2, 3]
+    assert scheduler.finish([0, 1]) == [(0, 2), (1, 2)]
     assert not scheduler.unfinished
 
 
-def test_the_prefill_limit_splits_an_admission():
-    scheduler = Scheduler(3, 1, slots=3, prefill_prompts=2)
-    assert scheduler.admit() == Admission((0, 1), ((0, 0, 0, 0), (1, 1, 1, 0)))
-    assert scheduler.admit() == Admission((2,), ((2, 0, 2, 0),))
-    assert scheduler.admit() is None
+def test_a_dispatch_goes_on_until_the_host_could_do_something():
+    scheduler = scheduler_of(requests(20, 1), 16, prefill_batch=16)
+    scheduler.resize()
+    scheduler.admit()
+    # Four wait: two free rows of sixteen are worth a look.
+    assert scheduler.enough_active == 14
+    scheduler.finish(range(4))
+    scheduler.admit()
+    # None waits: twelve rows are the next smaller state.
+    assert scheduler.enough_active == 12
+    # What two shards would do without may still be too much for one of them.
+    lopsided = scheduler_of(requests(12, 1), 8, prefill_batch=16, shards=2)
+    lopsided.resize()
+    lopsided.admit()
+    lopsided.finish([row for row in lopsided.running if row < 6])
+    lopsided.resize()
+    assert (lopsided.num_rows, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
+
+
+def test_ten_thousand_requests():
+    admissions, finished = run(1250, 8, 32, 16, 4, random.Random(0))
+    assert len(finished) == len(set(finished)) == 10_000
+    assert sum(a.fresh for a in admissions) == -(-1250 // 16)
+
+
+def test_a_cancelled_request_frees_its_row_or_its_place_in_the_queue():
+    scheduler = scheduler_of(requests(1, 4), 2, prefill_batch=1)
+    scheduler.resize()
+    scheduler.admit()
+    assert scheduler.cancel((0, 3)) is None
+    assert scheduler.cancel((0, 0)) == 0
+    assert scheduler.admit() == Admission((0,), False, ((0, 0, (0, 2)),))
+    with pytest.raises(KeyError):
+        scheduler.cancel((0, 3))
+    scheduler.finish([0, 1])
+    assert not scheduler.unfinished
 
 
 def test_nothing_asked_is_finished_at_once():
-    scheduler = Scheduler(0, 4, slots=2, prefill_prompts=1)
+    scheduler = scheduler_of([], 2, prefill_batch=1)
     assert not scheduler.unfinished
     assert scheduler.admit() is None
+
+
+@given(st.integers(1, 5000), st.integers(1, 300))
+def test_sizes_are_few_and_close(largest, smallest):
+    sizes = ladder(largest, smallest)
+    assert sizes[-1] == largest
+    assert all(a < b <= 2 * a for a, b in itertools.pairwise(sizes))
+    assert len(sizes) <= 2 * np.log2(max(1, largest / smallest)) + 3
+    for need in range(1, largest + 1, 7):
+        size = fit(sizes, need)
+        assert need <= size and next_below(sizes, size) < need
+
+
+def test_sizes_by_hand():
+    assert ladder(20, 8) == (8, 12, 16, 20)
+    assert ladder(64, 16) == (16, 24, 32, 48, 64)
+    assert ladder(5, 8) == (5,)

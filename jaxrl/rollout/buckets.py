@@ -1,0 +1,29 @@
+"""Sizes that programs are compiled for: few enough to compile, close enough to what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def ladder(largest: int, smallest: int) -> tuple[int, ...]:
+    """Sizes from about `smallest` to exactly `largest`, growing: 2^n and 3 * 2^(n-1), two per doubling.
+
+    What needs any size in between is given at most half as much again. There are at most
+    2 * log2(largest / smallest) + 3 of them; `largest` alone where nothing fits below.
+    """
+    sizes = {largest}
+    octave = 1
+    while octave < largest:
+        sizes |= {s for s in (octave, octave + octave // 2) if smallest <= s < largest}
+        octave *= 2
+    return tuple(sorted(sizes))
+
+
+def fit(sizes: Sequence[int], need: int) -> int:
+    """The smallest of the growing `sizes` that is at least `need`."""
+    return next(size for size in sizes if size >= need)
+
+
+def next_below(sizes: Sequence[int], size: int) -> int:
+    """The largest of the growing `sizes` below `size`; 0 if there is none."""
+    return max((s for s in sizes if s < size), default=0)

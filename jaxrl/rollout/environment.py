@@ -1,0 +1,34 @@
+"""Conversations with tools: what answers a finished turn.
+
+prompt | sampled turn ... <stop> | tokens from the environment | sampled turn ... <stop> | end
+  mask   1 1 1 1 1 1 1 1 1 1 1 1   0 0 0 0 0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1 1 1 1 1 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What the model has just said.
+
+    Attributes:
+      prompt_id: of `Prompts.ids_N`.
+      sample_index: which of the prompt's samples this is.
+      tokens: int32, the turn, with the stop that ended it.
+      response: int32, everything since the prompt, this turn included.
+    """
+
+    prompt_id: int
+    sample_index: int
+    tokens: np.ndarray
+    response: np.ndarray
+
+
+# Tokens to append, which are not trained on and after which the model goes on; None ends the sample. It runs
+# between two dispatches and must depend on the turn alone, on every process alike.
+Environment = Callable[[Turn], np.ndarray | None]

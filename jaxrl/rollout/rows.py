@@ -1,0 +1,87 @@
+"""Moving rows of a tree of arrays whose dimensions are named, on the device that holds them.
+
+Every function takes a tree and, in the same structure, a tuple of logical axes per leaf, in which "batch"
+counts rows and "length" cached tokens.
+
+    n rows   P rows of another tree   C capacity in tokens   W new tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def taken(tree: Any, axes: Any, rows_n: jax.Array) -> Any:
+    """The rows of `tree` at `rows_n`, int32."""
+    return jax.tree.map(
+        lambda leaf, names: jnp.take(leaf, rows_n, axis=names.index("batch")), tree, axes
+    )
+
+
+def with_capacity(tree: Any, axes: Any, capacity: int) -> Any:
+    """`tree` with room for `capacity` tokens: zeros are appended, or the end is cut off."""
+
+    def one(leaf, names):
+        if "length" not in names:
+            return leaf
+        dim = names.index("length")
+        if capacity <= leaf.shape[dim]:
+            return jax.lax.slice_in_dim(leaf, 0, capacity, axis=dim)
+        pad = [(0, 0)] * leaf.ndim
+        pad[dim] = (0, capacity - leaf.shape[dim])
+        return jnp.pad(leaf, pad)
+
+    return jax.tree.map(one, tree, axes)
+
+
+def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
+    """`tree` with row i replaced by row source_n[i] of `other` where that is not negative.
+
+    The capacities may differ; what is copied must fit. Costs what the replaced rows hold, not what all do.
+    """
+    order_n = jnp.argsort(source_n < 0, stable=True)
+
+    def copy(j, tree):
+        row = order_n[j]
+
+        def one(leaf, new, names):
+            batch = names.index("batch")
+            # Of any dimension but the rows, both have at least the smaller size.
+            sizes = [min(pair) for pair in zip(leaf.shape, new.shape, strict=True)]
+            sizes[batch] = 1
+            new = jax.lax.dynamic_slice(new, _at(batch, source_n[row], leaf.ndim), sizes)
+            return jax.lax.dynamic_update_slice(leaf, new, _at(batch, row, leaf.ndim))
+
+        return jax.tree.map(one, tree, other, axes)
+
+    return jax.lax.fori_loop(0, (source_n >= 0).sum(), copy, tree)
+
+
+def _at(dim: int, index: jax.Array, ndim: int) -> list[Any]:
+    """The start of `index` in dimension `dim`."""
+    return [index if d == dim else 0 for d in range(ndim)]
+
+
+def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array) -> Any:
+    """`tree` with W tokens of `new` written at `start_n` of every live row; others stay as they are.
+
+    A live row must have room for W tokens from its start. Row by row, since a scatter would want the whole
+    tree in another layout.
+    """
+    order_n = jnp.argsort(~live_n, stable=True)
+
+    def write(j, tree):
+        row = order_n[j]
+
+        def one(leaf, new, names):
+            batch, length = names.index("batch"), names.index("length")
+            new = jax.lax.dynamic_index_in_dim(new, row, batch)
+            start = [{batch: row, length: start_n[row]}.get(d, 0) for d in range(leaf.ndim)]
+            return jax.lax.dynamic_update_slice(leaf, new, start)
+
+        return jax.tree.map(one, tree, new, axes)
+
+    return jax.lax.fori_loop(0, live_n.sum(), write, tree)

@@ -1,0 +1,171 @@
+"""Samples on the host, from their first token to a batch of completions or on to the next step.
+
+N prompts   G samples of each   R tokens of a response
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.types import Completions, Prompts
+
+
+class _Piece(NamedTuple):
+    """Tokens that came together: int32, float32, float32, and two numbers that hold for all of them."""
+
+    tokens: np.ndarray
+    logprob: np.ndarray
+    entropy: np.ndarray
+    mask: float
+    version: int
+
+
+class Sample:
+    """One response, finished or not.
+
+    Attributes:
+      prompt: index of its prompt.
+      index: which of the prompt's samples it is.
+      step: in which it was begun, and which its keys are made of for as long as it lasts.
+      finished: nothing will be added.
+      truncated: it is finished because there was no more room.
+    """
+
+    def __init__(self, prompt: int, index: int, step: int):
+        self.prompt = prompt
+        self.index = index
+        self.step = step
+        self.finished = False
+        self.truncated = False
+        self._pieces: list[_Piece] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def at(self, prompt: int) -> Sample:
+        """The same sample, of a prompt that stands elsewhere now."""
+        moved = Sample(prompt, self.index, self.step)
+        moved.finished, moved.truncated = self.finished, self.truncated
+        moved._pieces, moved._count = list(self._pieces), self._count
+        return moved
+
+    def add_drawn(
+        self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
+    ) -> None:
+        """Appends what the policy of that version said."""
+        self._add(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
+
+    def add_given(self, tokens: np.ndarray, version: int) -> None:
+        """Appends what the environment said."""
+        zeros = np.zeros(len(tokens), np.float32)
+        self._add(_Piece(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
+
+    def _add(self, piece: _Piece) -> None:
+        if len(piece.tokens):
+            self._pieces.append(piece)
+            self._count += len(piece.tokens)
+
+    def cut(self, count: int) -> None:
+        """Forgets everything after the first `count` tokens."""
+        while self._count > count:
+            piece = self._pieces.pop()
+            keep = max(0, len(piece.tokens) - (self._count - count))
+            self._count -= len(piece.tokens)
+            tokens, logprob, entropy = piece.tokens, piece.logprob, piece.entropy
+            kept = (tokens[:keep], logprob[:keep], entropy[:keep])
+            self._add(_Piece(*kept, piece.mask, piece.version))
+
+    def tail(self, count: int) -> np.ndarray:
+        """The last `count` tokens of the turn that is being said, or all of them."""
+        taken: list[np.ndarray] = []
+        for piece in reversed(self._pieces):
+            if piece.mask == 0 or count <= 0:
+                break
+            taken.append(piece.tokens[-count:])
+            count -= len(piece.tokens)
+        return np.concatenate([*taken[::-1], np.zeros(0, np.int32)])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Int32 [R]."""
+        return self._joined(lambda p: p.tokens, np.int32)
+
+    @property
+    def logprob(self) -> np.ndarray:
+        """Float32 [R], 0 where the environment spoke."""
+        return self._joined(lambda p: p.logprob, np.float32)
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """Float32 [R], 0 where the environment spoke."""
+        return self._joined(lambda p: p.entropy, np.float32)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Float32 [R], 1 where the policy spoke."""
+        return self._joined(lambda p: np.full(len(p.tokens), p.mask), np.float32)
+
+    @property
+    def version(self) -> np.ndarray:
+        """Int32 [R], which policy each token was drawn from: the step of its weights."""
+        return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
+
+    def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """Groups that a step did not finish, for the next one.
+
+    Attributes:
+      prompts: N of them.
+      num_samples: G.
+      samples: N * G, the finished ones too, since a group is learned from as a whole.
+    """
+
+    prompts: Prompts
+    num_samples: int
+    samples: tuple[Sample, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What a step has sampled.
+
+    Attributes:
+      completions: every group whose samples are all finished, in the order of their prompts.
+      prompt_indices: which prompts these are, of those carried in and then those given.
+      versions: int32 for each row of the completions, the policy version of each token.
+      carry: the other groups.
+    """
+
+    completions: Completions
+    prompt_indices: tuple[int, ...]
+    versions: tuple[np.ndarray, ...]
+    carry: Carry
+
+
+def completions_of(
+    prompts: Prompts,
+    samples: Sequence[Sample],
+    num_samples: int,
+    decode_text: Callable[[np.ndarray], str],
+) -> Completions:
+    """Completions of N prompts from their N * G samples, in order."""
+    tokens = tuple(sample.tokens for sample in samples)
+    return Completions(
+        prompts=prompts,
+        num_samples=num_samples,
+        tokens=tokens,
+        rollout_logprob=tuple(sample.logprob for sample in samples),
+        entropy=tuple(sample.entropy for sample in samples),
+        truncated_B=np.array([sample.truncated for sample in samples], bool),
+        texts=tuple(decode_text(t) for t in tokens),
+        mask=tuple(sample.mask for sample in samples),
+    )

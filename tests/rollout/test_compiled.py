@@ -1,0 +1,77 @@
+"""What the compiler makes of the rollout programs for a TPU that is not here."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Run apart, as libtpu reads its environment when it is loaded.
+COMPILE_FOR_TPU = """
+import json
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout.engine import Engine, EngineConfig
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+layout = ParallelLayout.from_config(LayoutConfig(train="1-2-2", generate="1-2-1-2"))
+mesh = build_mesh(layout, list(topology.devices))
+model = ModelConfig(vocab_size=1024, num_layers=4, d_model=512, d_ff=1024, num_heads=8, head_dim=128)
+graph, shapes, axes = decoder_graph(model)
+config = EngineConfig(
+    slots=64, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
+    tokens_per_dispatch=64, stop_ids=(1,), dtype=jnp.bfloat16, kv_dtype=jnp.int8,
+)
+engine = Engine(model, graph, mesh, config)
+params = jax.tree.map(
+    lambda s, where: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16, sharding=where),
+    shapes, shardings(axes, shapes, GENERATE_RULES, mesh),
+)
+state = engine.abstract_decode_state()
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
+
+programs = {
+    "generate": engine.generate.lower(params, state, ints()).compile(),
+    "resize": engine.resize.lower(state, ints(32), capacity=2048).compile(),
+}
+print(json.dumps({
+    "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.context.cache)) // 4,
+    "temporary": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
+    "collectives": any(word in programs["resize"].as_text() for word in ("all-", "collective-")),
+}))
+"""
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_no_program_copies_the_cache_and_rows_move_without_communication():
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE_FOR_TPU],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["collectives"]
+    for name, size in found["temporary"].items():
+        assert size < found["cache"] / 8, name

@@ -1,0 +1,344 @@
+"""What the driver does beyond sampling a batch to its end: carrying, stopping, conversations, sizes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.attention import attention
+from jaxrl.models.compute import Compute
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.roles.batches import pack_completions
+from jaxrl.rollout.driver import Options, rollout, sample
+from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.types import Completions, Prompts
+
+MODEL = ModelConfig(
+    vocab_size=16,
+    num_tokens=14,
+    num_layers=2,
+    d_model=16,
+    d_ff=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+BASE = EngineConfig(
+    slots=16,
+    prefill_prompts=4,
+    max_prompt_tokens=24,
+    max_response_tokens=40,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+)
+N, G = 5, 3
+
+
+@functools.cache
+def weights():
+    _, shapes, _ = decoder_graph(MODEL)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+
+
+@functools.cache
+def engine_of(train="1-1-1", **changes) -> Engine:
+    layout = ParallelLayout.from_config(LayoutConfig(train=train))
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    graph, _, _ = decoder_graph(MODEL)
+    return Engine(MODEL, graph, mesh, dataclasses.replace(BASE, **changes))
+
+
+def make_prompts(lengths=(1, 20, 7, 24, 3)) -> Prompts:
+    ids = np.arange(len(lengths), dtype=np.int64)
+    rng = np.random.default_rng(1)
+    tokens = tuple(rng.integers(3, MODEL.num_tokens, n).astype(np.int32) for n in lengths)
+    blank = ("",) * len(ids)
+    return Prompts(ids_N=ids, tokens=tokens, texts=blank, answers=blank, sources=blank)
+
+
+PROMPTS = make_prompts()
+OPTIONS = Options(num_samples=G, seed=7, step=3, temperature=0.8)
+
+
+def spell(tokens) -> str:
+    return "".join(chr(ord("a") + t) for t in tokens)
+
+
+def run(engine=None, prompts=PROMPTS, **changes) -> Completions:
+    options = vars(dataclasses.replace(OPTIONS, **changes))
+    return sample(engine or engine_of(), weights(), prompts, spell, **options)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Completions:
+    return run()
+
+
+def assert_same_samples(a, b, tolerance=1e-5):
+    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
+    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
+    for field in ("rollout_logprob", "entropy", "mask"):
+        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
+            np.testing.assert_allclose(x, y, atol=tolerance, err_msg=field)
+
+
+def test_the_batch_has_short_and_long_responses(whole):
+    assert whole.truncated_B.any() and not whole.truncated_B.all()
+    assert whole.lengths_B.min() < 6 and whole.lengths_B.max() == 40
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefill_chunk_tokens": 5},
+        {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3},
+        {"unroll": 2, "tokens_per_dispatch": 64},
+    ],
+    ids=["prefill in chunks", "two rows", "layers apart"],
+)
+def test_sizes_never_change_a_sample(changes, whole):
+    assert_same_samples(run(engine_of(**changes)), whole)
+
+
+def test_rows_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
+    assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
+
+
+def test_sizes_follow_what_is_needed(monkeypatch):
+    """Programs for the rows and lengths that occur, not for the limits; each compiled once."""
+    engine = engine_of(max_response_tokens=400, tokens_per_dispatch=8)
+    assert engine.cache_sizes[-1] == 24 + 400 + 8
+    sizes = []
+
+    def watched(rows, capacity):
+        sizes.append((rows, capacity))
+        return Engine.init_decode_state(engine, rows, capacity)
+
+    monkeypatch.setattr(engine, "init_decode_state", watched)
+    options = dataclasses.replace(OPTIONS, budget_tokens=16)
+    for _ in range(2):
+        rollout(engine, weights(), make_prompts((4, 5)), spell, options)
+        assert engine.generate._cache_size() == 1
+    assert sizes == [(8, 64)] * 2
+
+
+@pytest.mark.parametrize(
+    "kv_dtype, tolerance", [("float32", 1e-6), ("bfloat16", 0.1), ("int8", 0.1)]
+)
+def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, tolerance, whole):
+    narrow = run(engine_of(kv_dtype=jnp.dtype(kv_dtype)))
+    gaps = []
+    for a, b, x, y in zip(
+        narrow.tokens, whole.tokens, narrow.rollout_logprob, whole.rollout_logprob, strict=True
+    ):
+        # Up to the first token that differs both saw the same text.
+        n = min(len(a), len(b))
+        same = int(np.argmin(np.append(a[:n] == b[:n], False)))
+        gaps += np.abs(x[:same] - y[:same]).tolist()
+    assert len(gaps) > 150
+    assert np.max(gaps) < tolerance
+    assert (np.max(gaps) > 0) == (kv_dtype != "float32")
+
+
+def test_an_unknown_cache_type_is_refused():
+    with pytest.raises(UserError, match="kv_dtype float16: a cache is kept in one of float32"):
+        dataclasses.replace(BASE, kv_dtype=jnp.float16)
+
+
+# Carrying
+
+
+def test_a_sample_that_is_carried_goes_on_as_if_it_had_not_been(whole):
+    first = dataclasses.replace(OPTIONS, budget_tokens=7)
+    part = rollout(engine_of(), weights(), PROMPTS, spell, first)
+    assert len(part.carry.prompts) > 0
+    assert max(len(s) for s in part.carry.samples) == 7
+    parts = {
+        int(part.completions.prompts.ids_N[i]): part for i in range(len(part.completions.prompts))
+    }
+    nothing = PROMPTS.take([])
+    step = OPTIONS.step
+    while len(part.carry.prompts):
+        step += 1
+        now = dataclasses.replace(first, step=step, budget_tokens=11)
+        part = rollout(engine_of(), weights(), nothing, spell, now, carry=part.carry)
+        parts |= {int(i): part for i in part.completions.prompts.ids_N}
+    assert sorted(parts) == list(range(N))
+    for n, part in parts.items():
+        at = part.completions.prompts.ids_N.tolist().index(n)
+        assert_same_samples(part.completions.take([at]), whole.take([n]))
+    versions = np.concatenate(part.versions)
+    # Tokens 0 to 6 are of the first step, 7 to 17 of the next, and so on.
+    longest = max(part.versions, key=len)
+    assert longest.tolist() == [3] * 7 + [4] * 11 + [5] * 11 + [6] * 11
+    assert set(versions.tolist()) == {3, 4, 5, 6}
+
+
+def test_new_prompts_join_carried_groups_and_groups_keep_their_size(whole):
+    short = dataclasses.replace(OPTIONS, budget_tokens=7)
+    part = rollout(engine_of(), weights(), PROMPTS.take([0, 1, 2]), spell, short)
+    rest = rollout(engine_of(), weights(), PROMPTS.take([3, 4]), spell, OPTIONS, carry=part.carry)
+    both = Completions.concatenate([part.completions, rest.completions])
+    order = np.argsort(both.prompts.ids_N)
+    assert_same_samples(both.take(order), whole)
+    assert not len(rest.carry.prompts)
+    with pytest.raises(UserError, match=f"of {G} samples are carried .* num_samples 2"):
+        two = dataclasses.replace(OPTIONS, num_samples=2)
+        rollout(engine_of(), weights(), PROMPTS, spell, two, carry=part.carry)
+
+
+def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
+    seen = []
+
+    def enough(group: Completions) -> bool:
+        seen.append(int(group.prompts.ids_N[0]))
+        return len(seen) == 2
+
+    engine = engine_of(slots=8)
+    part = rollout(engine, weights(), PROMPTS, spell, OPTIONS, enough=enough)
+    assert sorted(seen) == sorted(part.completions.prompts.ids_N.tolist())
+    assert 2 <= len(seen) < N
+    assert sorted(part.prompt_indices) == sorted(seen)
+    rest = rollout(engine, weights(), PROMPTS.take([]), spell, OPTIONS, carry=part.carry)
+    both = Completions.concatenate([part.completions, rest.completions])
+    assert_same_samples(both.take(np.argsort(both.prompts.ids_N)), whole)
+
+
+def test_the_longest_expected_start_first():
+    started = []
+
+    def enough(group: Completions) -> bool:
+        started.append(int(group.prompts.ids_N[0]))
+        return True
+
+    # One row after the other, and one token each, so that groups finish in the order of their start.
+    engine = engine_of(slots=1, prefill_prompts=1, max_response_tokens=1)
+    for expected, first in [(None, 3), (np.array([5, 9, 2, 1, 30]), 4)]:
+        rollout(
+            engine, weights(), PROMPTS, spell, OPTIONS, enough=enough, expected_tokens_N=expected
+        )
+        assert started.pop() == first
+
+
+# Stopping
+
+
+def test_a_stop_string_ends_a_response_and_cuts_off_what_follows(whole):
+    text = next(t for t in whole.texts if len(t) > 12)
+    stop = text[5:7]
+    cut = run(stop_strings=(stop,))
+    for mine, theirs, tokens, truncated in zip(
+        cut.texts, whole.texts, cut.tokens, cut.truncated_B, strict=True
+    ):
+        end = theirs.find(stop)
+        assert mine == (theirs if end < 0 else theirs[: end + 2])
+        assert len(tokens) == len(mine)
+        assert not (truncated and end >= 0)
+    assert any(stop in t for t in cut.texts)
+
+
+def test_a_minimum_length_keeps_stops_away_and_penalties_change_only_the_choice():
+    limits = truncation_of(top_k=0, top_p=1.0, min_p=0.0, min_tokens=30)
+    assert run(truncation=limits).lengths_B.min() >= 30
+    greedy = run(temperature=0.0, num_samples=1)
+    penalised = truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=50.0)
+    varied = run(temperature=0.0, num_samples=1, truncation=penalised)
+    for prompt, once, again in zip(PROMPTS.tokens, varied.tokens, greedy.tokens, strict=True):
+        # With so high a price nothing is said twice while something unsaid has a positive logit.
+        assert len(set(once[:3])) == len(once[:3])
+        assert len(prompt) and len(again)
+    assert np.mean([len(set(t)) / len(t) for t in varied.tokens]) > np.mean(
+        [len(set(t)) / len(t) for t in greedy.tokens]
+    )
+
+
+# Conversations
+
+
+def test_an_environment_answers_turns_and_its_tokens_are_masked():
+    turns = []
+    answer = np.array([5, 6, 7], np.int32)
+
+    def environment(turn):
+        turns.append(turn)
+        return answer if len(turn.response) < 20 else None
+
+    talk = run(environment=environment)
+    said_more = 0
+    for b, (tokens, mask) in enumerate(zip(talk.tokens, talk.mask, strict=True)):
+        assert len(tokens) == len(mask) == len(talk.rollout_logprob[b]) <= 40
+        given = np.flatnonzero(mask == 0)
+        assert tokens[given].tolist() == answer.tolist() * (len(given) // 3)
+        assert (talk.rollout_logprob[b][given] == 0).all()
+        said_more += len(given) > 0
+        # Every answer follows a stop.
+        assert all(tokens[at - 1] == 1 for at in given[::3])
+    assert said_more > 3
+    assert all(turn.tokens[-1] == 1 for turn in turns)
+    assert all(
+        turn.response[-len(turn.tokens) :].tolist() == turn.tokens.tolist() for turn in turns
+    )
+    # What is drawn after an answer is what follows prompt and answer without a cache: its probabilities are.
+    b = max(range(len(talk)), key=lambda b: (talk.mask[b] == 0).sum())
+    prompt = PROMPTS.tokens[talk.prompt_index_B[b]]
+    np.testing.assert_allclose(
+        talk.rollout_logprob[b], logprob_of(prompt, talk.tokens[b]) * talk.mask[b], atol=1e-5
+    )
+    # Packing keeps them out of the loss.
+    shape = PackedShape.for_sequences(N * G, longest=64, minibatches=1, rows=2, tokens=64)
+    loss_mask = pack_completions(talk, shape).loss_mask
+    assert loss_mask.sum() == sum(mask.sum() for mask in talk.mask)
+
+
+def test_conversations_on_shards_and_in_small_pieces_are_the_same():
+    def environment(turn):
+        return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
+
+    expected = run(environment=environment)
+    spread = engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)
+    assert_same_samples(run(spread, environment=environment), expected)
+    small = engine_of(slots=2, prefill_prompts=1, tokens_per_dispatch=3)
+    assert_same_samples(run(small, environment=environment), expected)
+
+
+def test_an_answer_that_does_not_fit_ends_the_sample_as_truncated(whole):
+    talk = run(environment=lambda turn: np.zeros(40, np.int32))
+    assert talk.truncated_B.all()
+    assert_same_samples(dataclasses.replace(talk, truncated_B=whole.truncated_B), whole)
+
+
+@functools.cache
+def _forward():
+    graph, _, _ = decoder_graph(MODEL)
+
+    @jax.jit
+    def forward(tokens_1S):
+        model = nnx.merge(graph, jax.tree.map(jnp.asarray, weights()))
+
+        def attend(q, k, v, *_):
+            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
+
+        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
+        hidden, *_ = model(tokens_1S, positions_1S, attend, compute=Compute())
+        return jax.nn.log_softmax(model.logits(hidden, compute=Compute())[0] / OPTIONS.temperature)
+
+    return forward
+
+
+def logprob_of(prompt, response) -> np.ndarray:
+    padded = np.zeros((1, 64), np.int32)
+    whole = np.concatenate([prompt, response])
+    padded[0, : len(whole)] = whole
+    rows = np.asarray(_forward()(padded))[len(prompt) - 1 : len(whole) - 1]
+    return rows[np.arange(len(response)), response]
