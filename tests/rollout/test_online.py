@@ -1,0 +1,358 @@
+"""The online driver: requests from many threads, each answered as if it were alone."""
+
+import functools
+import queue
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout.driver import sample
+from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.online import Ask, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.text_stream import TextStream
+from jaxrl.types import Prompts
+
+MODEL = ModelConfig(
+    vocab_size=16,
+    num_tokens=14,
+    num_layers=2,
+    d_model=16,
+    d_ff=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+CONFIG = EngineConfig(
+    slots=8,
+    prefill_prompts=4,
+    max_prompt_tokens=24,
+    max_response_tokens=40,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+)
+
+
+@functools.cache
+def weights():
+    _, shapes, _ = decoder_graph(MODEL)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+
+
+def build_engine(train="1-1-1") -> Engine:
+    layout = ParallelLayout.from_config(LayoutConfig(train=train))
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, CONFIG)
+
+
+def spell(tokens) -> str:
+    return "".join(chr(ord("a") + t) for t in tokens if t != 1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return build_engine()
+
+
+@pytest.fixture
+def driver(engine):
+    with OnlineDriver(engine, weights(), spell) as driver:
+        yield driver
+        # Whatever a test has done, nothing stays behind.
+        wait_until(lambda: driver.load == (0, 0))
+
+
+def wait_until(condition, timeout_s=20):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
+
+
+def ask_for(seed=0, prompt=(3, 4, 5), **changes) -> Ask:
+    given = {"num_samples": 1, "max_tokens": 40, "temperature": 0.8}
+    return Ask(np.array(prompt, np.int32), seed=seed, **{**given, **changes})
+
+
+class Answer:
+    """A listener that puts the samples of a request together."""
+
+    def __init__(self, ask: Ask):
+        self.left = ask.num_samples
+        self.error = None
+        self.deltas = [[] for _ in range(ask.num_samples)]
+        self.ended = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, event):
+        assert not self.ended.is_set(), "something came after the end"
+        self.begun.set()
+        if isinstance(event, ServingError):
+            self.error = event
+            self.ended.set()
+            return
+        self.deltas[event.index].append(event)
+        self.left -= bool(event.finish)
+        if not self.left:
+            self.ended.set()
+
+    def wait(self):
+        assert self.ended.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def tokens(self, index=0) -> list[int]:
+        return np.concatenate([d.tokens for d in self.deltas[index]]).tolist()
+
+    def logprob(self, index=0) -> np.ndarray:
+        return np.concatenate([d.logprob for d in self.deltas[index]])
+
+    def text(self, index=0) -> str:
+        return "".join(d.text for d in self.deltas[index])
+
+    def finish(self, index=0) -> str:
+        return self.deltas[index][-1].finish
+
+
+def answer(driver, ask) -> Answer:
+    listener = Answer(ask)
+    driver.submit(ask, listener)
+    return listener.wait()
+
+
+ASKS = [
+    ask_for(seed=1, num_samples=3),
+    ask_for(seed=2, prompt=range(2, 14), temperature=0.0),
+    ask_for(seed=2, truncation=truncation_of(top_k=3, top_p=0.9, min_p=0.0), temperature=1.5),
+    ask_for(seed=4, prompt=(9,) * 24, max_tokens=3),
+    ask_for(seed=5, prompt=(13,), max_tokens=1),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(engine) -> list[Answer]:
+    """Every request of ASKS when nothing else runs."""
+    with OnlineDriver(engine, weights(), spell) as driver:
+        return [answer(driver, ask) for ask in ASKS]
+
+
+def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
+    for ask, online in zip(ASKS, alone, strict=True):
+        blank = ("",)
+        prompts = Prompts(np.array([ask.seed]), (ask.prompt,), blank, blank, blank)
+        offline = sample(
+            engine,
+            weights(),
+            prompts,
+            spell,
+            num_samples=ask.num_samples,
+            seed=0,
+            step=0,
+            temperature=ask.temperature,
+            truncation=ask.truncation,
+        )
+        for k in range(ask.num_samples):
+            expected = offline.tokens[k][: ask.max_tokens]
+            assert online.tokens(k) == expected.tolist()
+            logprob = offline.rollout_logprob[k][: ask.max_tokens]
+            np.testing.assert_allclose(online.logprob(k), logprob, atol=1e-5)
+            assert online.text(k) == spell(expected)
+            assert online.finish(k) == ("stop" if expected[-1] == 1 else "length")
+    assert {online.finish(k) for online in alone for k in range(online.left)} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("train", ["1-1-1", "1-2-4"])
+def test_requests_of_many_threads_are_answered_as_if_alone(train, engine, alone):
+    engine = engine if train == "1-1-1" else build_engine(train)
+    answers = [(i, Answer(ASKS[i])) for _ in range(12) for i in range(len(ASKS))]
+    with OnlineDriver(engine, weights(), spell) as driver:
+
+        def submit(part):
+            for i, listener in part:
+                driver.submit(ASKS[i], listener)
+
+        threads = [threading.Thread(target=submit, args=(answers[t::4],)) for t in range(4)]
+        for thread in threads:
+            thread.start()
+        for i, listener in answers:
+            listener.wait()
+            for k in range(ASKS[i].num_samples):
+                assert listener.tokens(k) == alone[i].tokens(k)
+                np.testing.assert_allclose(listener.logprob(k), alone[i].logprob(k), atol=1e-5)
+        assert driver.load == (0, 0)
+
+
+def test_text_comes_dispatch_by_dispatch(driver):
+    long = answer(driver, ask_for(seed=3, truncation=never_stopping()))
+    assert [len(d.tokens) for d in long.deltas[0]] == [4] * 10
+    assert all(d.text == spell(d.tokens) == "".join(d.pieces) for d in long.deltas[0])
+
+
+def never_stopping():
+    return truncation_of(top_k=0, top_p=1.0, min_p=0.0, min_tokens=40)
+
+
+def test_a_stop_string_ends_a_sample_and_its_row_is_free(driver):
+    whole = answer(driver, ask_for(seed=3, truncation=never_stopping()))
+    stop = whole.text()[5:8]
+    end = whole.text().find(stop)
+    cut = answer(driver, ask_for(seed=3, truncation=never_stopping(), stop=(stop, "zz")))
+    assert cut.text() == whole.text()[:end]
+    assert cut.finish() == "stop"
+    # The tokens are those of the text and of the stop string.
+    assert cut.tokens() == whole.tokens()[: end + 3]
+    assert len(cut.logprob()) == end + 3
+
+
+def test_cancelled_requests_leave_their_rows_to_others(driver):
+    endless = [ask_for(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
+    # More than there are rows: some run, some wait, and all go.
+    listeners = [Answer(ask) for ask in endless]
+    tickets = [driver.submit(ask, a) for ask, a in zip(endless, listeners, strict=True)]
+    assert listeners[0].begun.wait(60)
+    for ticket in tickets:
+        driver.cancel(ticket)
+    wait_until(lambda: driver.load == (0, 0))
+    assert not any(listener.ended.is_set() and listener.error for listener in listeners)
+    driver.cancel(tickets[0])
+    assert answer(driver, ASKS[3]).finish() == "length"
+
+
+def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
+    with OnlineDriver(engine, weights(), spell, max_waiting=10_000) as driver:
+        done = queue.SimpleQueue()
+        first = [driver.submit(ask_for(seed=s, max_tokens=1), done.put) for s in range(9_999)]
+        with pytest.raises(Overloaded, match="no more than 10000 may"):
+            while True:
+                first.append(driver.submit(ask_for(max_tokens=40), done.put))
+        for ticket in first[200:]:
+            driver.cancel(ticket)
+        finished = [done.get(timeout=60) for _ in range(100)]
+        assert all(not isinstance(event, ServingError) for event in finished)
+        wait_until(lambda: driver.load == (0, 0))
+        assert answer(driver, ASKS[0]).tokens(2) == alone[0].tokens(2)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"prompt": ()}, "has 0 tokens; this server takes 1 to 24: write one"),
+        ({"prompt": (3,) * 25}, "has 25 tokens; this server takes 1 to 24: shorten it"),
+        ({"prompt": (3, 14)}, "ids from 3 to 14; this model's go from 0 to 13"),
+        ({"max_tokens": 41}, "max_tokens 41: this server gives 1 to 40"),
+        ({"num_samples": 0}, "0 samples of a prompt: this server gives 1 to 10000"),
+        ({"temperature": float("nan")}, "temperature nan is not 0"),
+        ({"seed": 2**31}, "seed 2147483648 is not a number from 0"),
+        ({"stop": ("",)}, "a stop string is empty"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(changes, message, driver):
+    with pytest.raises(UserError, match=message):
+        driver.submit(ask_for(**changes), print)
+
+
+def test_an_engine_failure_ends_what_is_in_rows_and_nothing_else(engine, alone, monkeypatch):
+    generate, calls = engine.generate, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return generate(*args)
+
+    monkeypatch.setattr(engine, "generate", fails_once)
+    asks = [ask_for(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
+    with OnlineDriver(engine, weights(), spell) as driver:
+        listeners = [Answer(ask) for ask in asks]
+        driver.submit_all(list(zip(asks, listeners, strict=True)))
+        for listener in listeners:
+            listener.ended.wait(60)
+        failed = [listener.error is not None for listener in listeners]
+        # 8 rows and as many queued ahead of them: four requests of six.
+        assert failed == [True] * 4 + [False] * 2
+        assert "the engine has failed: RESOURCE_EXHAUSTED" in str(listeners[0].error)
+        assert driver.alive
+        assert answer(driver, ASKS[0]).tokens(1) == alone[0].tokens(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_of_our_own_ends_the_driver_and_leaves_nobody_waiting(engine, monkeypatch):
+    def broken(tokens):
+        raise TypeError("no text for you")
+
+    driver = OnlineDriver(engine, weights(), broken)
+    with pytest.raises(Stopped, match="before the answer was complete"):
+        answer(driver, ASKS[0])
+    wait_until(lambda: not driver.alive)
+    with pytest.raises(Stopped, match="takes no requests"):
+        driver.submit(ASKS[0], print)
+    driver.close()
+
+
+def test_closing_tells_who_is_waiting(engine):
+    driver = OnlineDriver(engine, weights(), spell)
+    listeners = [Answer(ASKS[0]) for _ in range(40)]
+    for listener in listeners:
+        driver.submit(ASKS[0], listener)
+    driver.close()
+    assert all(listener.ended.is_set() for listener in listeners)
+    assert isinstance(listeners[-1].error, Stopped)
+    assert not driver.alive
+
+
+def test_closing_can_wait_for_what_is_open(engine, alone):
+    driver = OnlineDriver(engine, weights(), spell)
+    listeners = [Answer(ASKS[0]) for _ in range(10)]
+    for listener in listeners:
+        driver.submit(ASKS[0], listener)
+    driver.close(grace_s=60)
+    assert all(listener.wait().tokens(1) == alone[0].tokens(1) for listener in listeners)
+    with pytest.raises(Stopped, match="takes no requests"):
+        driver.submit(ASKS[0], print)
+
+
+# Text
+
+
+def utf8(tokens) -> str:
+    return bytes(list(tokens)).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve 東京 🦜!", "\N{REPLACEMENT CHARACTER}x"])
+def test_a_text_stream_shows_whole_characters_only(text):
+    stream = TextStream(utf8)
+    pieces, shown = zip(*(stream.add(b) for b in text.encode()), strict=True)
+    assert "".join(shown) + stream.flush() == text
+    assert pieces == shown
+    assert all(piece == "" or piece.encode().decode() in text for piece in pieces)
+
+
+def test_bytes_that_are_no_character_do_not_hold_a_text_back():
+    stream = TextStream(utf8)
+    shown = [stream.add(0x80)[1] for _ in range(100)]
+    assert len("".join(shown)) >= 90
+    assert "".join(shown) + stream.flush() == utf8([0x80] * 100)
+
+
+@pytest.mark.parametrize(
+    "stop, expected", [(("cd",), "ab"), (("bcx", "cde"), "ab"), (("de", "c"), "ab"), (("q",), None)]
+)
+def test_nothing_of_a_stop_string_is_shown(stop, expected):
+    stream = TextStream(utf8, stop)
+    shown = ""
+    for byte in b"abcdef":
+        shown += stream.add(byte)[1]
+        if stream.stopped:
+            break
+    assert stream.stopped == (expected is not None)
+    assert shown + ("" if stream.stopped else stream.flush()) == (expected or "abcdef")

@@ -1,0 +1,516 @@
+"""launch/serve.py and what it serves, over real sockets: OpenAI's client, JetStream's stubs, rude clients."""
+
+import asyncio
+import contextlib
+import dataclasses
+import http.client
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+grpc = pytest.importorskip("grpc")
+for package in ("starlette", "uvicorn", "jetstream"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+from jaxrl.data.chat import ChatTemplate  # noqa: E402
+from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
+from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.models.config import ModelConfig  # noqa: E402
+from jaxrl.models.decoder import decoder_graph  # noqa: E402
+from jaxrl.models.huggingface_export import save_checkpoint  # noqa: E402
+from jaxrl.rollout.driver import sample  # noqa: E402
+from jaxrl.trainer.serving import ServeConfig, load, running  # noqa: E402
+from jaxrl.types import Prompts  # noqa: E402
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "serve.py"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+)
+SIZES = {
+    # Few sizes, so that little is compiled: 8 rows of capacity 64 or 96.
+    "slots": 8,
+    "prefill_prompts": 1,
+    "max_prompt_tokens": 48,
+    "max_response_tokens": 44,
+    "tokens_per_dispatch": 4,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> pathlib.Path:
+    """A model and a tokenizer as a user has them."""
+    root = tmp_path_factory.mktemp("serve")
+    tokenizer = train_tokenizer(["one two three four: naïve 東京 🦜"] * 4, vocab_size=300)
+    chat = ChatTemplate(TEMPLATE, origin="test", special_tokens=tokenizer.special_tokens)
+    dataclasses.replace(tokenizer, chat_template=chat).save(root / "tokenizer")
+    model = ModelConfig(
+        vocab_size=320, num_layers=2, d_model=32, d_ff=48, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
+        decoder_graph(model)[1],
+    )
+    out = root / "tiny-model"
+    save_checkpoint(params, model, out, dtype="float32", source=root / "tokenizer")
+    return out
+
+
+def config_of(directory, **changes) -> ServeConfig:
+    given = {"http_port": 0, "grpc_port": 0, "grace_s": 5.0, **SIZES}
+    return ServeConfig(model=str(directory), **{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def loaded(directory):
+    return load(config_of(directory))
+
+
+@pytest.fixture(scope="module")
+def server(directory, loaded):
+    with running(config_of(directory, max_body_bytes=20_000, max_waiting=400), loaded) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(server):
+    yield
+    wait_until(lambda: server.driver.load == (0, 0))
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(**address(server)) as client:
+        yield client
+
+
+def address(server):
+    return {
+        "base_url": f"http://127.0.0.1:{server.http_port}/v1",
+        "api_key": "none",
+        "max_retries": 0,
+        "timeout": 60,
+    }
+
+
+def wait_until(condition, timeout_s=20):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+MODEL = {"model": "tiny-model"}
+
+
+def offline(loaded, prompt: str, *, seed: int, max_tokens: int, temperature=1.0):
+    """Text, tokens and logprobs that training would sample from the same weights."""
+    blank = ("",)
+    prompts = Prompts(np.array([seed]), (loaded.tokenizer.encode(prompt),), blank, blank, blank)
+    found = sample(
+        loaded.engine,
+        loaded.params,
+        prompts,
+        loaded.tokenizer.decode,
+        num_samples=2,
+        seed=0,
+        step=0,
+        temperature=temperature,
+    )
+    tokens = [t[:max_tokens] for t in found.tokens]
+    return [
+        (loaded.tokenizer.decode(t), t, logprob[:max_tokens], t[-1] in loaded.tokenizer.stop_ids)
+        for t, logprob in zip(tokens, found.rollout_logprob, strict=True)
+    ]
+
+
+# OpenAI's client
+
+
+def test_a_completion_is_what_training_would_sample(client, loaded):
+    assert [model.id for model in client.models.list()] == ["tiny-model"]
+    answer = client.completions.create(
+        **MODEL, prompt="one two", seed=3, n=2, max_tokens=40, logprobs=1
+    )
+    expected = offline(loaded, "one two", seed=3, max_tokens=40)
+    for choice, (text, tokens, logprob, stopped) in zip(answer.choices, expected, strict=True):
+        assert choice.text == text
+        assert choice.finish_reason == ("stop" if stopped else "length")
+        # A character cut off by the limit is shown in the text, and belongs to no token.
+        assert text.startswith("".join(choice.logprobs.tokens))
+        assert len(choice.logprobs.tokens) == len(tokens)
+        np.testing.assert_allclose(choice.logprobs.token_logprobs, logprob, atol=1e-5)
+        starts = np.cumsum([0, *map(len, choice.logprobs.tokens)])[:-1]
+        assert choice.logprobs.text_offset == starts.tolist()
+    usage = answer.usage
+    assert usage.prompt_tokens == len(loaded.tokenizer.encode("one two"))
+    assert usage.completion_tokens == sum(len(tokens) for _, tokens, _, _ in expected)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_streamed_completion_is_the_same_piece_by_piece(client):
+    options = {**MODEL, "prompt": ["one", "two three"], "seed": 4, "max_tokens": 30, "logprobs": 1}
+    whole = client.completions.create(**options, n=2)
+    texts, tokens, finish, usage = [""] * 4, [[] for _ in range(4)], [None] * 4, None
+    offsets = [[] for _ in range(4)]
+    events = 0
+    stream = client.completions.create(
+        **options, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    for event in stream:
+        usage = event.usage or usage
+        for choice in event.choices:
+            events += 1
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.token_logprobs
+            offsets[choice.index] += choice.logprobs.text_offset
+            finish[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+    assert finish == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert events >= 8
+
+
+def test_a_chat_goes_through_the_template_whole_and_streamed(client, loaded):
+    messages = [
+        {"role": "system", "content": "count"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
+        },
+    ]
+    options = {**MODEL, "messages": messages, "seed": 5, "max_completion_tokens": 24}
+    answer = client.chat.completions.create(**options, logprobs=True, n=2)
+    rendered = "[system] count\n[user] one two\n[assistant]"
+    expected = offline(loaded, rendered, seed=5, max_tokens=24)
+    for choice, (text, _, logprob, _) in zip(answer.choices, expected, strict=True):
+        assert (choice.message.role, choice.message.content) == ("assistant", text)
+        content = choice.logprobs.content
+        np.testing.assert_allclose([entry.logprob for entry in content], logprob, atol=1e-5)
+        assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    parts = list(client.chat.completions.create(**options, logprobs=True, stream=True))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content for part in parts) == expected[0][0]
+    streamed = [entry.logprob for part in parts for entry in part.choices[0].logprobs.content]
+    np.testing.assert_allclose(streamed, expected[0][2], atol=1e-5)
+    assert answer.usage.prompt_tokens == len(loaded.tokenizer.encode(rendered))
+
+
+def test_stops_settings_and_seeds(client):
+    def text(**options):
+        given = {**MODEL, "prompt": "one", "seed": 6, "max_tokens": 40, **options}
+        return client.completions.create(**given).choices[0]
+
+    whole = text().text
+    stop = whole[7:9]
+    cut = text(stop=["\N{NULL}never", stop])
+    assert (cut.text, cut.finish_reason) == (whole[: whole.find(stop)], "stop")
+    assert text().text == whole != text(seed=7).text
+    greedy = [text(temperature=0, seed=s).text for s in (1, 2)]
+    assert greedy[0] == greedy[1] == text(extra_body={"top_k": 1}).text
+    # Without a seed every answer is another.
+    assert len({text(seed=None).text for _ in range(3)}) == 3
+    assert (
+        len(text(max_tokens=None, extra_body={"min_tokens": 16}, logprobs=1).logprobs.tokens) == 16
+    )
+
+
+def test_two_hundred_requests_at_once_are_answered_as_one_by_one(client, server):
+    asks = [
+        {"prompt": f"{'one two ' * (i % 4)}{i}", "seed": i, "max_tokens": 1 + 2 * i}
+        for i in range(20)
+    ]
+    alone = [client.completions.create(**MODEL, **ask).choices[0].text for ask in asks]
+
+    async def all_at_once():
+        async with openai.AsyncOpenAI(**address(server)) as client:
+            calls = [client.completions.create(**MODEL, **asks[i % 20]) for i in range(200)]
+            return await asyncio.gather(*calls)
+
+    answers = asyncio.run(all_at_once())
+    assert [a.choices[0].text for a in answers] == alone * 10
+
+
+# What is wrong with a request
+
+
+def post(server, body, path="/v1/completions", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    try:
+        content = body if isinstance(body, bytes) else json.dumps({**MODEL, **body}).encode()
+        connection.request("POST", path, content, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "body, status, message",
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"[" * 10_000, 400, "the body is no JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"\xff", 400, "the body is no JSON"),
+        ({}, 400, "the request has no prompt"),
+        ({"prompt": ""}, 400, "the prompt has 0 tokens; this server takes 1 to 48"),
+        ({"prompt": []}, 400, "prompt must be a text, a list of token ids"),
+        ({"prompt": [1, "a"]}, 400, "prompt must be a text, a list of token ids"),
+        ({"prompt": [0, 319]}, 400, "token ids from 0 to 319; this model's go from 0 to"),
+        ({"prompt": "x y" * 100}, 400, "this server takes 1 to 48: shorten it"),
+        ({"prompt": "\ud800"}, 400, "prompt is no text"),
+        ({"prompt": "x", "max_tokens": 45}, 400, "max_tokens 45: this server gives 1 to 44"),
+        ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens is '9'; it must be an integer"),
+        ({"prompt": "x", "temperature": 3}, 400, "temperature 3 is not from 0 to 2"),
+        ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
+        ({"prompt": "x", "top_p": 0}, 400, "top_p in (0, 1]"),
+        ({"prompt": "x", "stop": [""]}, 400, "stop must be a text or up to 16"),
+        ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
+        ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),
+        ({"prompt": "x", "logprobs": 5}, 400, "logprobs 5: there are only those of the sampled"),
+        ({"prompt": "x", "echo": True}, 400, "echo True: this server does not have it"),
+        ({"prompt": "x", "tempreature": 1}, 400, "tempreature is no field"),
+        ({"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not here; this server has"),
+        ({"prompt": "x" * 20_000}, 413, "larger than 20000 bytes"),
+    ],
+)
+def test_a_request_that_cannot_be_served_says_why(body, status, message, server):
+    got, answer = post(server, body)
+    assert got == status
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"messages": []}, "messages must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages[0] has tool_calls"),
+        ({"messages": MESSAGES, "logprobs": 1}, "logprobs is 1; it must be true or false"),
+        (
+            {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
+            "top_logprobs 2: this server",
+        ),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_so_does_a_chat(body, message, server):
+    got, answer = post(server, body, "/v1/chat/completions")
+    assert got == 400
+    assert message in answer["error"]["message"]
+
+
+def test_other_paths_and_methods_have_errors_of_the_same_shape(server, client):
+    assert post(server, {}, "/v1/embeddings")[0] == 404
+    status, answer = post(server, {}, "/v1/models")
+    assert status == 405 and "Method Not Allowed" in answer["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="model 'x' is not here"):
+        client.completions.create(model="x", prompt="x")
+
+
+def test_a_body_that_hides_its_size_is_refused_too(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("transfer-encoding", "chunked")
+    connection.endheaders()
+    for _ in range(3):
+        connection.send(b"2328\r\n" + b" " * 0x2328 + b"\r\n")
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_more_than_may_wait_is_refused_for_now(server, client):
+    with pytest.raises(openai.RateLimitError, match="no more than 400 may"):
+        asyncio.run(too_many(server))
+    assert client.completions.create(**MODEL, prompt="one", max_tokens=1).choices
+
+
+async def too_many(server):
+    async with openai.AsyncOpenAI(**address(server)) as client:
+        options = {"n": 128, "max_tokens": 44, "extra_body": {"min_tokens": 44}}
+        calls = [client.completions.create(**MODEL, prompt="one", **options) for _ in range(5)]
+        await asyncio.gather(*calls)
+
+
+# Clients that go away, engines that fail
+
+
+LONG = {"prompt": "one", "max_tokens": 44, "min_tokens": 44, "n": 8}
+
+
+@pytest.fixture
+def dispatches(loaded, monkeypatch):
+    """Calls of the engine; a long answer takes 11 of them."""
+    calls = []
+    generate = loaded.engine.generate
+
+    def counted(*args):
+        calls.append(1)
+        time.sleep(0.05)
+        return generate(*args)
+
+    monkeypatch.setattr(loaded.engine, "generate", counted)
+    return calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slots(stream, server, dispatches):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({**MODEL, **LONG, "stream": stream}))
+    if stream:
+        assert connection.getresponse().read(10) == b'data: {"id'
+    wait_until(lambda: server.driver.load == (0, 8))
+    connection.close()
+    wait_until(lambda: server.driver.load == (0, 0))
+    assert 0 < len(dispatches) < 11
+
+
+def test_closing_a_stream_of_openais_client_frees_its_slot(client, server, dispatches):
+    options = {"prompt": "one", "max_tokens": 44, "extra_body": {"min_tokens": 44}}
+    with client.completions.create(**MODEL, **options, stream=True) as stream:
+        next(iter(stream))
+    wait_until(lambda: server.driver.load == (0, 0))
+    assert len(dispatches) < 11
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_failure_is_an_error_of_that_request(stream, client, loaded, monkeypatch):
+    def out_of_memory(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.engine, "generate", out_of_memory)
+        with pytest.raises(openai.APIError, match="the engine has failed: RESOURCE_EXHAUSTED") as e:
+            answer = client.completions.create(**MODEL, prompt="one", stream=stream)
+            list(answer)
+    assert stream or e.value.status_code == 500
+    assert client.completions.create(**MODEL, prompt="one", max_tokens=1).choices
+
+
+# gRPC, from the same weights
+
+
+def test_jetstreams_stubs_stream_beside_http(server, client, loaded):
+    pb2 = importlib.import_module("jetstream.core.proto.jetstream_pb2")
+    stubs = importlib.import_module("jetstream.core.proto.jetstream_pb2_grpc")
+    request = pb2.DecodeRequest(
+        text_content=pb2.DecodeRequest.TextContent(text="one two"), max_tokens=30
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = stubs.OrchestratorStub(channel)
+        parts = [part.stream_content.samples[0].text for part in stub.Decode(request)]
+    over_http = client.completions.create(**MODEL, prompt="one two", max_tokens=30, temperature=0)
+    assert "".join(parts) == over_http.choices[0].text
+    assert len(parts) > 1
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mesh": "1-64-1"}, "--mesh 1-64-1 needs 64 devices, here are 8"),
+        ({"mesh": "1-2-4", "slots": 10}, "--slots=10 does not divide"),
+        ({"mesh": "2"}, "is not p-t-d"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(changes, message, directory):
+    with pytest.raises(UserError, match=message):
+        load(config_of(directory, **changes))
+
+
+def test_a_run_folder_is_told_how_to_be_exported_and_ports_are_not_shared(
+    directory, tmp_path, server, loaded
+):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="is the folder of a run; export it first"):
+        load(config_of(tmp_path))
+    taken = config_of(directory, http_port=server.http_port)
+    with pytest.raises(UserError, match="choose another --host or"), running(taken, loaded):
+        raise AssertionError("two servers on one port")
+
+
+def test_who_waits_when_a_server_ends_is_told(directory, loaded, dispatches):
+    with contextlib.ExitStack() as stack:
+        with running(config_of(directory, grace_s=0.0, grpc=False), loaded) as other:
+            client = stack.enter_context(openai.OpenAI(**address(other)))
+            options = {**MODEL, "prompt": "one", "max_tokens": 44, "extra_body": {"min_tokens": 44}}
+            stream = client.completions.create(**options, stream=True)
+            next(iter(stream))
+        with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
+            list(stream)
+
+
+def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
+    sizes = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--model",
+        directory,
+        *sizes,
+        "--http_port=0",
+        "--grpc_port=0",
+    ]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:
+        line = process.stdout.readline()
+        port = re.fullmatch(r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+\n", line)[1]
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+        with contextlib.closing(connection):
+            body = json.dumps({**MODEL, **LONG, "n": 1, "stream": True})
+            connection.request("POST", "/v1/completions", body)
+            response = connection.getresponse()
+            events = [response.readline()]
+            process.send_signal(signal.SIGTERM)
+            events += response.read().splitlines()
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    last, done = [event for event in events if event.strip()][-2:]
+    assert (json.loads(last[6:])["choices"][0]["finish_reason"], done) == (
+        "length",
+        b"data: [DONE]",
+    )
+    assert out.startswith("stopping")
+
+
+def test_what_the_command_cannot_do_is_one_line(directory, capsys):
+    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main(["--model", str(directory / "nowhere")]) == 2
+    error = capsys.readouterr().err
+    assert "config.json does not exist" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit) as caught:
+        script.main(["--model", str(directory), "--slots=0"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 or more\n")
