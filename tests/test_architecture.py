@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From the ground up. Rooms on one line do not import each other.
 LINES = (
     ("types", "errors"),
+    ("user_code",),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
     ("roles",),
@@ -33,6 +34,7 @@ LATE_IMPORTS = {
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.http_server"): "extra `serve`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
+    ("jaxrl/trainer/team.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/trainer/run_folder.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
 }
 

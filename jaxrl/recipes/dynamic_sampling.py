@@ -77,12 +77,16 @@ class GroupBuffer:
         """
         self._sampled.append(scored)
         self._kept.append(kept)
-        found = sum(len(k.completions.prompts) for k in self._kept)
-        if found >= self._num_prompts:
+        if self.missing <= 0:
             return True
         if len(self._sampled) == self._max_batches:
-            raise UserError(self._hopeless(found))
+            raise UserError(self._hopeless())
         return False
+
+    @property
+    def missing(self) -> int:
+        """Groups that the step still wants."""
+        return self._num_prompts - sum(len(k.completions.prompts) for k in self._kept)
 
     def take(self) -> tuple[Scored, SamplingStats]:
         """The first groups of the full buffer, and what it took to find them; empties the buffer."""
@@ -103,11 +107,12 @@ class GroupBuffer:
             response_tokens=int(sum(s.completions.lengths_B.sum() for s in self._sampled)),
         )
 
-    def _hopeless(self, found: int) -> str:
+    def _hopeless(self) -> str:
         stats = self._stats(surplus=0)
         return (
-            f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave {found} of the "
-            f"{self._num_prompts} groups with both right and wrong answers that a step needs: "
+            f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
+            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with both right and wrong "
+            "answers that a step needs: "
             f"{stats.all_correct:.0%} of the prompts were answered all right, "
             f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise "
             "rollout.num_samples, or raise rollout.max_generation_batches"

@@ -25,9 +25,9 @@ from jaxrl.models.mixture import Routing
 from jaxrl.roles.learner import Learner, Stats, TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
-from jaxrl.rollout.driver import sample
+from jaxrl.rollout.driver import Enough, Options, rollout, sample
 from jaxrl.rollout.engine import Engine, EngineConfig
-from jaxrl.rollout.sampling import Truncation
+from jaxrl.rollout.samples import Carry, Rollout
 from jaxrl.types import Completions, PackedBatch, Prompts
 
 
@@ -59,6 +59,7 @@ class Actor(Learner):
         tables: StateTables = ZERO["FSDP"],
         park: bool = False,
         rollout_mesh: Mesh | None = None,
+        sampler: Callable[..., Completions] = sample,
     ):
         """Builds the programs; `init` or an assignment to `state` gives the actor its weights.
 
@@ -70,6 +71,7 @@ class Actor(Learner):
           tables: where weights, gradients and moments lie in training.
           park: the training state waits in pinned host memory while the actor samples.
           rollout_mesh: other devices to sample on; None samples on those of `mesh`.
+          sampler: what drives the engine, `rollout.driver.sample` or another of its arguments and result.
         """
         super().__init__(model, mesh, train=train, optim=optim, seed=seed, tables=tables, park=park)
         self._temperature = temperature
@@ -87,6 +89,7 @@ class Actor(Learner):
         else:
             self.transition = Transfer(self.generate_shardings, engine.dtype)
         self.engine = Engine(model, self.graph, sampling_mesh, engine)
+        self._sampler = sampler
         self._rollout_params: Params | None = None
         self._logprobs = jax.jit(self._packed_logprobs)
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
@@ -136,30 +139,38 @@ class Actor(Learner):
 
     @protocol(ONE_TO_ALL)
     def generate(
+        self, prompts: Prompts, decode_text: Callable[[np.ndarray], str], **options: Any
+    ) -> Completions:
+        """Samples responses to each prompt from the current weights; arguments as for `sample`.
+
+        They are brought into the generation layout first, unless `load_rollout` has done so.
+        """
+        return self.sample(self._loaded_params(), prompts, decode_text, **options)
+
+    @protocol(ONE_TO_ALL)
+    def roll_out(
         self,
         prompts: Prompts,
         decode_text: Callable[[np.ndarray], str],
         *,
-        num_samples: int,
-        step: int,
-        temperature: float | None = None,
-        truncation: Truncation | None = None,
-    ) -> Completions:
-        """Samples `num_samples` responses to each prompt from the current weights.
+        carry: Carry | None,
+        enough: Enough,
+        expected_tokens_N: np.ndarray | None = None,
+        **options: Any,
+    ) -> Rollout:
+        """`generate` that ends when there is enough, and goes on with what it left the last time.
 
-        They are brought into the generation layout first, unless `load_rollout` has done so.
-        Arguments as for `sample`.
+        Arguments as for `rollout.driver.rollout`, and `options` as for `sample`.
         """
-        if self._rollout_params is None:
-            self.load_rollout()
-        return self.sample(
-            self._rollout_params,
+        return rollout(
+            self.engine,
+            self._loaded_params(),
             prompts,
             decode_text,
-            num_samples=num_samples,
-            step=step,
-            temperature=temperature,
-            truncation=truncation,
+            Options(**self._sampling(**options)),
+            carry=carry,
+            enough=enough,
+            expected_tokens_N=expected_tokens_N,
         )
 
     def sample(
@@ -168,10 +179,8 @@ class Actor(Learner):
         prompts: Prompts,
         decode_text: Callable[[np.ndarray], str],
         *,
-        num_samples: int,
-        step: int,
-        temperature: float | None = None,
-        truncation: Truncation | None = None,
+        expected_tokens_N: np.ndarray | None = None,
+        **options: Any,
     ) -> Completions:
         """Samples from weights in the generation layout, such as `rollout_params` of a while ago.
 
@@ -179,22 +188,26 @@ class Actor(Learner):
           params: the weights.
           prompts: N prompts.
           decode_text: token ids to text.
-          num_samples: G.
-          step: enters the sampling keys, with each prompt's id and the sample's index.
-          temperature: 0 is greedy; None takes the actor's own.
-          truncation: which tokens may be drawn, as scalars; None is all.
+          expected_tokens_N: how long responses are thought to become; see `rollout.driver.rollout`.
+          options: fields of `rollout.driver.Options`. The seed is the actor's, and so is the temperature
+            unless another is given.
         """
-        return sample(
+        return self._sampler(
             self.engine,
             params,
             prompts,
             decode_text,
-            num_samples=num_samples,
-            seed=self._seed,
-            step=step,
-            temperature=self._temperature if temperature is None else temperature,
-            truncation=truncation,
+            expected_tokens_N=expected_tokens_N,
+            **self._sampling(**options),
         )
+
+    def _sampling(self, **options: Any) -> dict[str, Any]:
+        return {"seed": self._seed, "temperature": self._temperature, **options}
+
+    def _loaded_params(self) -> Params:
+        if self._rollout_params is None:
+            self.load_rollout()
+        return self._rollout_params
 
     # Log-probabilities
 

@@ -5,27 +5,26 @@
 Everything that decides comes from the requests and from what all processes read alike, so every process of a
 run takes the same way. Longest-expected samples go first; a prompt is prefilled once for all its samples.
 
-N prompts   G samples of each   B = N * G   n rows   P sequences of a prefill   W tokens of a dispatch
+N prompts   G samples of each   B = N * G   W tokens of a dispatch
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.buckets import fit
-from jaxrl.rollout.engine import Assignment, DecodeState, Engine, Prefix, host_inputs
+from jaxrl.rollout.engine import Engine, Prefix
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Carry, Rollout, Sample, completions_of
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.scheduler import Admission, Request, Scheduler
+from jaxrl.rollout.slots import Append, Drawn, Seat, Slots
 from jaxrl.types import Completions, Prompts
 
 DecodeText = Callable[[np.ndarray], str]
@@ -201,7 +200,6 @@ class _Run:
         samples: list[Sample],
     ):
         self._engine = engine
-        self._params = params
         self._prompts = prompts
         self._decode_text = decode_text
         self._options = options
@@ -212,15 +210,10 @@ class _Run:
             else engine.config.max_response_tokens
             for s in samples
         ]
-        self._scalars = host_inputs(
-            engine.mesh, np.uint32(options.seed), np.float32(options.temperature)
-        )
-        self._truncation = jax.tree.map(
-            lambda x: host_inputs(engine.mesh, x)[0], options.truncation or untruncated()
-        )
-        self._held: DecodeState | None = None
+        self._truncation = options.truncation or untruncated()
+        self._slots = Slots(engine, params)
         self._prefix: Prefix | None = None
-        self._replied: dict[int, np.ndarray] = {}
+        self._replies: dict[int, np.ndarray] = {}
 
     def start(self, order: Sequence[int]) -> None:
         """Queues the samples at `order`; they start with the next dispatch."""
@@ -255,54 +248,28 @@ class _Run:
 
     def dispatch(self) -> list[int]:
         """Starts what can start, decodes up to W tokens, and returns prompts whose groups are finished."""
-        engine = self._engine
-        moves = self.scheduler.resize()
+        scheduler, slots = self.scheduler, self._slots
+        moves = scheduler.resize()
         admissions = []
-        while (admission := self.scheduler.admit()) is not None:
+        while (admission := scheduler.admit()) is not None:
             admissions.append(admission)
-        self._make_room(moves)
+        longest = max(self._length(i) for i in scheduler.running.values())
+        slots.make_room(scheduler.num_rows, moves, longest)
         self._go_on_after_replies()
         for admission in admissions:
             self._admit(admission)
-        least = host_inputs(engine.mesh, np.int32(self.scheduler.enough_active))[0]
-        self._held = engine.generate(self._params, self._state, least)
-        return self._collect()
-
-    # Device side
-
-    @property
-    def _state(self) -> DecodeState:
-        assert self._held is not None, "every dispatch makes room first"
-        return self._held
-
-    def _make_room(self, moves: list[int] | None) -> None:
-        """Gives the state the rows that the scheduler wants, and capacity for the coming dispatch."""
-        engine, W = self._engine, self._engine.config.tokens_per_dispatch
-        longest = max(self._length(i) for i in self.scheduler.running.values())
-        capacity = fit(engine.cache_sizes, longest + W)
-        if self._held is None:
-            self._held = engine.init_decode_state(self.scheduler.num_rows, capacity)
-            return
-        state = self._held
-        # Less capacity is worth a copy if rows move anyway, or if it is much less.
-        keep = moves is None and state.capacity // 2 < capacity <= state.capacity
-        if keep:
-            return
-        if moves is None:
-            each = state.rows // engine.shards
-            moves = list(range(each)) * engine.shards
-        rows = host_inputs(engine.mesh, np.array(moves, np.int32))[0]
-        self._held = None
-        self._held = engine.resize(state, rows, capacity=capacity)
+        return self._collect(slots.generate(scheduler.enough_active))
 
     def _length(self, i: int) -> int:
-        """Tokens of a sample's sequence, prompt included."""
         sample = self._samples[i]
         return len(self._prompts.tokens[sample.prompt]) + len(sample)
 
     def _sequence(self, i: int) -> np.ndarray:
+        """A sample's prompt and tokens."""
         sample = self._samples[i]
         return np.concatenate([self._prompts.tokens[sample.prompt], sample.tokens])
+
+    # Rows
 
     def _admit(self, admission: Admission) -> None:
         """Prefills the admitted batch, unless it is the one before, and inserts its samples."""
@@ -311,115 +278,58 @@ class _Run:
                 self._prompts.tokens[prompt] if i < 0 else self._sequence(i)
                 for prompt, i in admission.sources
             ]
-            self._prefix = self._prefilled(firsts)
+            self._prefix = self._slots.prefill(firsts)
         assert self._prefix is not None, "the first admission is of a fresh batch"
         self._insert(self._prefix, admission.rows)
 
-    def _prefilled(self, sequences: Sequence[np.ndarray]) -> Prefix:
-        """A prefix of each sequence, in chunks where they are long."""
-        engine, chunk = self._engine, self._engine.config.chunk_tokens
-        P = fit(engine.batch_sizes, len(sequences))
-        longest = max(len(s) for s in sequences)
-        # A place that is left over holds one token, which nobody reads.
-        heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
-        prefix = engine.prefill(self._params, *self._padded(heads))
-        if longest > chunk:
-            prefix = engine.widen(prefix, capacity=fit(engine.cache_sizes, longest))
-        for start in range(chunk, longest, chunk):
-            parts = [s[start : start + chunk] for s in sequences]
-            parts += [np.zeros(0, np.int32)] * (P - len(sequences))
-            prefix = engine.extend(self._params, prefix, *self._padded(parts))
-        return prefix
-
-    def _padded(self, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
-        """Tokens [P, T] of the smallest size that holds all parts, and their lengths [P]."""
-        T = fit(self._engine.prompt_sizes, max(len(part) for part in parts))
-        tokens_PT = np.zeros((len(parts), T), np.int32)
-        for row, part in zip(tokens_PT, parts, strict=True):
-            row[: len(part)] = part
-        length_P = np.array([len(part) for part in parts], np.int32)
-        return host_inputs(self._engine.mesh, tokens_PT, length_P)
-
-    def _insert(self, prefix: Prefix, rows: Sequence[tuple[int, int, int]]) -> None:
+    def _insert(self, prefix: Prefix, rows: Iterable[tuple[int, int, int]]) -> None:
         """Puts samples into (row, place in the prefix, sample), those of one step at a time."""
-        for step in sorted({self._samples[i].step for _, _, i in rows}):
-            chosen = [entry for entry in rows if self._samples[entry[2]].step == step]
-            self._insert_of_step(prefix, chosen, step)
-
-    def _insert_of_step(
-        self, prefix: Prefix, rows: Sequence[tuple[int, int, int]], step: int
-    ) -> None:
-        engine, n = self._engine, self._state.rows
-        source_n, id_n, index_n, limit_n, count_n = (np.zeros(n, np.int32) for _ in range(5))
-        source_n[:] = -1
+        of_step = collections.defaultdict(list)
         for row, place, i in rows:
             sample = self._samples[i]
-            source_n[row], count_n[row], limit_n[row] = place, len(sample), self._limits[i]
-            id_n[row], index_n[row] = self._prompts.ids_N[sample.prompt], sample.index
-        arrays = (source_n, id_n, index_n, limit_n, count_n)
-        assignment = Assignment(*host_inputs(engine.mesh, *arrays))
-        seed, temperature = self._scalars
-        number = host_inputs(engine.mesh, np.int32(step))[0]
-        self._held = engine.insert(
-            prefix, self._state, assignment, seed, number, temperature, self._truncation
-        )
+            prompt_id = int(self._prompts.ids_N[sample.prompt])
+            seat = Seat(row, place, prompt_id, sample.index, self._limits[i], len(sample))
+            of_step[sample.step].append(seat)
+        for step, seats in sorted(of_step.items()):
+            self._slots.insert(
+                prefix,
+                seats,
+                temperature=self._options.temperature,
+                truncation=self._truncation,
+                seed=self._options.seed,
+                step=step,
+            )
 
     def _go_on_after_replies(self) -> None:
         """Appends what the environment said to the rows it spoke to, on top of what they have cached."""
-        engine = self._engine
-        shards, per_shard = engine.shards, engine.batch_sizes[-1] // engine.shards
-        each = self._state.rows // shards
-        waiting = [(row, i) for row, i in self.scheduler.running.items() if i in self._replied]
-        of_shard = [[entry for entry in waiting if entry[0] // each == s] for s in range(shards)]
-        while any(of_shard):
-            places = [entry for of in of_shard for entry in _filled(of[:per_shard], per_shard)]
-            of_shard = [of[per_shard:] for of in of_shard]
-            self._append_replies(places, each)
-
-    def _append_replies(self, places: Sequence[tuple[int, int] | None], each: int) -> None:
-        """`places`: for every sequence of a prefill batch (row, sample), or None."""
-        engine, P = self._engine, len(places)
-        row_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
-        parts = [np.zeros(0, np.int32)] * P
-        rows = []
-        for place, entry in enumerate(places):
-            if entry is None:
-                continue
-            row, i = entry
-            parts[place] = self._replied.pop(i)
-            before = self._sequence(i)[: -len(parts[place])]
-            row_P[place], length_P[place], token_P[place] = row % each, len(before) - 1, before[-1]
-            rows.append((row, place, i))
-        prefix = engine.extract(self._state, *host_inputs(engine.mesh, row_P, length_P, token_P))
-        chunk = engine.config.chunk_tokens
-        for start in range(0, max(len(part) for part in parts), chunk):
-            now = [part[start : start + chunk] for part in parts]
-            prefix = engine.extend(self._params, prefix, *self._padded(now))
-        self._insert(prefix, rows)
+        appends = []
+        for row, i in self.scheduler.running.items():
+            if (reply := self._replies.pop(i, None)) is not None:
+                before = self._sequence(i)[: -len(reply)]
+                appends.append(Append(row, len(before), int(before[-1]), reply))
+        running = self.scheduler.running
+        for prefix, places in self._slots.append(appends):
+            self._insert(prefix, [(a.row, place, running[a.row]) for place, a in places.items()])
 
     # Host side
 
-    def _collect(self) -> list[int]:
-        """Reads what the dispatch has drawn, frees the rows that are done; returns finished groups."""
-        state = self._state
-        active_n, count_n, *drawn = fetch(
-            (state.active, state.out_count, state.out_token, state.out_logprob, state.out_entropy)
-        )
-        keep_n = np.ones(state.rows, bool)
-        done, groups = [], []
+    def _collect(self, drawn: Drawn) -> list[int]:
+        """Takes in what the dispatch has drawn, frees the rows that are done; returns finished groups."""
+        still_active, done, groups = [], [], []
         for row, i in self.scheduler.running.items():
             sample = self._samples[i]
-            sample.add_drawn(*(a[row, : count_n[row]] for a in drawn), version=self._options.step)
-            stopped = self._cut_at_stop(sample, int(count_n[row]))
-            if active_n[row] and not stopped:
+            sample.add_drawn(*drawn.of_row(row), version=self._options.step)
+            stopped = self._cut_at_stop(sample, int(drawn.count[row]))
+            if drawn.active[row] and not stopped:
                 continue
-            keep_n[row] = False
+            if drawn.active[row]:
+                still_active.append(row)
             if not self._goes_on(i, stopped):
                 done.append(row)
                 if self.group_finished(sample.prompt):
                     groups.append(sample.prompt)
-        if (active_n & ~keep_n).any():
-            self._held = self._engine.release(state, host_inputs(self._engine.mesh, keep_n)[0])
+        if still_active:
+            self._slots.release(still_active)
         self.scheduler.finish(done)
         return groups
 
@@ -446,7 +356,7 @@ class _Run:
             reply = self._reply(sample)
             if reply is not None and len(sample) + len(reply) < limit:
                 sample.add_given(reply, self._options.step)
-                self._replied[i] = np.asarray(reply, np.int32)
+                self._replies[i] = np.asarray(reply, np.int32)
                 return True
             stopped, full = reply is None, reply is not None
         # At its budget, but neither stopped nor full, it is carried.
@@ -464,8 +374,3 @@ class _Run:
                 response=sample.tokens,
             )
         )
-
-
-def _filled(entries: Sequence[Any], size: int) -> list[Any]:
-    """`entries` and as many None as make `size` of them."""
-    return [*entries, *[None] * (size - len(entries))]

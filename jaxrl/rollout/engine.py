@@ -248,6 +248,12 @@ class Engine:
     """
 
     def __init__(self, model: ModelConfig, graph: nnx.GraphDef, mesh: Mesh, config: EngineConfig):
+        unknown = [i for i in config.stop_ids if not 0 <= i < model.vocab_size]
+        if unknown:
+            raise UserError(
+                f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
+                "there; give ids of its tokenizer"
+            )
         self.model = model
         self.config = config
         self.mesh = mesh

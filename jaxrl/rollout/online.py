@@ -363,13 +363,9 @@ class OnlineDriver:
     def _collect(self, running: Mapping[int, Hashable], drawn: Drawn) -> None:
         ended, still_active = [], []
         for row, owner in running.items():
-            count, sample = drawn.count[row], self._seated[owner]
-            delta = self._delta_of(
-                sample,
-                drawn.token[row, :count],
-                drawn.logprob[row, :count],
-                going_on=bool(drawn.active[row]),
-            )
+            sample = self._seated[owner]
+            tokens, logprob, _ = drawn.of_row(row)
+            delta = self._delta_of(sample, tokens, logprob, going_on=bool(drawn.active[row]))
             if delta.finish:
                 ended.append(row)
                 if drawn.active[row]:

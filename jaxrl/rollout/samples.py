@@ -5,9 +5,11 @@ N prompts   G samples of each   R tokens of a response
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,6 +134,67 @@ class Carry:
     prompts: Prompts
     num_samples: int
     samples: tuple[Sample, ...]
+
+    def record(self) -> dict[str, Any]:
+        """All of it, bit for bit, as JSON can hold it: what a checkpoint keeps."""
+        prompts, samples = self.prompts, self.samples
+        arrays: dict[str, Any] = {
+            "ids": prompts.ids_N,
+            "prompt_lengths": [len(tokens) for tokens in prompts.tokens],
+            "prompt_tokens": _flat(prompts.tokens),
+            "lengths": [len(s) for s in samples],
+            **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
+            **{name: _flat([getattr(s, name) for s in samples]) for name in _OF_TOKEN},
+        }
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        return {
+            "num_samples": self.num_samples,
+            **{name: list(getattr(prompts, name)) for name in _TEXTS},
+            "arrays": base64.b64encode(packed.getvalue()).decode(),
+        }
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> Carry:
+        """The inverse of `record`."""
+        with np.load(io.BytesIO(base64.b64decode(record["arrays"]))) as arrays:
+            prompts = Prompts(
+                ids_N=arrays["ids"],
+                tokens=tuple(_cut(arrays["prompt_tokens"], arrays["prompt_lengths"])),
+                **{name: tuple(record[name]) for name in _TEXTS},
+            )
+            of_sample = zip(*(arrays[name].tolist() for name in _OF_SAMPLE), strict=True)
+            of_token = (_cut(arrays[name], arrays["lengths"]) for name in _OF_TOKEN)
+            samples = tuple(
+                _restored(dict(zip(_OF_SAMPLE, numbers, strict=True)), *tokens)
+                for numbers, *tokens in zip(of_sample, *of_token, strict=True)
+            )
+        return Carry(prompts, record["num_samples"], samples)
+
+
+_TEXTS = ("texts", "answers", "sources")
+_OF_SAMPLE = ("prompt", "index", "step", "finished", "truncated")
+_OF_TOKEN = ("tokens", "logprob", "entropy", "mask", "version")
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+
+def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, version) -> Sample:
+    sample = Sample(numbers["prompt"], numbers["index"], numbers["step"])
+    sample.finished, sample.truncated = numbers["finished"], numbers["truncated"]
+    changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
+    for run in np.split(np.arange(len(tokens)), changes):
+        if len(run) and mask[run[0]]:
+            sample.add_drawn(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
+        elif len(run):
+            sample.add_given(tokens[run], int(version[run[0]]))
+    return sample
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""The rows of an engine, for drivers whose requests come one by one, each with its own settings.
+"""The rows of an engine as drivers see them: host arrays in, host arrays out.
 
     prefilled(engine, params, sequences) -> Prefix     host sequences to keys and values
     Slots(engine, params)                              the decode state: rows come, decode, go
 
-Host arrays in, host arrays out; which request is in which row is the driver's affair. Two drivers may share
-an engine from two threads: on a mesh all devices must then get their programs in one order, so whoever
-dispatches holds the lock that both were given.
+Which request is in which row is the driver's affair. Two drivers may share an engine from two threads: on a
+mesh all devices must then get their programs in one order, so whoever dispatches holds the lock that both
+were given.
 
     n rows   P sequences of a prefill   T tokens   W tokens of a dispatch
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -31,13 +31,38 @@ _KEPT_SETTINGS = 64
 
 
 class Seat(NamedTuple):
-    """A sample that starts: its row, its place in the prefix, and what its sampling key is made of."""
+    """A sample that starts, or goes on.
+
+    Attributes:
+      row: its row.
+      place: of its sequence in the prefix.
+      prompt_id, sample_index: what its sampling key is made of.
+      max_tokens: of its response.
+      count: tokens of its response that the prefix holds.
+    """
 
     row: int
     place: int
     prompt_id: int
     sample_index: int
     max_tokens: int
+    count: int = 0
+
+
+class Append(NamedTuple):
+    """Tokens that come on top of the sequence in a row.
+
+    Attributes:
+      row: which.
+      length: tokens of the sequence without them.
+      last: the last of these.
+      tokens: int32, the new ones.
+    """
+
+    row: int
+    length: int
+    last: int
+    tokens: np.ndarray
 
 
 # Seed, step, temperature and truncation, on the devices.
@@ -51,13 +76,19 @@ class Drawn(NamedTuple):
       active: bool [n], still decoding.
       count: int32 [n], tokens drawn.
       token: int32 [n, W], of which `count` are real.
-      logprob: float32 [n, W].
+      logprob, entropy: float32 [n, W].
     """
 
     active: np.ndarray
     count: np.ndarray
     token: np.ndarray
     logprob: np.ndarray
+    entropy: np.ndarray
+
+    def of_row(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and entropies that were drawn in a row."""
+        count = self.count[row]
+        return self.token[row, :count], self.logprob[row, :count], self.entropy[row, :count]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -73,12 +104,21 @@ def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -
     # A place that is left over holds one token, which nobody reads.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
     prefix = engine.prefill(params, *_padded(engine, heads))
-    if longest > chunk:
-        prefix = engine.widen(prefix, capacity=fit(engine.cache_sizes, longest))
-    for start in range(chunk, longest, chunk):
-        parts = [s[start : start + chunk] for s in sequences]
-        parts += [np.zeros(0, np.int32)] * (P - len(sequences))
-        prefix = engine.extend(params, prefix, *_padded(engine, parts))
+    if longest <= chunk:
+        return prefix
+    prefix = engine.widen(prefix, capacity=fit(engine.cache_sizes, longest))
+    rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
+    return _extended(engine, params, prefix, rests)
+
+
+def _extended(
+    engine: Engine, params: Params, prefix: Prefix, parts: Sequence[np.ndarray]
+) -> Prefix:
+    """The prefix with each part appended to its sequence, chunk by chunk."""
+    chunk = engine.config.chunk_tokens
+    for start in range(0, max(len(part) for part in parts), chunk):
+        now = [part[start : start + chunk] for part in parts]
+        prefix = engine.extend(params, prefix, *_padded(engine, now))
     return prefix
 
 
@@ -98,6 +138,7 @@ def assignment(engine: Engine, rows: int, seats: Sequence[Seat]) -> Assignment:
     source_n[:] = -1
     for seat in seats:
         source_n[seat.row], limit_n[seat.row] = seat.place, seat.max_tokens
+        count_n[seat.row] = seat.count
         id_n[seat.row], index_n[seat.row] = seat.prompt_id, seat.sample_index
     return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
 
@@ -139,9 +180,11 @@ class Slots:
         self._state: DecodeState | None = None
         self._settings = functools.lru_cache(_KEPT_SETTINGS)(self._send_settings)
 
-    def _send_settings(self, temperature: float, truncation: Truncation) -> Settings:
+    def _send_settings(
+        self, seed: int, step: int, temperature: float, truncation: Truncation
+    ) -> Settings:
         return settings_on_device(
-            self.engine, seed=0, step=0, temperature=temperature, truncation=truncation
+            self.engine, seed=seed, step=step, temperature=temperature, truncation=truncation
         )
 
     def clear(self) -> None:
@@ -185,13 +228,51 @@ class Slots:
         *,
         temperature: float,
         truncation: Truncation,
+        seed: int = 0,
+        step: int = 0,
     ) -> None:
-        """Starts samples that share their settings, with keys of seed 0 and step 0."""
+        """Starts samples that share their settings; seed and step are parts of their keys."""
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         with self._lock:
-            settings = self._settings(temperature, truncation)
+            settings = self._settings(seed, step, temperature, truncation)
             self._state = insert(self.engine, prefix, state, seats, settings)
+
+    def append(self, appends: Sequence[Append]) -> Iterator[tuple[Prefix, dict[int, Append]]]:
+        """What is in rows, with tokens on top: prefixes, to be inserted in these rows again.
+
+        Yields:
+          A prefix and, for its places in use, what was appended to which row. Only the new tokens are run.
+        """
+        engine = self.engine
+        state, shards = self._state, engine.shards
+        assert state is not None, "there are no rows"
+        per_shard = engine.batch_sizes[-1] // shards
+        rows_of_shard = state.rows // shards
+        # A prefix takes as many sequences from every shard.
+        waiting = [[a for a in appends if a.row // rows_of_shard == s] for s in range(shards)]
+        while any(waiting):
+            places = {
+                s * per_shard + seat: append
+                for s, of_shard in enumerate(waiting)
+                for seat, append in enumerate(of_shard[:per_shard])
+            }
+            waiting = [of_shard[per_shard:] for of_shard in waiting]
+            yield self._appended(places), places
+
+    def _appended(self, places: dict[int, Append]) -> Prefix:
+        engine, state = self.engine, self._state
+        assert state is not None, "there are no rows"
+        P = engine.batch_sizes[-1]
+        row_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
+        parts = [np.zeros(0, np.int32)] * P
+        for place, append in places.items():
+            row_P[place] = append.row % (state.rows // engine.shards)
+            length_P[place], token_P[place] = append.length - 1, append.last
+            parts[place] = append.tokens
+        with self._lock:
+            prefix = engine.extract(state, *host_inputs(engine.mesh, row_P, length_P, token_P))
+            return _extended(engine, self._params, prefix, parts)
 
     def release(self, rows: Sequence[int]) -> None:
         """Ends what is in `rows`."""
@@ -209,6 +290,7 @@ class Slots:
         with self._lock:
             (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
             state = self.engine.generate(self._params, state, least)
-        drawn = fetch((state.active, state.out_count, state.out_token, state.out_logprob))
+        drawn = (state.active, state.out_count, state.out_token, state.out_logprob)
+        drawn = fetch((*drawn, state.out_entropy))
         self._state = state
         return Drawn(*drawn)

@@ -119,8 +119,15 @@ class RolloutConfig:
       max_generation_batches: how many of these a step may take to find enough mixed groups.
       max_response_tokens: limit of a response, end-of-sequence included.
       temperature: divides the logits, in sampling and in training.
-      top_k, top_p, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`. Training keeps the
-        probabilities of the whole distribution.
+      top_k, top_p, min_p, min_response_tokens, repetition_penalty: which tokens may be drawn, as of
+        `rollout.sampling.Truncation`. Training keeps the probabilities of the whole distribution.
+      stop_ids: tokens that end a response besides the tokenizer's own.
+      stop_strings: texts that do.
+      environment: "path/to/file.py:function" or "package.module:function", called with a
+        `rollout.environment.Turn` and the tokenizer whenever a response ends by itself; it returns token ids
+        to append, or None. "" has none.
+      partial: a step ends once its buffer of groups is full; what is unfinished goes on in the next.
+      driver: "offline", or "jetstream" for that package's orchestrator (extra `jetstream`; one process).
       slots: samples decoded side by side.
       prefill_prompts: prompts of one prefill.
       prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
@@ -139,6 +146,13 @@ class RolloutConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_response_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    environment: str = ""
+    partial: bool = False
+    driver: Literal["offline", "jetstream"] = "offline"
     slots: int = 256
     prefill_prompts: int = 32
     prefill_chunk_tokens: int = 0
@@ -156,7 +170,17 @@ class RolloutConfig:
             raise ValueError(
                 f"temperature {self.temperature} is not positive: training divides logits by it; use 1.0"
             )
-        truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        truncation_of(
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            min_tokens=self.min_response_tokens,
+            repetition_penalty=self.repetition_penalty,
+        )
+        if "" in self.stop_strings:
+            raise ValueError(
+                "a stop string is empty, which would end every response at once; drop it"
+            )
         require_at_least(1, self, "num_samples")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl.rewards.score import grader, score_completions
 from jaxrl.roles.actor import Actor
 from jaxrl.rollout.sampling import Truncation, truncation_of
-from jaxrl.trainer.config import EvaluationConfig, RolloutConfig
+from jaxrl.trainer.config import EvaluationConfig
 from jaxrl.trainer.run_folder import keep_samples
 from jaxrl.trainer.setup import Parts
 from jaxrl.trainer.step_metrics import evaluation_metrics
@@ -32,7 +32,7 @@ def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
             num_samples=options.num_samples,
             step=_STEP,
             temperature=options.temperature,
-            truncation=truncation(options),
+            truncation=_truncation(options),
         )
         scored = score_completions(completions, grade=grade, overlong=_unpunished)
         keep_samples(config, scored, when)
@@ -41,8 +41,7 @@ def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
     return evaluate
 
 
-def truncation(options: RolloutConfig | EvaluationConfig) -> Truncation:
-    """Which tokens may be drawn."""
+def _truncation(options: EvaluationConfig) -> Truncation:
     return truncation_of(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,8 @@ from jaxrl.roles.frozen import Judge
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner, Objective
 from jaxrl.roles.losses import clipped_values, likelihood
-from jaxrl.trainer.evaluation import evaluator, truncation
+from jaxrl.trainer.evaluation import evaluator
+from jaxrl.trainer.generation import Generation
 from jaxrl.trainer.recipe import estimator_of, policy_objective
 from jaxrl.trainer.setup import Parts, packed_shape, supervised_stream
 from jaxrl.trainer.stage import Stage
@@ -78,7 +79,7 @@ class Events:
         )
         # Metrics of events that return something else.
         self._noted: Metrics = {}
-        self._sampler = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self._generation = Generation(parts, team.actor)
         # Where the data stood after the prompts of this step, and of the next if they are being sampled.
         self._stream_states: collections.deque[Any] = collections.deque(maxlen=2)
         self.buffer = GroupBuffer(
@@ -110,7 +111,7 @@ class Events:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._sampler.shutdown()
+        self._generation.close()
 
     # What outlives a step
 
@@ -120,6 +121,7 @@ class Events:
         if self._pretraining is not None:
             record["pretraining"] = self._pretraining.stream.state()
         ahead = len(self._stream_states) == 2
+        record["generation"] = self._generation.record()
         return record | {"stream": self._stream_states[0] if ahead else self._stream.state()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -128,42 +130,52 @@ class Events:
         if self._pretraining is not None:
             self._pretraining.stream.restore(record["pretraining"])
 
+        self._generation.restore(record["generation"])
     # Generation
 
     def start_generating(self, prompts: Prompts) -> concurrent.futures.Future[Completions]:
         """Samples from the weights as they are now, beside whatever comes next."""
         self._stream_states.append(self._stream.state())
         self.load_rollout()
-        options = self._config.rollout
-        return self._sampler.submit(
-            self._team.actor.sample,
-            self._team.actor.rollout_params,
-            prompts,
-            self._parts.tokenizer.decode,
-            num_samples=options.num_samples,
-            step=self._stage.step,
-            truncation=truncation(options),
-        )
+        return self._generation.start(prompts, step=self._stage.step)
 
     def _finish_generating(self, started: concurrent.futures.Future[Completions]) -> Completions:
-        return started.result()
+        return self._generation.finish(started)
 
     def _generate(self, prompts: Prompts) -> Completions:
-        hosts.check_same(
-            f"the prompts of step {self._stage.step + 1}", [*prompts.tokens, *prompts.answers]
-        )
-        options = self._config.rollout
-        return self._sample(
-            prompts, num_samples=options.num_samples, truncation=truncation(options)
-        )
+        step = self._stage.step
+        hosts.check_same(f"the prompts of step {step + 1}", [*prompts.tokens, *prompts.answers])
+        self._load_if_stale()
+        if not self._config.rollout.partial:
+            return self._generation.sample(prompts, step=step)
+        completions, counts = self._generation.sample_until(prompts, self._enough(), step=step)
+        for name, count in counts.items():
+            self._noted[name] = self._noted.get(name, 0) + count
+        return completions
+
+    def _enough(self) -> Callable[[Completions], bool]:
+        """Says of each group that is finished whether the buffer will be full with it."""
+        missing = self.buffer.missing
+
+        def count(group: Completions) -> int:
+            return len(self.keep(self._graded(group)).completions.prompts)
+
+        def enough(group: Completions) -> bool:
+            nonlocal missing
+            # A grader that runs into its time limit on one host alone would part them here.
+            missing -= hosts.on_first(lambda: count(group))
+            return missing <= 0
+
+        return enough
+
+    def batches(self, stream: PromptStream) -> Iterable[Prompts]:
+        """The prompts of each generation batch."""
+        return self._generation.batches(stream) if self._config.rollout.partial else stream
 
     def _generate_greedily(self, prompts: Prompts) -> Completions:
-        return self._sample(prompts, num_samples=1, temperature=0.0)
-
-    def _sample(self, prompts: Prompts, **options) -> Completions:
         self._load_if_stale()
-        return self._team.actor.generate(
-            prompts, self._parts.tokenizer.decode, step=self._stage.step, **options
+        return self._generation.sample(
+            prompts, step=self._stage.step, num_samples=1, temperature=0.0
         )
 
     def _load_if_stale(self) -> None:
@@ -228,9 +240,14 @@ class Events:
 
     def _judged(self, judge: Judge, completions: Completions) -> np.ndarray:
         """A judge's score of each completion, float32 [B]."""
-        shape = packed_shape(self._config, sequences=len(completions), updates=1)
+        rollout = self._config.rollout
+        # The number of groups that a partial rollout finishes differs; one shape holds them all.
+        most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0
+        sequences = max(most, len(completions))
+        shape = packed_shape(self._config, sequences=sequences, updates=1)
         batch = judge.place(pack_completions(completions, shape))
-        return hosts.fetch(_by_sequence(judge.scores_of(batch), batch, len(completions)))
+        score_B = hosts.fetch(_by_sequence(judge.scores_of(batch), batch, sequences))
+        return score_B[: len(completions)]
 
     # Preparation
 

@@ -78,8 +78,40 @@ def check_recipe(config: Config) -> None:
                 "algorithm.one_step_off runs two threads of programs, which several processes could not "
                 "keep in one order; use hosts.num_processes=1"
             )
+    _check_rollout(config)
     estimator_of(config)
     policy_objective(config)
+
+
+def _check_rollout(config: Config) -> None:
+    """Raises UserError where settings of sampling contradict each other or the recipe."""
+    options = config.rollout
+    if options.partial and "buffer" not in events_of(config.algorithm.recipe):
+        raise UserError(
+            f"rollout.partial ends a step when its buffer of groups is full, and recipe "
+            f"{config.algorithm.recipe!r} has none; use recipe dapo, or rollout.partial=False"
+        )
+    if options.partial and config.algorithm.one_step_off:
+        raise UserError(
+            "rollout.partial and algorithm.one_step_off are two ways to keep the devices busy while long "
+            "samples end, and do not go together; choose one"
+        )
+    if options.driver == "jetstream":
+        _check_jetstream(config)
+
+
+def _check_jetstream(config: Config) -> None:
+    options = config.rollout
+    asked = {
+        "rollout.partial": options.partial,
+        "rollout.environment": options.environment,
+        "hosts.num_processes above 1": config.hosts.num_processes > 1,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise UserError(
+                f"rollout.driver 'jetstream' cannot do {name}; use rollout.driver='offline', which can"
+            )
 
 
 def estimator_of(config: Config) -> Estimator:

@@ -59,17 +59,21 @@ def reinforce(parts: Parts, stop: StopSignal) -> None:
                 "generate": events.finish_generating,
             }
         with events:
-            run_until_stopped(stage, team.learners, functools.partial(recipe, stream, **handed))
+            run_until_stopped(
+                stage, team.learners, functools.partial(recipe, events.batches(stream), **handed)
+            )
 
 
 def _stream(parts: Parts) -> PromptStream:
     config = parts.config
     rollout = config.rollout
     buffered = "buffer" in events_of(config.algorithm.recipe)
+    per_batch = rollout.generation_prompts if buffered else rollout.num_prompts
     return PromptStream(
         parts.train,
         parts.tokenizer,
-        prompts_per_batch=rollout.generation_prompts if buffered else rollout.num_prompts,
+        # `Events.batches` makes batches of what is missing.
+        prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
         **prompt_options(config),
     )

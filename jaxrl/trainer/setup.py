@@ -56,6 +56,11 @@ class Parts:
         """The mesh a role lives on."""
         return self.placement.pool_of(role).mesh
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response: the tokenizer's, and those of the config."""
+        return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
+
 
 def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together.
@@ -68,6 +73,7 @@ def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
     _check_present(config, devices)
     train, held_out = _records(config)
     tokenizer = _tokenizer(config, train)
+    _check_stop_ids(config, tokenizer)
     placement = take_devices(pools_of(config), devices)
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
     for pool in placement.pools:
@@ -169,6 +175,15 @@ def packed_shape(config: Config, *, sequences: int, updates: int) -> PackedShape
         rows=config.train.rows,
         tokens=config.train.row_tokens,
     )
+
+
+def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
+    unknown = [i for i in config.rollout.stop_ids if not 0 <= i < tokenizer.vocab_size]
+    if unknown:
+        raise UserError(
+            f"rollout.stop_ids {', '.join(map(str, unknown))}: the tokenizer has no such tokens, its ids go "
+            f"from 0 to {tokenizer.vocab_size - 1}; name one of these, or a text in rollout.stop_strings"
+        )
 
 
 def _check_present(config: Config, devices: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,9 +23,11 @@ from jaxrl.roles.frozen import Judge, Reference
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import PackedModel
+from jaxrl.rollout import driver as offline
 from jaxrl.rollout.engine import EngineConfig
 from jaxrl.trainer.recipe import roles_of
 from jaxrl.trainer.setup import Parts, engine_config
+from jaxrl.types import Completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +57,20 @@ def build_actor(parts: Parts, *, optim) -> Actor:
         parts.mesh_of("actor"),
         **_shared(parts, "actor"),
         optim=optim,
-        engine=engine_config(config, parts.tokenizer.stop_ids),
+        engine=engine_config(config, parts.stop_ids),
         temperature=config.rollout.temperature,
         seed=config.seed,
         rollout_mesh=_rollout_mesh(parts),
+        sampler=_sampler(config.rollout.driver),
     )
+
+
+def _sampler(driver: str) -> Callable[..., Completions]:
+    if driver == "offline":
+        return offline.sample
+    from jaxrl.rollout import jetstream
+
+    return jetstream.sample
 
 
 def _rollout_mesh(parts: Parts):

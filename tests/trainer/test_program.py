@@ -251,3 +251,81 @@ def test_run_that_may_not_resume(whole):
     config = dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume=False))
     with pytest.raises(UserError, match="already holds a run"):
         program.train(config, devices=one_device())
+
+
+# Generation across steps
+
+
+def partial_config(folder, problems, whole, **changes) -> Config:
+    rollout = dataclasses.replace(whole.rollout, partial=True, slots=16)
+    return warm(make_config(folder, problems, rollout=rollout, **changes), whole)
+
+
+def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
+    tmp_path, problems, whole
+):
+    config = partial_config(tmp_path / "whole", problems, whole, num_steps=3)
+    program.train(config, devices=one_device())
+    rows = curve(config)[1:]
+    assert rows[0]["rollout/carried_groups"] == rows[0]["rollout/stale_tokens"] == 0
+    assert any(row["rollout/carried_groups"] > 0 for row in rows)
+    assert any(row["rollout/stale_tokens"] > 0 for row in rows)
+    stopped = partial_config(tmp_path / "again", problems, whole, num_steps=2)
+    program.train(stopped, devices=one_device())
+    again = partial_config(tmp_path / "again", problems, whole, num_steps=3)
+    program.train(again, devices=one_device())
+    assert curve(again) == curve(config)
+
+
+def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whole):
+    pytest.importorskip("jetstream")
+    rollout = dataclasses.replace(whole.rollout, driver="jetstream")
+    config = warm(make_config(tmp_path, problems, num_steps=1, rollout=rollout), whole)
+    program.train(config, devices=one_device())
+    sampled = ("train/accuracy", "response_length/mean", "train/num_response_tokens_sampled")
+    for one, other in zip(curve(config), curve(whole), strict=False):
+        assert [one.get(name) for name in sampled] == [other.get(name) for name in sampled]
+
+
+def test_an_environment_by_its_path(tmp_path, problems, whole):
+    asks = tmp_path / "tools.py"
+    asks.write_text(
+        "def again(turn, tokenizer):\n"
+        "    return tokenizer.encode('?') if len(turn.response) == len(turn.tokens) else None\n"
+        "def lost(turn, tokenizer):\n"
+        "    return [9999]\n"
+    )
+    rollout = dataclasses.replace(
+        whole.rollout, environment=f"{asks}:again", max_response_tokens=24
+    )
+    train = TrainConfig(rows=4, row_tokens=64)
+    config = make_config(tmp_path, problems, num_steps=1, rollout=rollout, train=train)
+    program.train(warm(config, whole), devices=one_device())
+    assert curve(config)[1]["response_length/mean"] > curve(whole)[1]["response_length/mean"] + 1
+    lost = dataclasses.replace(rollout, environment=f"{asks}:lost")
+    config = make_config(tmp_path / "lost", problems, num_steps=1, rollout=lost, train=train)
+    with pytest.raises(UserError, match=r"lost' returned token ids from 9999 to 9999; .* to 268"):
+        program.train(warm(config, whole), devices=one_device())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"partial": True, "driver": "jetstream"}, "'jetstream' cannot do rollout.partial"),
+        ({"driver": "jetstream", "environment": "a:b"}, "cannot do rollout.environment"),
+        ({"stop_ids": (5, 4000)}, r"rollout.stop_ids 4000: .* from 0 to 268"),
+        ({"environment": "nowhere.py:f"}, "environment 'nowhere.py:f' is not there"),
+    ],
+)
+def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
+    rollout = dataclasses.replace(whole.rollout, **changes)
+    with pytest.raises(UserError, match=message):
+        program.train(make_config(tmp_path, problems, rollout=rollout), devices=one_device())
+
+
+def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
+    rollout = dataclasses.replace(whole.rollout, partial=True)
+    algorithm = dataclasses.replace(whole.algorithm, recipe="grpo")
+    config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
+    with pytest.raises(UserError, match=r"recipe 'grpo' has none; use recipe dapo"):
+        program.train(config, devices=one_device())

@@ -1,0 +1,196 @@
+"""How a run samples its training data: settings, what a step leaves to the next, what earlier steps teach.
+
+With `rollout.partial` a step ends as soon as it has the groups that it needs. What is unfinished then waits
+in a `Carry`, tokens and log-probabilities included, and goes on under the next step's weights.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.roles.actor import Actor
+from jaxrl.rollout.driver import Enough
+from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.rollout.samples import Carry
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.trainer.config import RolloutConfig
+from jaxrl.trainer.setup import Parts
+from jaxrl.types import Completions, Prompts
+from jaxrl.user_code import load_function
+
+
+class Generation:
+    """The sampler's side of a run."""
+
+    def __init__(self, parts: Parts, actor: Actor):
+        """Raises UserError where the environment cannot be loaded."""
+        options = parts.config.rollout
+        self._actor = actor
+        self._batch = options.generation_prompts
+        self._decode_text = parts.tokenizer.decode
+        self._settings: dict[str, Any] = {
+            "num_samples": options.num_samples,
+            "truncation": truncation_of(
+                top_k=options.top_k,
+                top_p=options.top_p,
+                min_p=options.min_p,
+                min_tokens=options.min_response_tokens,
+                repetition_penalty=options.repetition_penalty,
+            ),
+            "stop_strings": tuple(options.stop_strings),
+            "environment": _environment(options, parts),
+        }
+        self._carry: Carry | None = None
+        # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
+        self._lengths: dict[int, int] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
+
+    def close(self) -> None:
+        """Waits for what is being sampled."""
+        self._thread.shutdown()
+
+    # What outlives a step
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able: what a resumed run needs to sample the same."""
+        carry = None if self._carry is None else self._carry.record()
+        return {"carry": carry, "lengths": list(self._lengths.items())}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes on from a record."""
+        self._lengths = {text: length for text, length in record["lengths"]}
+        self._carry = None if record["carry"] is None else Carry.of_record(record["carry"])
+
+    # Sampling
+
+    def sample(self, prompts: Prompts, *, step: int, **changes: Any) -> Completions:
+        """Samples every response to its end; `changes` are to the run's settings."""
+        completions = self._actor.generate(
+            prompts,
+            self._decode_text,
+            step=step,
+            expected_tokens_N=self._expected(prompts),
+            **(self._settings | changes),
+        )
+        self._learn_lengths(completions)
+        return completions
+
+    def finish(self, started: concurrent.futures.Future[Completions]) -> Completions:
+        """Waits for what `start` has begun."""
+        completions = started.result()
+        self._learn_lengths(completions)
+        return completions
+
+    def start(self, prompts: Prompts, *, step: int) -> concurrent.futures.Future[Completions]:
+        """Samples from the weights as they are now, beside whatever comes next."""
+        return self._thread.submit(
+            self._actor.sample,
+            self._actor.rollout_params,
+            prompts,
+            self._decode_text,
+            step=step,
+            expected_tokens_N=self._expected(prompts),
+            **self._settings,
+        )
+
+    def sample_until(
+        self, prompts: Prompts, enough: Enough, *, step: int
+    ) -> tuple[Completions, dict[str, int]]:
+        """Goes on with what the last call left, and with `prompts`, until there is enough.
+
+        Returns:
+          The finished groups; and counts of groups that were carried in, and of tokens that weights of
+          earlier steps have drawn.
+        """
+        carried = 0 if self._carry is None else len(self._carry.prompts)
+        rollout = self._actor.roll_out(
+            prompts,
+            self._decode_text,
+            step=step,
+            carry=self._carry,
+            enough=enough,
+            expected_tokens_N=self._expected(prompts),
+            **self._settings,
+        )
+        self._carry = rollout.carry
+        self._learn_lengths(rollout.completions)
+        return rollout.completions, {
+            "rollout/carried_groups": carried,
+            "rollout/stale_tokens": sum(int((v < step).sum()) for v in rollout.versions),
+        }
+
+    def batches(self, stream: Iterable[Prompts]) -> Iterator[Prompts]:
+        """Prompts for `sample_until`: as many as make a generation batch of what is carried.
+
+        Args:
+          stream: prompts one by one.
+        """
+        each = iter(stream)
+        while True:
+            carried = 0 if self._carry is None else len(self._carry.prompts)
+            wanted = max(1, self._batch - carried)
+            yield Prompts.concatenate([next(each) for _ in range(wanted)])
+
+    # Lengths
+
+    def _expected(self, prompts: Prompts) -> np.ndarray:
+        """How long responses were when the prompts were met before; new ones are thought the longest."""
+        longest = max(self._lengths.values(), default=0) + 1
+        known = [self._lengths.get(_checksum(tokens), longest) for tokens in prompts.tokens]
+        # Among equals the longest prompt goes first.
+        own = np.array([len(tokens) for tokens in prompts.tokens], np.float64)
+        return np.array(known) + own / (own.max() + 1)
+
+    def _learn_lengths(self, completions: Completions) -> None:
+        mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
+        for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
+            self._lengths[_checksum(tokens)] = round(mean)
+
+
+def _environment(options: RolloutConfig, parts: Parts) -> Environment | None:
+    """The user's environment. The first process alone asks it, as tools need not answer twice alike."""
+    path = options.environment
+    if not path:
+        return None
+    function = load_function(path, "environment")
+    tokenizer = parts.tokenizer
+
+    def ask(turn: Turn) -> list[int] | None:
+        try:
+            reply = function(turn, tokenizer)
+        except Exception as error:
+            error.add_note(f"raised by the environment {path!r}")
+            raise
+        return None if reply is None else _checked_reply(reply, path, tokenizer.vocab_size)
+
+    def environment(turn: Turn) -> np.ndarray | None:
+        reply = hosts.on_first(lambda: ask(turn))
+        return None if reply is None else np.array(reply, np.int32)
+
+    return environment
+
+
+def _checked_reply(reply: Any, path: str, vocab_size: int) -> list[int]:
+    tokens = np.asarray(reply)
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(
+            f"environment {path!r} returned {tokens.dtype} of shape {tokens.shape}; it returns token ids, at "
+            "least one, or None to end the sample"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise UserError(
+            f"environment {path!r} returned token ids from {tokens.min()} to {tokens.max()}; the tokenizer's "
+            f"go from 0 to {vocab_size - 1}: encode texts with the tokenizer that it is given"
+        )
+    return tokens.tolist()
+
+
+def _checksum(tokens: np.ndarray) -> int:
+    return zlib.crc32(tokens.tobytes())

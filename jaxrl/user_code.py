@@ -1,0 +1,103 @@
+"""Functions of a user, named in a config by where they are.
+
+    "my_package.rewards:brevity"    a module that Python can import
+    "path/to/my_rewards.py:brevity" a file
+
+Such a function is trusted code: it runs in this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.errors import UserError
+
+
+def load_function(path: str, what: str) -> Callable[..., Any]:
+    """The function at `path`.
+
+    Args:
+      path: "package.module:function" or "path/to/file.py:function".
+      what: it is called in errors.
+
+    Raises:
+      UserError: the path has another form, its module cannot be imported, or has no such function.
+    """
+    where, _, name = path.rpartition(":")
+    if not where or not name.isidentifier():
+        raise UserError(
+            f"{what} {path!r} has no function's name; write package.module:function or "
+            "path/to/file.py:function"
+        )
+    module = (
+        _file_module(path, where, what)
+        if where.endswith(".py")
+        else _named_module(path, where, what)
+    )
+    if not hasattr(module, name):
+        known = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise UserError(
+            f"{what} {path!r} is not there: {where} has no {name!r}; it has "
+            f"{', '.join(known) or 'no functions'}"
+        )
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(
+            f"{what} {path!r} is {type(function).__name__}, which cannot be called; name a function"
+        )
+    return function
+
+
+def _named_module(path: str, where: str, what: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(where)
+    except Exception as error:  # a user's module may raise anything
+        raise _not_imported(
+            path,
+            what,
+            error,
+            "install the package, set PYTHONPATH, or give path/to/file.py:function",
+        ) from error
+
+
+def _file_module(path: str, where: str, what: str) -> types.ModuleType:
+    file = pathlib.Path(where).resolve()
+    if not file.is_file():
+        raise UserError(
+            f"{what} {path!r} is not there: {file} does not exist; paths are relative to "
+            f"{pathlib.Path.cwd()}"
+        )
+    # Under its whole path, so that no installed module is hidden and two functions share one module.
+    name = f"user code of {file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "every .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for the module that they are defined in
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's module may raise anything
+        del sys.modules[name]
+        raise _not_imported(path, what, error, "mend the file") from error
+    return module
+
+
+def _not_imported(path: str, what: str, error: Exception, remedy: str) -> UserError:
+    ours = (__file__, importlib.__file__)
+    places = [
+        f"{frame.filename}:{frame.lineno}: "
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen")
+    ]
+    return UserError(
+        f"{what} {path!r} cannot be imported: {(places or [''])[-1]}"
+        f"{type(error).__name__}: {error}; {remedy}"
+    )
