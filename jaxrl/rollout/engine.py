@@ -49,6 +49,7 @@ from jaxrl.mesh.rules import (
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cached_attention import (
     KVCache,
+    PartialAttention,
     cache_axes,
     cache_of,
     cached_attention,
@@ -56,6 +57,7 @@ from jaxrl.models.cached_attention import (
     extending_attention,
     put_token,
 )
+from jaxrl.models.cached_attention_paged import KERNELS, pick_decode_implementation
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, Params
@@ -64,6 +66,7 @@ from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.rollout import rows
 from jaxrl.rollout.buckets import ladder
 from jaxrl.rollout.layers import layers_apart
+from jaxrl.rollout.past_attention import PastAttention, past_attention
 from jaxrl.rollout.sampling import (
     Truncation,
     forbid,
@@ -77,6 +80,8 @@ from jaxrl.rollout.sampling import (
 
 # The smallest sizes worth a program of their own.
 _FEWEST_ROWS, _SHORTEST_CACHE, _SHORTEST_PROMPT = 8, 64, 64
+# The longest cache is a multiple of so many tokens where a kernel reads it page by page.
+_PAGE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +102,7 @@ class EngineConfig:
         its own arrays: on CPU, where a scan copies each layer's weights and cache to use them, that is
         twice as fast, for a copy of both per dispatch.
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
+      decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
     """
 
     slots: int
@@ -110,6 +116,7 @@ class EngineConfig:
     prefill_chunk_tokens: int = 0
     unroll: int = 1
     attention: str = "auto"
+    decode_attention: str = "auto"
 
     def __post_init__(self):
         allowed = ("float32", "bfloat16", "int8")
@@ -266,18 +273,27 @@ class Engine:
             layers=pipeline(scan_layers, mesh, GENERATE_RULES),
             unroll=config.unroll,
         )
-        implementation = pick_implementation(platform_of(mesh), config.dtype, config.attention)
+        platform = platform_of(mesh)
+        implementation = pick_implementation(platform, config.dtype, config.attention)
         self._attention = attention_parallel(
             functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
         )
         one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
         self._layers_apart = config.unroll >= model.num_layers and one_stage
+        self._past_attention = _kernel_of_past(model, mesh, config)
+        # A pipeline hands every layer its cache; else a kernel finds a layer's part by its number.
+        self._past_by_number = self._past_attention is not None and one_stage
+        keys_last = "length" if platform in (None, "cpu") else "head_dim"
+        self._cache_form: Any = {"dtype": config.cache_dtype, "keys_last": keys_last}
+        self._cache_of = functools.partial(cache_of, **self._cache_form)
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
         self.slot_sizes = self._shared_out(config.slots, _FEWEST_ROWS)
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))
         longest = config.max_context_tokens + config.tokens_per_dispatch
+        if self._past_attention is not None:
+            longest += -longest % _PAGE
         self.cache_sizes = ladder(longest, _SHORTEST_CACHE)
         self.prompt_sizes = ladder(config.chunk_tokens, _SHORTEST_PROMPT)
         self._idle = jax.jit(self._idle_state, static_argnums=(0, 1))
@@ -323,12 +339,16 @@ class Engine:
             shardings(_axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
         )
 
-    def _idle_state(self, n: int, capacity: int) -> DecodeState:
-        m, W = self.model, self.config.tokens_per_dispatch
-        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-        cache = empty_cache(
-            m.num_layers, n, m.num_kv_heads, m.head_dim, capacity, self.config.cache_dtype
+    def _empty_cache(self, n: int, capacity: int) -> KVCache:
+        m = self.model
+        return empty_cache(
+            m.num_layers, n, m.num_kv_heads, m.head_dim, capacity, **self._cache_form
         )
+
+    def _idle_state(self, n: int, capacity: int) -> DecodeState:
+        W = self.config.tokens_per_dispatch
+        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+        cache = self._empty_cache(n, capacity)
         return self._place(
             DecodeState(
                 context=Prefix(cache, ints((n, capacity)), ints((n,)), ints((n,))),
@@ -389,7 +409,7 @@ class Engine:
         one_segment_PT = jnp.ones((P, T), jnp.int32)
 
         def attend(q, k, v, _, segment_ids):
-            return self._attention(q, k, v, segment_ids), cache_of(k, v, self.config.cache_dtype)
+            return self._attention(q, k, v, segment_ids), self._cache_of(k, v)
 
         _, cache, _ = model(
             tokens_PT,
@@ -415,7 +435,7 @@ class Engine:
         live_P = length_P > 0
 
         def attend(q, k, v, cache, cached_P):
-            new = cache_of(k, v, self.config.cache_dtype)
+            new = self._cache_of(k, v)
             return extending_attention(q, k, v, cache, cached_P), new
 
         _, new, _ = model(
@@ -535,11 +555,8 @@ class Engine:
           least_active: int32 scalar, see above; 0 goes on while any row is active.
         """
         model: Decoder = nnx.merge(self._graph, params)
-        m, W = self.model, self.config.tokens_per_dispatch
-        start = state.context
-        recent = empty_cache(
-            m.num_layers, state.rows, m.num_kv_heads, m.head_dim, W, self.config.cache_dtype
-        )
+        W, start = self.config.tokens_per_dispatch, state.context
+        recent = self._empty_cache(state.rows, W)
         step = _Step(
             jnp.int32(0),
             self._by_layer(self._place(recent)),
@@ -550,7 +567,7 @@ class Engine:
             jnp.zeros_like(state.out_logprob),
             jnp.zeros_like(state.out_entropy),
         )
-        past = self._by_layer(start.cache)
+        past = self._by_layer(self._past(start.cache))
         compute = self._compute
         if self._layers_apart:
             compute = dataclasses.replace(compute, layers=layers_apart(model))
@@ -578,12 +595,19 @@ class Engine:
             )
         )
 
-    def _by_layer(self, cache: KVCache) -> Any:
-        """A cache as the layers take it: stacked for a scan, or one by one."""
-        if not self._layers_apart:
+    def _past(self, cache: KVCache) -> Any:
+        """What the layers get of the past: their part of it, or their number, int32 [L, n]."""
+        if not self._past_by_number:
             return cache
+        L, n = cache.v.shape[:2]
+        return jnp.broadcast_to(jnp.arange(L)[:, None], (L, n))
+
+    def _by_layer(self, stacked: Any) -> Any:
+        """A cache, or another tree of [L, n, ..], as the layers take it: for a scan, or one by one."""
+        if not self._layers_apart:
+            return stacked
         return tuple(
-            jax.tree.map(lambda leaf, i=i: leaf[i], cache) for i in range(self.model.num_layers)
+            jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(self.model.num_layers)
         )
 
     def _put_token(self, recent: Any, new: Any, i: jax.Array) -> Any:
@@ -603,11 +627,19 @@ class Engine:
     ) -> _Step:
         """One token for every active row."""
         i, length_n = step.i, state.context.length
+        past_length_n = length_n
+        if self._past_attention is not None:
+            # A kernel reads nothing of an empty row, and nobody reads what an idle one gives.
+            past_length_n = jnp.where(step.active, length_n, 0)
 
         def attend(q_n1QH, k_n1KH, v_n1KH, caches, lengths):
             q, k, v = q_n1QH[:, 0], k_n1KH[:, 0], v_n1KH[:, 0]
-            new = cache_of(k_n1KH, v_n1KH, self.config.cache_dtype)
-            return cached_attention(q, k, v, list(zip(caches, lengths, strict=True)))[:, None], new
+            new = self._cache_of(k_n1KH, v_n1KH)
+            past, recent = zip(caches, lengths, strict=True)
+            if self._past_attention is None:
+                return cached_attention(q, k, v, [past, recent])[:, None], new
+            of_past = self._attend_to_past(q, *past, state.context.cache)
+            return cached_attention(q, k, v, [recent], of_past)[:, None], new
 
         per_layer: Any = (past, step.recent)
         if self._layers_apart:
@@ -618,7 +650,7 @@ class Engine:
             attend,
             compute=compute,
             per_layer=per_layer,
-            per_row=(length_n, jnp.full_like(length_n, i)),
+            per_row=(past_length_n, jnp.full_like(length_n, i)),
             live_BT=step.active[:, None],
         )
         logits_nV = model.logits(hidden_n1D[:, 0], compute=compute)
@@ -641,6 +673,16 @@ class Engine:
             at_i(step.out_entropy, entropy_n),
         )
 
+    def _attend_to_past(
+        self, q_nQH: jax.Array, past: Any, length_n: jax.Array, cache: KVCache
+    ) -> PartialAttention:
+        """Attention to what a layer got by `_past`; `cache` is that of all layers."""
+        assert self._past_attention is not None, "asked for the kernel of an engine that has none"
+        if self._past_by_number:
+            return self._past_attention(q_nQH, cache, past[0], length_n)
+        stack = jax.tree.map(lambda leaf: leaf[None], past)
+        return self._past_attention(q_nQH, stack, jnp.int32(0), length_n)
+
     def _sample(self, logits_nV: jax.Array, state: DecodeState, step: _Step):
         """Draws tokens; log-probability and entropy are those of the tempered distribution alone."""
         greedy_n = state.temperature == 0
@@ -656,6 +698,16 @@ class Engine:
         )
         logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
         return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
+
+
+def _kernel_of_past(model: ModelConfig, mesh: Mesh, config: EngineConfig) -> PastAttention | None:
+    """The kernel that attends to the past, or None where that is left to XLA."""
+    implementation = pick_decode_implementation(
+        platform_of(mesh), config.dtype, config.cache_dtype, model.head_dim, config.decode_attention
+    )
+    if implementation == "xla":
+        return None
+    return past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
 
 
 def _seen(vocab_size: int, state: DecodeState, step: _Step) -> jax.Array:

@@ -134,6 +134,7 @@ class RolloutConfig:
       tokens_per_dispatch: tokens decoded between two looks of the host.
       dtype: of weights and activations in generation.
       kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
+      decode_attention: to the cache, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
       unroll: layers per iteration of the layer scan.
     """
 
@@ -159,6 +160,7 @@ class RolloutConfig:
     tokens_per_dispatch: int = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+    decode_attention: str = "auto"
     unroll: int = 1
 
     def __post_init__(self):

@@ -163,6 +163,7 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         unroll=rollout.unroll,
         attention=config.train.attention,
+        decode_attention=rollout.decode_attention,
     )
 
 

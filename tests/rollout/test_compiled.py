@@ -26,29 +26,35 @@ layout = ParallelLayout.from_config(LayoutConfig(train="1-2-2", generate="1-2-1-
 mesh = build_mesh(layout, list(topology.devices))
 model = ModelConfig(vocab_size=1024, num_layers=4, d_model=512, d_ff=1024, num_heads=8, head_dim=128)
 graph, shapes, axes = decoder_graph(model)
-config = EngineConfig(
-    slots=64, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
-    tokens_per_dispatch=64, stop_ids=(1,), dtype=jnp.bfloat16, kv_dtype=jnp.int8,
-)
-engine = Engine(model, graph, mesh, config)
+def engine_of(kv_dtype):
+    return Engine(model, graph, mesh, EngineConfig(
+        slots=64, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
+        tokens_per_dispatch=64, stop_ids=(1,), dtype=jnp.bfloat16, kv_dtype=kv_dtype,
+    ))
+
 params = jax.tree.map(
     lambda s, where: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16, sharding=where),
     shapes, shardings(axes, shapes, GENERATE_RULES, mesh),
 )
-state = engine.abstract_decode_state()
-
 def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
 
-programs = {
-    "generate": engine.generate.lower(params, state, ints()).compile(),
-    "resize": engine.resize.lower(state, ints(32), capacity=2048).compile(),
-}
-print(json.dumps({
-    "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.context.cache)) // 4,
-    "temporary": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
-    "collectives": any(word in programs["resize"].as_text() for word in ("all-", "collective-")),
-}))
+def found(kv_dtype):
+    engine = engine_of(kv_dtype)
+    state = engine.abstract_decode_state()
+    programs = {
+        "generate": engine.generate.lower(params, state, ints()).compile(),
+        "resize": engine.resize.lower(state, ints(32), capacity=2048).compile(),
+    }
+    resize = programs["resize"].as_text()
+    return {
+        "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.context.cache)) // 4,
+        "temporary": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
+        "collectives": any(word in resize for word in ("all-", "collective-")),
+        "kernels": programs["generate"].as_text().count("tpu_custom_call"),
+    }
+
+print(json.dumps({name: found(jnp.dtype(name)) for name in ("bfloat16", "int8")}))
 """
 
 
@@ -71,7 +77,13 @@ def test_no_program_copies_the_cache_and_rows_move_without_communication():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert not found["collectives"]
-    for name, size in found["temporary"].items():
-        assert size < found["cache"] / 8, name
+    by_type = json.loads(done.stdout.splitlines()[-1])
+    for kv_dtype, found in by_type.items():
+        assert not found["collectives"]
+        for program, size in found["temporary"].items():
+            assert size < found["cache"] / 8, (kv_dtype, program)
+    # One, in the loop over layers; there is none for int8.
+    assert {kv_dtype: found["kernels"] for kv_dtype, found in by_type.items()} == {
+        "bfloat16": 1,
+        "int8": 0,
+    }

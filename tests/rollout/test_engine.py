@@ -14,6 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
+from jaxrl.models.cached_attention_paged import KERNELS, paged_attention_tpu
 from jaxrl.models.compute import Compute
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
@@ -23,6 +24,7 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout import driver
+from jaxrl.rollout import engine as engine_module
 from jaxrl.rollout.engine import Assignment, EngineConfig, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
 from jaxrl.types import Completions, PackedBatch, Prompts
@@ -65,18 +67,18 @@ PROMPTS = make_prompts()
 
 
 @functools.cache
-def weights():
-    _, shapes, _ = decoder_graph(MODEL)
+def weights(model=MODEL):
+    _, shapes, _ = decoder_graph(model)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
 
 
 @functools.cache
-def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE) -> Actor:
+def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL) -> Actor:
     """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
     layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
     actor = Actor(
-        MODEL,
+        model,
         build_mesh(layout, jax.devices()[: layout.num_devices]),
         train=TrainConfig(logprob_chunk_tokens=8),
         optim=OptimConfig(),
@@ -84,7 +86,7 @@ def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE) -> Actor:
         temperature=TEMPERATURE,
         seed=SEED,
     )
-    params = jax.device_put(weights(), actor.train_shardings)
+    params = jax.device_put(weights(model), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
     actor.load_rollout()
     return actor
@@ -273,6 +275,31 @@ def test_a_sample_does_not_depend_on_its_company(expected):
 )
 def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
     assert_same(sample(actor_of(*layout)), expected)
+
+
+@pytest.mark.parametrize("layout", [("1-1-1",), ("2-2-2", "2-2-1-2", 1)], ids=lambda x: x[0])
+def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
+    """An engine that takes this machine for a TPU, its kernel interpreted."""
+    model = dataclasses.replace(MODEL, head_dim=128)
+    config = dataclasses.replace(
+        BASE, kv_dtype=jnp.bfloat16, attention="xla", decode_attention="xla"
+    )
+    by_xla = sample(actor_of(config=config, model=model), num_samples=1)
+    cache_shapes = set()
+
+    def kernel(q_BQH, cache, *rest, **options):
+        cache_shapes.add(cache.k.shape)
+        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
+
+    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
+    monkeypatch.setattr(engine_module, "platform_of", lambda mesh: "tpu")
+    config = dataclasses.replace(config, decode_attention="auto")
+    actor = actor_of(*layout, config=config, model=model)
+    assert_same(sample(actor, num_samples=1), by_xla)
+    # Whole pages, also of the longest cache.
+    assert actor.engine.cache_sizes == (64, 96, 128)
+    # Of all layers where there are no stages; else of a layer, a device's rows of a microbatch and its head.
+    assert cache_shapes == {(2, 8, 2, 64, 128) if layout == ("1-1-1",) else (1, 2, 1, 64, 128)}
 
 
 def test_the_step_and_the_prompts_id_enter_the_sample(expected):

@@ -1,0 +1,318 @@
+"""Attention of one new token to a long cache, by the paged attention kernels that ship with JAX.
+
+    B sequences   Q query heads   K kv heads   H head size   C capacity   L layers   G = Q / K
+    N = B * K pairs of a sequence and a kv head   P pages of a pair
+
+The caches here are not paged: a row is one run of memory. But the keys of all layers, [L, B, K, C, H],
+are also L * B * K * P pages of C / P tokens, without a copy, and where a page lies is arithmetic:
+
+    page p of row b and head k of layer l   ->   ((l * B + b) * K + k) * P + p
+
+So every pair is a sequence of the kernel with one kv head and G query heads, and a page table is computed
+in passing. The kernel reads pages up to a row's own length, and no layer is cut out of the stack, which would
+copy it: no kernel can be fused with a slice.
+
+JAX's `paged_attention` functions keep to themselves the softmax's maximum and sum, which it takes to go on to
+the newest tokens, although their kernels put them out. The kernels are therefore called from here, as they
+are in jax 0.10.2.
+
+Covered: bfloat16 on TPUs; 16 bits and int8 on GPUs. Not covered: int8 on TPUs, where the kernel wants a scale
+per entry and not per token; float32 there, which it rounds. What a block holds beyond a row's length gets the
+weight 0, so it must be finite: zeros, or what an earlier row left.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+from jax.experimental.pallas.ops.gpu import paged_attention as gpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as tpu
+
+from jaxrl.errors import UserError
+from jaxrl.models.cached_attention import KVCache, PartialAttention
+
+# Rows of a float32 tile in a TPU's vector memory, and of the smallest matrix product on a GPU.
+_TPU_QUERIES, _GPU_QUERIES = 8, 16
+# Tokens that a kernel attends to at a time, and of the largest page.
+_TPU_BLOCK, _GPU_BLOCK = 512, 64
+# Parts of a row that a GPU attends to side by side, at most.
+_GPU_SPLITS = 16
+
+
+class _Pages(NamedTuple):
+    """A cache and one layer's queries as a kernel takes them.
+
+    Attributes:
+      q_NGH: float32, scaled; G is padded with zeros.
+      k, v: [L * B * K * P, tokens of a page, H].
+      length_N: int32.
+      table_NP: int32, P padded with pages that are some of the row's own.
+      shape: (B, K, G), unpadded.
+    """
+
+    q_NGH: jax.Array
+    k: jax.Array
+    v: jax.Array
+    length_N: jax.Array
+    table_NP: jax.Array
+    shape: tuple[int, int, int]
+
+    def partial(self, top_NG: jax.Array, total_NG: jax.Array, mixed_NGH: jax.Array):
+        """What a kernel gave for every pair, by row and query head."""
+        B, K, G = self.shape
+        return PartialAttention(
+            top_NG[:, :G].reshape(B, K * G),
+            total_NG[:, :G].reshape(B, K * G),
+            mixed_NGH[:, :G].reshape(B, K * G, -1),
+        )
+
+
+def _pages(
+    q_BQH: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    length_B: jax.Array,
+    first_head: jax.Array | int,
+    num_heads: int,
+    *,
+    largest_page: int,
+    multiple: int,
+    pad_queries_to: int,
+) -> _Pages:
+    B, Q, H = q_BQH.shape
+    _, _, held, C, _ = cache.v.shape
+    K, page = num_heads, math.gcd(cache.capacity, largest_page)
+    G, P = Q // K, C // page
+    # The kernels do not scale. In float32, as the scale is no power of two at H = 128.
+    q_NGH = (q_BQH.astype(jnp.float32) * H**-0.5).reshape(B * K, G, H)
+    q_NGH = jnp.pad(q_NGH, ((0, 0), (0, -G % pad_queries_to), (0, 0)))
+    row_B1, head_1K = jnp.arange(B)[:, None], first_head + jnp.arange(K)[None]
+    pair_N = ((layer * B + row_B1) * held + head_1K).reshape(-1)
+    page_P = jnp.minimum(jnp.arange(P + -P % multiple), P - 1)
+    table_NP = (pair_N[:, None] * P + page_P[None]).astype(jnp.int32)
+    k, v = (x.reshape(-1, page, H) for x in (cache.k, cache.v))
+    return _Pages(q_NGH, k, v, jnp.repeat(length_B, K), table_NP, (B, K, G))
+
+
+def paged_attention_tpu(
+    q_BQH: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    length_B: jax.Array,
+    *,
+    first_head: jax.Array | int = 0,
+    num_heads: int = 0,
+    interpret: bool = False,
+) -> PartialAttention:
+    """Attention of one new token per sequence to its cached past, on a TPU.
+
+    Opaque to the partitioner: on a mesh it must be called under `shard_map`.
+
+    Args:
+      q_BQH: rotated queries.
+      cache: of all layers, keys like values [L, B, K, C, H], bfloat16, H a multiple of 128, C one of 16.
+      layer: whose.
+      length_B: int32, cached tokens that are real; blocks of 512 beyond them are not read.
+      first_head, num_heads: the kv heads that these queries use, if not all of the cache.
+      interpret: do what the kernel does in XLA, on any device; for tests.
+    """
+    num_heads = num_heads or cache.v.shape[2]
+    page = math.gcd(cache.capacity, _TPU_BLOCK)
+    block = min(_TPU_BLOCK, cache.capacity) // page
+    pages = _pages(
+        q_BQH,
+        cache,
+        layer,
+        length_B,
+        first_head,
+        num_heads,
+        largest_page=_TPU_BLOCK,
+        multiple=block,
+        pad_queries_to=_TPU_QUERIES,
+    )
+    N, G, H = pages.q_NGH.shape
+    kernel = functools.partial(
+        tpu.paged_flash_attention_kernel_inline_seq_dim,
+        batch_size=N,
+        pages_per_compute_block=block,
+        pages_per_sequence=pages.table_NP.shape[1],
+        mask_value=tpu.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        megacore_mode=None,
+    )
+    own = lambda *size: pl.BlockSpec((None, G, *size), lambda core, n, head, *_: (n, 0, 0))  # noqa: E731
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    two_blocks = pltpu.VMEM((2, block, page, H), cache.v.dtype)
+    two_copies = pltpu.SemaphoreType.DMA((2,))
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            in_specs=[own(H), in_memory, None, in_memory, None],
+            out_specs=[own(H), own(1), own(1)],
+            grid=(1, N, 1),
+            scratch_shapes=(two_blocks, None, two_blocks, None, two_copies, two_copies),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+        ),
+        out_shape=[jax.ShapeDtypeStruct((N, G, size), jnp.float32) for size in (H, 1, 1)],
+        interpret=interpret,
+        name="paged_attention",
+    )
+    first_buffer, is_first = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.int32)
+    # The kernel multiplies float32 queries by bfloat16 keys.
+    with jax.numpy_dtype_promotion("standard"):
+        out_NGH, top_NG1, total_NG1 = call(
+            pages.length_N,
+            pages.table_NP.reshape(-1),
+            first_buffer,
+            is_first,
+            pages.q_NGH,
+            pages.k[None],
+            None,
+            pages.v[None],
+            None,
+        )
+    return pages.partial(top_NG1[..., 0], total_NG1[..., 0], out_NGH * total_NG1)
+
+
+def paged_attention_gpu(
+    q_BQH: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    length_B: jax.Array,
+    *,
+    first_head: jax.Array | int = 0,
+    num_heads: int = 0,
+    interpret: bool = False,
+) -> PartialAttention:
+    """What `paged_attention_tpu` does, on a GPU.
+
+    Args:
+      q_BQH, layer, length_B, first_head, num_heads, interpret: as there; blocks are of 64 tokens.
+      cache: of the type of the queries or int8, H a power of two from 16 on.
+    """
+    if 2**31 < cache.k.size <= 2**32 // cache.k.dtype.itemsize:
+        # Triton's offsets have 64 bits from 4 GiB on, which int8 entries need from 2 GiB on.
+        cache = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0), cache)
+        layer = 0
+    num_heads = num_heads or cache.v.shape[2]
+    page = math.gcd(cache.capacity, _GPU_BLOCK)
+    block = _GPU_BLOCK // page
+    splits = min(_GPU_SPLITS, -(-cache.capacity // _GPU_BLOCK))
+    pages = _pages(
+        q_BQH,
+        cache,
+        layer,
+        length_B,
+        first_head,
+        num_heads,
+        largest_page=_GPU_BLOCK,
+        multiple=splits * block,
+        pad_queries_to=_GPU_QUERIES,
+    )
+    N, G, H = pages.q_NGH.shape
+    table = pages.table_NP.reshape(N, splits, -1)
+    scales = tuple(
+        None if x is None else x.reshape(-1, page) for x in (cache.k_scale, cache.v_scale)
+    )
+    whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
+    call = pl.pallas_call(
+        functools.partial(
+            gpu.paged_attention_kernel,
+            num_heads=G,
+            pages_per_compute_block=block,
+            mask_value=gpu.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=None,
+        ),
+        grid=(N, G // _GPU_QUERIES, splits),
+        in_specs=[
+            pl.BlockSpec((None, _GPU_QUERIES, H), lambda n, i, s: (n, i, 0)),
+            whole(pages.k),
+            whole(scales[0]),
+            whole(pages.v),
+            whole(scales[1]),
+            pl.BlockSpec((None, None, table.shape[-1]), lambda n, i, s: (n, s, 0)),
+            pl.BlockSpec((None, 1), lambda n, i, s: (n, 0)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, _GPU_QUERIES, H), lambda n, i, s: (s, n, i, 0)),
+            pl.BlockSpec((None, None, _GPU_QUERIES), lambda n, i, s: (s, n, i)),
+            pl.BlockSpec((None, None, _GPU_QUERIES), lambda n, i, s: (s, n, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((splits, N, G, *size), jnp.float32) for size in ((H,), (), ())
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_attention",
+    )
+    # Of one type, as the product wants it; int8 keys become that of the queries.
+    q_NGH = pages.q_NGH.astype(q_BQH.dtype if scales[0] is not None else cache.k.dtype)
+    mixed_SNGH, total_SNG, top_SNG = call(
+        q_NGH, pages.k, scales[0], pages.v, scales[1], table, pages.length_N[:, None]
+    )
+    top_NG = top_SNG.max(0)
+    keep_SNG = jnp.exp(top_SNG - top_NG[None])
+    mixed_NGH = (mixed_SNGH * keep_SNG[..., None]).sum(0)
+    return pages.partial(top_NG, (total_SNG * keep_SNG).sum(0), mixed_NGH)
+
+
+KERNELS = {"paged_tpu": paged_attention_tpu, "paged_gpu": paged_attention_gpu}
+IMPLEMENTATIONS = ("xla", *KERNELS)
+
+
+def pick_decode_implementation(
+    platform: str | None, dtype: Any, kv_dtype: Any, head_dim: int, requested: str = "auto"
+) -> str:
+    """How one new token attends to a long cache: "xla", that is `cached_attention`, or a key of `KERNELS`.
+
+    Args:
+      platform: of the devices that will run it, as in `jax.Device.platform`; None where shapes alone
+        are wanted, for which "xla" is as good as any.
+      dtype: of queries.
+      kv_dtype: of the cache.
+      head_dim: H.
+      requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel where it can run, else "xla".
+
+    Raises:
+      UserError: `requested` is unknown or cannot run there.
+    """
+    dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
+    power_of_two = head_dim & (head_dim - 1) == 0
+    runs = {
+        "paged_tpu": platform == "tpu" and kv_dtype == jnp.bfloat16 and head_dim % 128 == 0,
+        "paged_gpu": platform in ("gpu", "cuda")
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and kv_dtype in (dtype, jnp.int8)
+        and head_dim >= 16
+        and power_of_two,
+        "xla": True,
+    }
+    if requested == "auto":
+        return next(name for name, can_run in runs.items() if can_run)
+    if requested not in runs:
+        raise UserError(
+            f"unknown decode attention {requested!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if platform is None:
+        return "xla"
+    if not runs[requested]:
+        rule = {
+            "paged_tpu": "TPUs, a bfloat16 cache and head sizes that are a multiple of 128",
+            "paged_gpu": "GPUs, activations in 16 bits, a cache of the same type or int8, and head sizes "
+            "that are a power of two from 16 on",
+        }[requested]
+        raise UserError(
+            f"decode attention {requested!r} on {platform} for {dtype.name} activations, a {kv_dtype.name} "
+            f"cache and head size {head_dim}: it runs on {rule} only; use auto or xla"
+        )
+    return requested

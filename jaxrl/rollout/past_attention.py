@@ -1,0 +1,66 @@
+"""Attention of a dispatch's new token to the past, by a kernel, on a mesh.
+
+B sequences   Q query heads   K kv heads   H head size   L layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.mesh.manual import per_device
+from jaxrl.mesh.rules import Rules, axes_of, partition_spec
+from jaxrl.models.cached_attention import KVCache, PartialAttention, cache_axes
+
+# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
+PastAttention = Callable[[jax.Array, KVCache, jax.Array, jax.Array], PartialAttention]
+
+
+def past_attention(
+    kernel: Callable[..., PartialAttention], mesh: Mesh, rules: Rules
+) -> PastAttention:
+    """`kernel`, run on every device for its own rows and heads, which the compiler cannot see to.
+
+    Args:
+      kernel: one of `models.cached_attention_paged.KERNELS`.
+      mesh, rules: where rows and heads lie. Layers must not be split: inside a pipeline give the kernel the
+        caches of a stage.
+    """
+    if mesh.size == 1:
+        return kernel
+    sizes = dict(mesh.shape)
+    head_axes = axes_of("heads", rules, sizes)
+
+    def on_mesh(q_BQH, cache, layer, length_B):
+        group = q_BQH.shape[1] // cache.v.shape[2]
+
+        def shard(q_BQH, cache, layer, length_B):
+            num_queries, num_held = q_BQH.shape[1], cache.v.shape[2]
+            num_used = max(1, num_queries // group)
+            first = 0
+            if num_used < num_held:
+                # Replicated kv heads, fewer than parts of the tensor axes. Held ones begin at a multiple
+                # of their number.
+                first = jax.lax.axis_index(head_axes) * num_queries // group % num_held
+            return kernel(q_BQH, cache, layer, length_B, first_head=first, num_heads=num_used)
+
+        def spec(axes, array):
+            return partition_spec(axes, array.shape, rules, sizes, "attention to the past")
+
+        of_queries: Any = spec(("batch", "heads", "head_dim"), q_BQH)
+        of_cache = jax.tree.map(
+            lambda leaf, axes: spec((None, *axes[1:]), leaf), cache, cache_axes(cache)
+        )
+        of_heads: Any = P(*of_queries[:2])
+        return per_device(
+            shard,
+            mesh,
+            in_specs=(of_queries, of_cache, P(), spec(("batch",), length_B)),
+            out_specs=PartialAttention(of_heads, of_heads, mixed=of_queries),
+        )(q_BQH, cache, layer, length_B)
+
+    return on_mesh

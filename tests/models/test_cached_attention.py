@@ -1,0 +1,51 @@
+"""A cache whose keys lie as values do is read and written as one whose keys keep length last."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.cached_attention import (
+    cache_axes,
+    cache_of,
+    cached_attention,
+    empty_cache,
+    extending_attention,
+    put_token,
+)
+
+B, T, Q, K, H, C = 2, 3, 4, 2, 8, 6
+
+
+def normal(rng, *shape) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_attention_does_not_depend_on_how_keys_lie(dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = normal(rng, B, T, Q, H), normal(rng, B, T, K, H), normal(rng, B, T, K, H)
+    past = normal(rng, B, C, K, H), normal(rng, B, C, K, H)
+    length_B = jnp.array([2, 6], jnp.int32)
+
+    def outputs(keys_last):
+        cache = cache_of(*past, dtype, keys_last)
+        extended = extending_attention(q, k, v, cache, length_B, block_tokens=4)
+        cache = put_token(cache, cache_of(k[:, :1], v[:, :1], dtype, keys_last), jnp.int32(1))
+        return extended, cached_attention(q[:, 0], k[:, 0], v[:, 0], [(cache, length_B)])
+
+    for ours, twin in zip(outputs("head_dim"), outputs("length"), strict=True):
+        np.testing.assert_allclose(ours, twin, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys_last", ["length", "head_dim"])
+def test_axes_name_every_dimension(keys_last):
+    cache = empty_cache(5, B, K, H, C, jnp.int8, keys_last)
+    sizes = {"layers": 5, "batch": B, "kv_heads": K, "head_dim": H, "length": C}
+    jax.tree.map(
+        lambda leaf, axes: np.testing.assert_array_equal(leaf.shape, [sizes[a] for a in axes]),
+        cache,
+        cache_axes(cache),
+    )
+    assert cache.k.shape[-1] == sizes[keys_last]
+    assert cache.capacity == C
