@@ -7,9 +7,12 @@
     sizes       8 samples in an engine of 256 slots, under growing limits of length
     precision   how far the sampler's log-probabilities are from a float32 trainer's
 
-All systems are alive at once and take turns, so that all see one machine; the median of the rounds counts. A
-peer that is not installed is left out with a line that says so. The floor is what the matrix products and the
-reads of the cache would take by themselves, at the rates that this machine reaches in the same run.
+All systems are alive at once and take turns, so that all see one machine; the median of the rounds counts.
+Each round has prompts of its own. Before the first one the peers run once, which compiles what they compile;
+jaxrl runs every round once, since other lengths ask for programs of other sizes: what is timed is a run that
+has gone on for a while. A peer that is not installed is left out with a line that says so. The floor is what
+the matrix products and the reads of the cache would take by themselves, at the rates that this machine
+reaches in the same run.
 """
 
 import argparse
@@ -46,8 +49,6 @@ from jaxrl.types import Prompts
 SYSTEMS = pathlib.Path(__file__).with_name("rollout_systems.py")
 OURS = ("jaxrl", "jaxrl, bfloat16 cache", "jaxrl, int8 cache")
 TRANSFORMERS = ("Transformers", "Transformers, static cache")
-# The first round compiles; our second one what lengths of another batch ask for.
-WARM_UP, WARM_UP_OURS = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +83,14 @@ class Shape:
 
 
 class System:
-    """A child process that samples once whenever it is asked."""
+    """A child process that samples once whenever it is asked.
+
+    `answers` are those of the timed rounds.
+    """
 
     def __init__(self, name, shape, python=sys.executable):
         self.name = name
+        self.first_s = float("nan")
         self.answers = []
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
         self._child = subprocess.Popen(
@@ -97,17 +102,22 @@ class System:
             env=environment,
         )
 
-    def run(self):
-        """Samples once; False where the system cannot."""
+    def run(self, seed):
+        """Samples once; None where the system cannot."""
         try:
-            self._child.stdin.write("\n")
+            self._child.stdin.write(f"{seed}\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            return False
+            return None
         line = self._child.stdout.readline()
-        if line:
-            self.answers.append(json.loads(line))
-        return bool(line)
+        return json.loads(line) if line else None
+
+    def warm_up(self, rounds):
+        """Compiles; False where the system cannot run."""
+        found = [self.run(seed) for seed in range(rounds if self.name in OURS else 1)]
+        if found[-1] is not None:
+            self.first_s = found[0]["wall_s"]
+        return found[-1] is not None
 
     def close(self):
         self._child.stdin.close()
@@ -169,13 +179,13 @@ def available(args):
 
 def compare(title, shape, args, console):
     systems = [System(name, shape, python) for name, python in available(args)]
-    for done in range(WARM_UP_OURS + args.rounds):
-        for system in list(systems):
-            if done < WARM_UP_OURS - WARM_UP and system.name not in OURS:
-                continue
-            if not system.run():
-                print(f"{system.name} is left out: it ended; run it by itself to see why")
-                systems.remove(system)
+    for system in list(systems):
+        if not system.warm_up(args.rounds):
+            print(f"{system.name} is left out: it ended; run it by itself to see why")
+            systems.remove(system)
+    for seed in range(args.rounds):
+        for system in systems:
+            system.answers.append(system.run(seed))
     table = Table(title=f"{title}: {shape}")
     for column in ("system", "tokens/s", "of floor", "x Transformers", "per CPU second"):
         table.add_column(column, justify="left" if column == "system" else "right")
@@ -183,7 +193,7 @@ def compare(title, shape, args, console):
         table.add_column(column, justify="right")
     medians = {}
     for system in systems:
-        rounds = system.answers[WARM_UP_OURS if system.name in OURS else WARM_UP :]
+        rounds = system.answers
         medians[system.name] = {
             "rate": statistics.median(r["tokens"] / r["wall_s"] for r in rounds),
             "cpu_rate": statistics.median(r["tokens"] / r["cpu_s"] for r in rounds),
@@ -202,7 +212,7 @@ def compare(title, shape, args, console):
             f"{m['rate'] / base:.2f}",
             f"{m['cpu_rate']:,.0f}",
             f"{m['mean']:.1f}",
-            f"{system.answers[0]['wall_s']:.1f}",
+            f"{system.first_s:.1f}",
             str(system.answers[-1]["programs"] or ""),
         )
         system.close()

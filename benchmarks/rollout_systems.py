@@ -1,4 +1,4 @@
-"""One sampling system, ready to be timed: reads a line, samples once, answers with a line of JSON.
+"""One sampling system, ready to be timed: reads a seed, samples once, answers with a line of JSON.
 
     python benchmarks/rollout_systems.py SYSTEM SHAPE      (SHAPE: JSON of `rollout.py`'s Shape)
 
@@ -206,9 +206,9 @@ def main():
     os.dup2(2, 1)
     shape = json.loads(sys.argv[2])
     run, programs = SYSTEMS[sys.argv[1]](shape)
-    for seed, _ in enumerate(sys.stdin):
+    for line in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
-        found = run(seed)
+        found = run(int(line))
         answer = {
             "tokens": int(sum(found)),
             "mean_length": float(sum(found) / len(found)),
