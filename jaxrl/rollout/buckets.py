@@ -8,13 +8,14 @@ from collections.abc import Sequence
 def ladder(largest: int, smallest: int) -> tuple[int, ...]:
     """Sizes from about `smallest` to exactly `largest`, growing: 2^n and 3 * 2^(n-1), two per doubling.
 
-    What needs any size in between is given at most half as much again. There are at most
-    2 * log2(largest / smallest) + 3 of them; `largest` alone where nothing fits below.
+    What needs any size in between is given at most two thirds as much again. There are at most
+    2 * log2(largest / smallest) + 3 of them; `largest` alone where nothing fits below. A size that would
+    save less than a quarter of the largest is not worth a program.
     """
     sizes = {largest}
     octave = 1
     while octave < largest:
-        sizes |= {s for s in (octave, octave + octave // 2) if smallest <= s < largest}
+        sizes |= {s for s in (octave, octave + octave // 2) if smallest <= s <= largest * 3 // 4}
         octave *= 2
     return tuple(sorted(sizes))
 

@@ -79,7 +79,7 @@ from jaxrl.rollout.sampling import (
 )
 
 # The smallest sizes worth a program of their own.
-_FEWEST_ROWS, _SHORTEST_CACHE, _SHORTEST_PROMPT = 8, 64, 64
+_SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
 # The longest cache is a multiple of so many tokens where a kernel reads it page by page.
 _PAGE = 128
 
@@ -90,6 +90,8 @@ class EngineConfig:
 
     Attributes:
       slots: S, samples decoded side by side at most.
+      fewest_rows: a state has so many rows at least, however few are in use. The more, the fewer programs are
+        compiled, and the slower the last samples of a batch are decoded.
       prefill_prompts: P, prompts of one prefill.
       max_prompt_tokens: T.
       max_response_tokens: R, end-of-sequence included.
@@ -114,6 +116,7 @@ class EngineConfig:
     dtype: Any = jnp.float32
     kv_dtype: Any = None
     prefill_chunk_tokens: int = 0
+    fewest_rows: int = 8
     unroll: int = 1
     attention: str = "auto"
     decode_attention: str = "auto"
@@ -287,7 +290,7 @@ class Engine:
         self._cache_form: Any = {"dtype": config.cache_dtype, "keys_last": keys_last}
         self._cache_of = functools.partial(cache_of, **self._cache_form)
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
-        self.slot_sizes = self._shared_out(config.slots, _FEWEST_ROWS)
+        self.slot_sizes = self._shared_out(config.slots, config.fewest_rows)
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))

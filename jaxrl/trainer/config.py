@@ -129,6 +129,8 @@ class RolloutConfig:
       partial: a step ends once its buffer of groups is full; what is unfinished goes on in the next.
       driver: "offline", or "jetstream" for that package's orchestrator (extra `jetstream`; one process).
       slots: samples decoded side by side.
+      fewest_rows: of a decode state, however few samples are left; fewer decode a tail faster, and compile
+        more programs.
       prefill_prompts: prompts of one prefill.
       prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
       tokens_per_dispatch: tokens decoded between two looks of the host.
@@ -155,6 +157,7 @@ class RolloutConfig:
     partial: bool = False
     driver: Literal["offline", "jetstream"] = "offline"
     slots: int = 256
+    fewest_rows: int = 32
     prefill_prompts: int = 32
     prefill_chunk_tokens: int = 0
     tokens_per_dispatch: int = 16
@@ -166,7 +169,7 @@ class RolloutConfig:
     def __post_init__(self):
         require_at_least(1, self, "num_prompts", "generation_prompts", "max_generation_batches")
         require_at_least(1, self, "max_response_tokens", "tokens_per_dispatch", "unroll")
-        require_at_least(1, self, "slots", "prefill_prompts")
+        require_at_least(1, self, "slots", "fewest_rows", "prefill_prompts")
         require_at_least(0, self, "prefill_chunk_tokens")
         if self.temperature <= 0:
             raise ValueError(

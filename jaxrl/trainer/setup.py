@@ -153,6 +153,7 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     rollout = config.rollout
     return EngineConfig(
         slots=rollout.slots,
+        fewest_rows=rollout.fewest_rows,
         prefill_prompts=rollout.prefill_prompts,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,

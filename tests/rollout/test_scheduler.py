@@ -176,6 +176,6 @@ def test_sizes_are_few_and_close(largest, smallest):
 
 
 def test_sizes_by_hand():
-    assert ladder(20, 8) == (8, 12, 16, 20)
+    assert ladder(20, 8) == (8, 12, 20)
     assert ladder(64, 16) == (16, 24, 32, 48, 64)
     assert ladder(5, 8) == (5,)
