@@ -11,13 +11,15 @@ policy and what a critic learn from them.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Batch = TypeVar("Batch", bound="PackedBatch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,9 @@ class Scored:
       score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1).
       shaping_B: float32, what was added for length (DAPO eq. 13: 0 down to -penalty).
       predictions: B extracted answers, or None where the response holds none.
+      term_BK: float32, the rewards that the score is the weighted sum of; if not given, the score is the only
+        one.
+      term_weight_K: float32, their weights.
     """
 
     completions: Completions
@@ -167,6 +172,12 @@ class Scored:
     score_B: np.ndarray
     shaping_B: np.ndarray
     predictions: tuple[str | None, ...]
+    term_BK: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    term_weight_K: np.ndarray = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+
+    def __post_init__(self):
+        if self.term_BK.ndim == 1:
+            object.__setattr__(self, "term_BK", self.score_B[:, None])
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -194,6 +205,8 @@ class Scored:
             score_B=self.score_B[rows],
             shaping_B=self.shaping_B[rows],
             predictions=_pick(self.predictions, rows),
+            term_BK=self.term_BK[rows],
+            term_weight_K=self.term_weight_K,
         )
 
     @staticmethod
@@ -205,6 +218,8 @@ class Scored:
             score_B=np.concatenate([p.score_B for p in parts]),
             shaping_B=np.concatenate([p.shaping_B for p in parts]),
             predictions=_join([p.predictions for p in parts]),
+            term_BK=np.concatenate([p.term_BK for p in parts]),
+            term_weight_K=parts[0].term_weight_K,
         )
 
 
@@ -239,6 +254,10 @@ class PackedBatch:
     def replace(self, **changes) -> Self:
         """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def grown(self, kind: type[Batch], **further) -> Batch:
+        """The same fields and further ones, as a batch of a type that has them all."""
+        return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
         """The fields of this class alone, for a batch of another type over the same rows."""

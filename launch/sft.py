@@ -1,6 +1,7 @@
-"""Supervised fine-tuning on written solutions: python launch/sft.py --config configs/sft_tiny.py.
+"""Supervised fine-tuning: python launch/sft.py --config configs/sft_tiny.py.
 
-The stage that launch/train.py begins with, alone. `launch/convert.py --from run` exports what it has trained.
+It learns worked solutions, or the conversations of a file (configs/sft_conversations_tiny.py): the stage that
+launch/train.py begins with, alone. `launch/convert.py --from run` exports what it has trained.
 """
 
 import sys

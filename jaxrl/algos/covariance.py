@@ -17,6 +17,9 @@ function of a key.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -130,6 +133,24 @@ def kl_cov(
     price = kl_coef * masked(jnp.abs(log_ratio), selected)
     loss = -advantage * jnp.exp(log_ratio) + price
     return loss, {"selected": flag(selected, loss), "ppo_kl": -log_ratio}
+
+
+def _keyless(select: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A selection that draws no lots, in the form of `SELECTIONS`."""
+
+    @functools.wraps(select)
+    def with_key(key: jax.Array, *arrays: jax.Array, **settings) -> jax.Array:
+        del key
+        return select(*arrays, **settings)
+
+    return with_key
+
+
+# Which tokens the loss of that name has selected: (key, covariance_BT, mask_BT, **settings) -> bool [B, T].
+SELECTIONS: dict[str, Callable[..., jax.Array]] = {
+    "clip_cov": select_random,
+    "kl_cov": _keyless(select_highest),
+}
 
 
 def _quota(mask_BT: jax.Array, fraction: float) -> jax.Array:

@@ -72,6 +72,9 @@ def straight_through(estimate: Estimate) -> Estimate:
     return through
 
 
+# The name of `full` in a config; no estimate from the sampled token alone.
+FULL = "full"
+
 KL_ESTIMATES: dict[str, Estimate] = {
     "abs": absolute,
     "abs+": straight_through(absolute),
@@ -101,9 +104,14 @@ def full(logits_BTV: jax.Array, ref_logits_BTV: jax.Array, mask_BT: jax.Array) -
     inside_BT1 = mask_BT.astype(bool)[..., None]
     log_p_BTV = jax.nn.log_softmax(jnp.where(inside_BT1, logits_BTV, 0.0), axis=-1)
     log_q_BTV = jax.nn.log_softmax(jnp.where(inside_BT1, ref_logits_BTV, 0.0), axis=-1)
-    possible_BTV = log_p_BTV > -jnp.inf
-    log_ratio_BTV = masked(log_p_BTV, possible_BTV) - masked(log_q_BTV, possible_BTV)
-    return masked(jnp.sum(jnp.exp(log_p_BTV) * log_ratio_BTV, axis=-1), mask_BT)
+    return masked(over_vocabulary(log_p_BTV, log_q_BTV), mask_BT)
+
+
+def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """`full` of log-probabilities [..., V] of whole distributions, [...]."""
+    possible = logprobs > -jnp.inf
+    log_ratio = masked(logprobs, possible) - masked(ref_logprobs, possible)
+    return jnp.sum(jnp.exp(logprobs) * log_ratio, axis=-1)
 
 
 def penalized_reward(

@@ -365,6 +365,9 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "trpo": by_token(trpo),
 }
 
+# Those whose ratio is a whole sequence's.
+SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token"})
+
 
 def _sequence_surrogate(
     log_s_BT: jax.Array,

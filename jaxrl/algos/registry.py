@@ -35,6 +35,12 @@ def inputs_of(function: Callable) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
+def options_of(function: Callable) -> tuple[str, ...]:
+    """Names of a registered function's settings, its keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
 def check_options(
     function: Callable, options: Mapping[str, object], what: str, *, given: tuple[str, ...] = ()
 ) -> None:

@@ -17,10 +17,8 @@ from jaxrl.data.preferences import (
 )
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
 from jaxrl.data.stream import (
-    Example,
     Overlong,
     PromptStream,
-    SupervisedStream,
     held_out_prompts,
 )
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -29,7 +27,6 @@ __all__ = [
     "ChatTemplate",
     "Demonstration",
     "DemonstrationStream",
-    "Example",
     "JsonlRecords",
     "MaskedExample",
     "Overlong",
@@ -39,7 +36,6 @@ __all__ = [
     "PromptStream",
     "ReasoningGymRecords",
     "Record",
-    "SupervisedStream",
     "Tokenizer",
     "disjoint",
     "held_out_prompts",

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+# For tokenizers that are trained here: "user: ...", a line each, and end-of-sequence after an answer.
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
 class ChatTemplate:
     """A compiled chat template.
 

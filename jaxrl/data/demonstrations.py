@@ -134,6 +134,16 @@ def read_demonstrations(
     return tuple(read_jsonl(path, parse, wanted=wanted))
 
 
+def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
+    """Everything that is said, for a tokenizer to be trained on."""
+    texts = []
+    for demonstration in demonstrations:
+        context = demonstration.context
+        said = [context] if isinstance(context, str) else [m["content"] for m in context]
+        texts += [*said, demonstration.response]
+    return texts
+
+
 def solutions_of(records: Sequence[Record]) -> tuple[Demonstration, ...]:
     """The worked solutions of problems; UserError if one has none."""
     return tuple(

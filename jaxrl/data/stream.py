@@ -1,4 +1,4 @@
-"""Endless shuffled streams of prompts and of worked solutions, with a position that can be saved.
+"""An endless shuffled stream of prompts, with a position that can be saved.
 
 Everything is rendered by the template and tokenised once, at construction; `shuffling` has the order.
 """
@@ -11,17 +11,14 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxrl.data.demonstrations import encode_demonstrations, solutions_of
 from jaxrl.data.messages import render_prompt
 from jaxrl.data.records import Record
-from jaxrl.data.shuffling import ShuffledExamples, ShuffledRows, checksum, drop_overlong
+from jaxrl.data.shuffling import ShuffledRows, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
 Overlong: TypeAlias = Literal["drop", "left", "error"]
-Example: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Prompt tokens, and response tokens that end with end-of-sequence; both int32."""
 
 
 class PromptStream:
@@ -95,50 +92,6 @@ class PromptStream:
           UserError: the state belongs to other prompts or to another seed.
         """
         self._order.restore(state)
-
-
-class SupervisedStream(ShuffledExamples[Example]):
-    """Endless batches of `Example`s from records that have solutions, reshuffled each epoch.
-
-    Args:
-      records: the problems; every one has a solution.
-      tokenizer: of the model.
-      examples_per_batch: length of each batch.
-      seed: of the order, below 2**32.
-      max_tokens: longest prompt and response together; longer examples are dropped.
-      template, chat: as in `PromptStream`.
-
-    Raises:
-      UserError: an argument breaks its rule, a solution is missing, or no example is short enough.
-    """
-
-    def __init__(
-        self,
-        records: Sequence[Record],
-        tokenizer: Tokenizer,
-        *,
-        examples_per_batch: int,
-        seed: int,
-        max_tokens: int,
-        template: str = "{prompt}",
-        chat: bool = False,
-    ):
-        examples: list[Example] = [
-            (example.prompt, example.response)
-            for example in encode_demonstrations(
-                solutions_of(records),
-                tokenizer,
-                max_tokens=max_tokens,
-                template=template,
-                chat=chat,
-            )
-        ]
-        super().__init__(
-            examples,
-            examples_per_batch=examples_per_batch,
-            seed=seed,
-            checksum=checksum(part for example in examples for part in example),
-        )
 
 
 def held_out_prompts(

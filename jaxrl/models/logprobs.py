@@ -6,9 +6,12 @@ B sequences   T tokens   D width   V vocabulary   C tokens of a chunk
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Values = TypeVar("Values")
 
 
 def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,9 +34,7 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every token given the tokens of its segment before it.
 
-    This is the one place where hidden states and tokens are shifted against each other: entry t of
-    the result is about token t and comes from hidden state t - 1. A segment's first token has no
-    past; its entries are 0.
+    Entry t of the result is about token t; see `from_past`.
 
     Args:
       logits_of: [B, C, D] -> [B, C, V], logits before temperature.
@@ -45,26 +46,82 @@ def token_logprobs(
     Returns:
       (logprob_BT, entropy_BT), float32.
     """
-    B, T, D = hidden_BTD.shape
+
+    def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logprobs_BCV, entropy_BC = log_softmax_entropy(logits_of(past_BCD) / temperature)
+        return of_tokens(logprobs_BCV, tokens_BC), entropy_BC
+
+    return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
+
+
+def squared_probabilities(
+    logits_of: Callable[[jax.Array], jax.Array],
+    hidden_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every token, and the sum over the vocabulary of the squared probabilities there.
+
+    Args as for `token_logprobs`; returns (logprob_BT, sum_pi_squared_BT), float32.
+    """
+
+    def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logprobs_BCV, _ = log_softmax_entropy(logits_of(past_BCD) / temperature)
+        return of_tokens(logprobs_BCV, tokens_BC), jnp.exp(2.0 * logprobs_BCV).sum(axis=-1)
+
+    return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
+
+
+def from_past(
+    function: Callable[[Any, jax.Array], Values],
+    hidden: Any,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    chunk_tokens: int,
+) -> Values:
+    """What hidden states say about the token that follows each, chunk by chunk.
+
+    This is the one place where hidden states and tokens are shifted against each other: entry t of
+    the result is about token t and comes from hidden state t - 1. A segment's first token has no
+    past; its entries are 0.
+
+    Args:
+      function: (hidden states [B, C, D], tokens [B, C] that follow them) -> pytree of values [B, C]; what it
+        holds of [B, C, V] is computed anew in the backward pass.
+      hidden: pytree of [B, T, D].
+      tokens_BT, segment_ids_BT: int32; segment 0 is padding.
+      chunk_tokens: C.
+
+    Returns:
+      The values, [B, T] each.
+    """
+    B, T = tokens_BT.shape
     C = min(chunk_tokens, T)
     padding = -T % C
-    past_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, padding), (0, 0)))
-    targets_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding)))
 
-    @jax.checkpoint
-    def chunk(_, inputs):
-        past_BCD, targets_BC = inputs
-        logprobs_BCV, entropy_BC = log_softmax_entropy(logits_of(past_BCD) / temperature)
-        logprob_BC = jnp.take_along_axis(logprobs_BCV, targets_BC[..., None], axis=-1)[..., 0]
-        return None, (logprob_BC, entropy_BC)
+    def chunked(x: jax.Array) -> jax.Array:
+        return x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
 
-    chunked = (
-        past_BTD.reshape(B, -1, C, D).swapaxes(0, 1),
-        targets_BT.reshape(B, -1, C).swapaxes(0, 1),
+    past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, padding), (0, 0))), hidden)
+    tokens = jnp.pad(tokens_BT, ((0, 0), (0, padding)))
+    _, values = jax.lax.scan(
+        jax.checkpoint(lambda _, inputs: (None, function(*inputs))),
+        None,
+        jax.tree.map(chunked, (past, tokens)),
     )
-    _, (logprob, entropy) = jax.lax.scan(chunk, None, chunked)
-    logprob_BT = logprob.swapaxes(0, 1).reshape(B, -1)[:, :T]
-    entropy_BT = entropy.swapaxes(0, 1).reshape(B, -1)[:, :T]
     has_past_BT = (segment_ids_BT > 0) & (segment_ids_BT == jnp.roll(segment_ids_BT, 1, axis=1))
     has_past_BT = has_past_BT.at[:, 0].set(False)
-    return jnp.where(has_past_BT, logprob_BT, 0.0), jnp.where(has_past_BT, entropy_BT, 0.0)
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.where(has_past_BT, x.swapaxes(0, 1).reshape(B, -1)[:, :T], 0.0)
+
+    return jax.tree.map(whole, values)
+
+
+def of_tokens(logprobs_BCV: jax.Array, tokens_BC: jax.Array) -> jax.Array:
+    """The entry of each token, [B, C]."""
+    return jnp.take_along_axis(logprobs_BCV, tokens_BC[..., None], axis=-1)[..., 0]

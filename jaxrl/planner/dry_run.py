@@ -289,7 +289,8 @@ def _trace_learning(
 
     def update(state, batch):
         actor.state = state
-        metrics = actor.update(batch, objective)
+        reference = state.params if objective.needs_reference else None
+        metrics = actor.update(batch, objective, reference=reference)
         return actor.state, metrics
 
     jax.eval_shape(logprobs, state, batch)

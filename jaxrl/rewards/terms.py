@@ -40,7 +40,7 @@ def grader_term(scored: Scored, *, weight: float) -> Term:
 
 
 def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[str, float]]:
-    """Makes the sum of weight * score over the terms the score; all else stays as it is.
+    """Makes the sum of weight * score over the terms the score, and keeps the terms beside it.
 
     Args:
       scored: graded responses. Their own score is in the sum only if a term brings it (`grader_term`).
@@ -62,12 +62,19 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
     assert terms, "a sum without terms is no reward"
     metrics: dict[str, float] = {}
     total_B = np.zeros(len(scored), np.float32)
+    columns = []
     for term in terms:
         score_B = checked_scores(term.score_B, len(scored), f"reward {term.name!r}")
         total_B += np.float32(term.weight) * score_B
+        columns.append(score_B)
         metrics[f"reward/{term.name}/mean"] = float(score_B.mean())
         metrics[f"reward/{term.name}/std"] = float(score_B.std())
-    return scored.replace(score_B=total_B), metrics
+    scored = scored.replace(
+        score_B=total_B,
+        term_BK=np.stack(columns, axis=1),
+        term_weight_K=np.array([term.weight for term in terms], np.float32),
+    )
+    return scored, metrics
 
 
 def checked_scores(values: Any, count: int, what: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from jaxrl.mesh.transition import Transition
 from jaxrl.models import lora
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.logprobs import squared_probabilities
 from jaxrl.models.mixture import Routing
 from jaxrl.roles.learner import Learner, Stats, TrainState
 from jaxrl.roles.optimizer import OptimConfig
@@ -37,10 +38,13 @@ class PolicyOutputs(NamedTuple):
     Attributes:
       logprob: [R, T], of each token given those of its sequence before it, temperature applied.
       entropy: [R, T], in nats, of the distribution that the token was drawn from.
+      kl: [R, T], in nats, of that distribution to the reference's, over the whole vocabulary; 0 where the
+        objective does not ask for it.
     """
 
     logprob: jax.Array
     entropy: jax.Array
+    kl: jax.Array
 
 
 class Actor(Learner):
@@ -93,6 +97,8 @@ class Actor(Learner):
         self._rollout_params: Params | None = None
         self._logprobs = jax.jit(self._packed_logprobs)
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
+        self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
+        self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
     @property
     def state(self) -> TrainState:
@@ -217,6 +223,11 @@ class Actor(Learner):
         return self._logprobs(self.state.params, batch)
 
     @protocol(PER_TOKEN)
+    def squared_probabilities(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+        """`logprobs`, and the sum over the vocabulary of the squared probabilities there."""
+        return self._squared_probabilities(self.state.params, batch)
+
+    @protocol(PER_TOKEN)
     def reference_logprobs(self, batch: PackedBatch) -> jax.Array:
         """The same under the weights without their adapters: those the training started from."""
         assert self.model.lora.rank, "only a model with adapters holds its own reference"
@@ -226,11 +237,18 @@ class Actor(Learner):
         return each_micro(lambda micro: self._outputs(params, micro)[0].logprob, batch)
 
     def _logprobs_without_adapters(self, params: Params, batch: PackedBatch) -> jax.Array:
-        graph, _, _ = decoder_graph(lora.base_config(self.model))
-        base = lora.split(params)[1]
+        graph, base = self._base_graph, lora.split(params)[1]
         temperature = self._temperature
         return each_micro(
             lambda micro: self.policy(graph, base, micro, temperature=temperature)[0], batch
+        )
+
+    def _packed_squared_probabilities(
+        self, params: Params, batch: PackedBatch
+    ) -> tuple[jax.Array, jax.Array]:
+        settings: Any = {"temperature": self._temperature, "statistics": squared_probabilities}
+        return each_micro(
+            lambda micro: self.policy(self.graph, params, micro, **settings)[:2], batch
         )
 
     # Learning
@@ -239,7 +257,20 @@ class Actor(Learner):
         logprob, entropy, routing = self.policy(
             self.graph, params, micro, temperature=self._temperature
         )
-        return PolicyOutputs(logprob, entropy), routing
+        return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob)), routing
+
+    def _outputs_against(
+        self, params: Params, reference: Params, micro: Any
+    ) -> tuple[PolicyOutputs, Routing | None]:
+        *outputs, routing = self.policy_and_kl(
+            self.graph,
+            params,
+            self._base_graph,
+            reference,
+            micro,
+            temperature=self._temperature,
+        )
+        return PolicyOutputs(*outputs), routing
 
     def _described(self, outputs: PolicyOutputs) -> Stats:
         return {"entropy": outputs.entropy, "mean_token_prob": jnp.exp(outputs.logprob)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.kl import KL_ESTIMATES, mean_by_sequence, penalized_reward
-from jaxrl.algos.registry import check_options, inputs_of, named
+from jaxrl.algos.registry import check_options, inputs_of, named, options_of
 from jaxrl.algos.segments import last_tokens, masked, to_sequences, to_tokens
 from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
@@ -27,6 +26,8 @@ from jaxrl.types import TrainBatch
 ALWAYS = frozenset(
     [
         "score_B",
+        "score_BK",
+        "weight_K",
         "group_B",
         "length_B",
         "reward_BT",
@@ -36,8 +37,22 @@ ALWAYS = frozenset(
         "group_BT",
     ]
 )
-# What comes from a critic, and from a greedy answer.
-VALUES, BASELINE = "value_BT", "baseline_BT"
+# What comes from a critic, from a greedy answer, and from the pass that recomputes log-probabilities.
+VALUES, BASELINE, SUM_PI_SQUARED = "value_BT", "baseline_BT", "sum_pi_squared_BT"
+# Arrays that the program itself hands to settings of an estimator.
+_GIVEN = ("num_groups", "importance_weight_BT")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VocabularyBatch(TrainBatch):
+    """A batch for estimators that look at probabilities of the whole vocabulary.
+
+    Attributes:
+      sum_pi_squared: float32 [U, M, R, T], the sum of the squares of those that `old_logprob` is one of.
+    """
+
+    sum_pi_squared: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +82,7 @@ class Estimator:
         """
         function = named(ADVANTAGES, name, "advantage")
         named(KL_ESTIMATES, kl_estimate, "KL estimate")
-        check_options(function, options, f"advantage {name!r}", given=("num_groups",))
+        check_options(function, options, f"advantage {name!r}", given=_GIVEN)
         return Estimator(name, tuple(sorted(options.items())), whiten, kl_estimate)
 
     @property
@@ -93,29 +108,34 @@ class Estimator:
         num_groups: int,
         value: jax.Array | None = None,
         baseline_B: np.ndarray | None = None,
+        score_BK: np.ndarray | None = None,
+        weight_K: np.ndarray | None = None,
         kl_coef: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Advantage and return of every token.
 
         Args:
-          batch: B sequences, with log-probabilities of the actor and, where `kl_coef` counts, the reference.
+          batch: B sequences, with log-probabilities of the actor and, where `kl_coef` counts, the reference;
+            a `VocabularyBatch` where the estimator asks for squared probabilities.
           score_B: float32, reward of each sequence.
           group_B: int32, its prompt.
           num_groups: how many prompts there are.
           value: float32 [U, M, R, T], where the estimator asks for values.
           baseline_B: float32, where it asks for the reward of a greedy answer.
+          score_BK, weight_K: float32, where it asks for the parts of the reward, with their weights.
           kl_coef: price of a nat.
 
         Returns:
           (advantage, return, kl): [U, M, R, T] twice, and the mean over sequences of their mean KL estimate.
         """
+        given = {"score_BK": score_BK, "weight_K": weight_K}
         return _estimate(
-            self, num_groups, batch, score_B, group_B, value, baseline_B, np.float32(kl_coef)
+            self, num_groups, batch, score_B, group_B, value, baseline_B, given, np.float32(kl_coef)
         )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B, kl_coef):
+def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B, given, kl_coef):
     T = batch.tokens.shape[-1]
     rows = jax.tree.map(lambda x: x.reshape(-1, T) if x.ndim == 4 else x, batch)
     mask_BT, segment_ids_BT, sequence_BT = rows.loss_mask, rows.segment_ids, rows.sequence
@@ -139,7 +159,11 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
         "segment_ids_BT": segment_ids_BT,
         "logprob_BT": rows.old_logprob,
         "group_BT": to_tokens(group_B, sequence_BT, absent=-1),
+        "importance_weight_BT": rows.weight,
+        **given,
     }
+    if isinstance(rows, VocabularyBatch):
+        inputs[SUM_PI_SQUARED] = rows.sum_pi_squared
     if value is not None:
         inputs[VALUES] = value.reshape(-1, T)
     if baseline_B is not None:
@@ -158,7 +182,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
 
 def _call(estimator: Estimator, inputs: dict[str, jax.Array], num_groups: int):
     function = ADVANTAGES[estimator.name]
-    options = dict(estimator.options)
-    if "num_groups" in inspect.signature(function).parameters:
-        options["num_groups"] = num_groups
+    given = {"num_groups": num_groups, "importance_weight_BT": inputs["importance_weight_BT"]}
+    names = options_of(function)
+    options = dict(estimator.options) | {k: v for k, v in given.items() if k in names}
     return function(*(inputs[name] for name in inputs_of(function)), **options)

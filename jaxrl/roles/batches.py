@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.demonstrations import MaskedExample
 from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.types import Completions, PackedBatch, TrainBatch
 
@@ -17,15 +18,11 @@ def pack_completions(completions: Completions, shape: PackedShape) -> TrainBatch
     return _pack(prompts, completions.tokens, completions.rollout_logprob, completions.mask, shape)
 
 
-def pack_examples(
-    examples: Sequence[tuple[np.ndarray, np.ndarray]], shape: PackedShape
-) -> TrainBatch:
-    """Packs (prompt, response) pairs for supervised training; log-probabilities are 0."""
-    prompts = [prompt for prompt, _ in examples]
-    responses = [response for _, response in examples]
+def pack_examples(examples: Sequence[MaskedExample], shape: PackedShape) -> TrainBatch:
+    """Packs examples for supervised training, each with its own mask; log-probabilities are 0."""
+    prompts, responses, masks = zip(*examples, strict=True)
     zeros = [np.zeros(len(response), np.float32) for response in responses]
-    ones = [np.ones(len(response), np.float32) for response in responses]
-    return _pack(prompts, responses, zeros, ones, shape)
+    return _pack(prompts, responses, zeros, masks, shape)
 
 
 def _pack(prompts, responses, rollout_logprob, mask, shape: PackedShape) -> TrainBatch:

@@ -26,7 +26,8 @@ class CorrectionConfig:
 
     Attributes:
       bypass: two policies: the sampler's log-probability is the old one, which saves a forward pass; the
-        clipped loss then corrects by itself, and `weights` must be "none".
+        clipped loss then corrects by itself, and `weights` must be "none". What is rejected is decided
+        inside the loss, by the policy being trained.
       weights: importance weights of the loss: of each token, of whole sequences, or none.
       highest: weights above are cut to it (TIS, truncated importance sampling).
       lowest: with a value above 0 weights outside lowest..highest become 0 instead (IcePop).
@@ -49,6 +50,11 @@ class CorrectionConfig:
     reject_lowest: float = 0.5
     reject_highest: float = 2.0
     veto: float = 0.0
+
+    @property
+    def rejects(self) -> bool:
+        """Some token may be taken out of the mask."""
+        return bool(self.reject_over or self.veto)
 
     def __post_init__(self):
         if self.bypass and self.weights != "none":
@@ -89,6 +95,25 @@ def corrected(
     return batch.replace(weight=weight, loss_mask=mask), metrics
 
 
+def not_rejected(
+    config: CorrectionConfig,
+    train_logprob_BT: jax.Array,
+    rollout_logprob_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+) -> jax.Array:
+    """1 on the trained tokens that neither rejection nor veto takes out, else 0; no gradient.
+
+    Args:
+      config: the bounds.
+      train_logprob_BT: of the policy that learns: at the start of the step, or inside the loss.
+      rollout_logprob_BT: of the sampler's.
+      mask_BT, segment_ids_BT: as in `algos.segments`; sequences are judged as a whole.
+    """
+    rho_BT = algos.log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
+    return _kept(config, rho_BT, mask_BT, segment_ids_BT)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _correct(config: CorrectionConfig, batch: TrainBatch):
     shape = batch.tokens.shape
@@ -106,7 +131,7 @@ def _correct(config: CorrectionConfig, batch: TrainBatch):
         metrics |= algos.weight_metrics(raw_BT, *where, **bounds)
         weight_BT = _bounded(config, raw_BT, *where)
     kept_BT = _kept(config, rho_BT, *where)
-    if config.reject_over or config.veto:
+    if config.rejects:
         metrics |= algos.rejection_metrics(kept_BT, *where)
     named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     probabilities = algos.probability_metrics(old_BT, rollout_BT, mask_BT)

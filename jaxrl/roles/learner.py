@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,16 @@ Stats = dict[str, jax.Array]
 TokenLoss = Callable[[Any, Any], tuple[jax.Array, Stats]]
 
 
+def _as_it_is(batch: Any, key: jax.Array) -> Any:
+    del key
+    return batch
+
+
+def _nothing(outputs: Any, micro: Any) -> Stats:
+    del outputs, micro
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What an update minimises. The same object must come back each step, or it is compiled again.
@@ -43,11 +54,47 @@ class Objective:
         `PolicyOutputs`; outside the mask everything is 0 before the loss sees it.
       aggregation: how token losses add up to the loss of a minibatch.
       stats: how stats do.
+      prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
+      keep: (outputs, microbatch) -> [R, T], 0 on tokens to leave out of everything that is to be computed,
+        where only the policy being trained can tell; None keeps all.
+      largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
+      needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
     """
 
     loss: TokenLoss
     aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
     stats: Aggregation = dataclasses.field(default_factory=token_mean)
+    prepare: Callable[[Any, jax.Array], Any] = _as_it_is
+    keep: Callable[[Any, Any], jax.Array] | None = None
+    largest: Callable[[Any, Any], Stats] = _nothing
+    needs_reference: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What microbatches add up to.
+
+    Attributes:
+      means: of stats, divided as the loss is.
+      shares: stats that are divided already.
+      kept: counts of the tokens that were trained on.
+      largest: stats that do not add up: the larger one stays.
+    """
+
+    means: Stats
+    shares: Stats
+    kept: Counts
+    largest: Stats
+
+    def __add__(self, other: _Sums) -> _Sums:
+        add = functools.partial(jax.tree.map, jnp.add)
+        return _Sums(
+            add(self.means, other.means),
+            add(self.shares, other.shares),
+            add(self.kept, other.kept),
+            jax.tree.map(jnp.maximum, self.largest, other.largest),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -111,6 +158,12 @@ class Learner(PackedModel, abc.ABC):
     @abc.abstractmethod
     def _outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
         """A pytree of [R, T] arrays that losses are made of, and where tokens were routed."""
+
+    def _outputs_against(
+        self, params: Params, reference: Params, micro: Any
+    ) -> tuple[Any, Routing | None]:
+        """`_outputs`, with what objectives that need a reference are made of."""
+        raise AssertionError("only a policy has a reference")
 
     @abc.abstractmethod
     def _described(self, outputs: Any) -> Stats:
@@ -205,6 +258,7 @@ class Learner(PackedModel, abc.ABC):
         objective: Objective,
         *,
         also: Sequence[tuple[PackedBatch, Objective]] = (),
+        reference: Params | None = None,
     ) -> dict[str, jax.Array]:
         """One step of training: U optimiser updates; returns metrics, still on the device.
 
@@ -212,15 +266,22 @@ class Learner(PackedModel, abc.ABC):
           batch: what to learn from.
           objective: what to minimise.
           also: further batches, of as many minibatches, whose losses are added, such as a pretraining loss.
+          reference: weights in the layout of this role's, for an objective that needs them; with adapters
+            those below them are the reference, and none are given.
         """
         batches, objectives = zip((batch, objective), *also, strict=True)
+        given = reference is not None or bool(self.model.lora.rank)
+        assert given or not objective.needs_reference, "the objective needs a reference's weights"
         if objectives not in self._updates:
             self._updates[objectives] = jax.jit(
-                lambda state, batches: self._update(state, batches, objectives),
+                lambda state, batches, reference: self._update(
+                    state, batches, objectives, reference
+                ),
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None),
             )
-        self.state, metrics = self._updates[objectives](self._taken_state(), batches)
+        update = self._updates[objectives]
+        self.state, metrics = update(self._taken_state(), batches, reference)
         return metrics
 
     def _taken_state(self) -> TrainState:
@@ -230,16 +291,23 @@ class Learner(PackedModel, abc.ABC):
     # Pure functions
 
     def _update(
-        self, state: TrainState, batches: Sequence[Any], objectives: Sequence[Objective]
+        self,
+        state: TrainState,
+        batches: Sequence[Any],
+        objectives: Sequence[Objective],
+        reference: Params | None,
     ) -> tuple[TrainState, Stats]:
         lr = self._learning_rate(state.step)
         trained, frozen = self._split(state.params)
+        beside = (frozen, frozen if self.model.lora.rank else reference)
+        key = jax.random.fold_in(jax.random.key(self._seed), state.step)
+        batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
 
         def minibatch(carry, u):
             params, opt_state = carry
-            grads, sums = self._gradient(params, frozen, batches[0], u, objectives[0])
+            grads, stats, largest = self._gradient(params, beside, batches[0], u, objectives[0])
             for batch, objective in zip(batches[1:], objectives[1:], strict=True):
-                more, _ = self._gradient(params, frozen, batch, u, objective)
+                more, _, _ = self._gradient(params, beside, batch, u, objective)
                 grads = jax.tree.map(jnp.add, grads, more)
             with jax.named_scope("optimizer"):
                 grad_norm = optax.tree.norm(grads)
@@ -249,65 +317,86 @@ class Learner(PackedModel, abc.ABC):
                 new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
                 # A gradient that is not finite would poison the moments for good: skip it and count it.
                 # So would Adam's momentum move weights for a minibatch that has nothing left to train on.
-                useful = jnp.isfinite(grad_norm) & (sums["tokens"] > 0)
+                useful = jnp.isfinite(grad_norm) & (stats.pop("tokens") > 0)
                 keep = lambda new, old: jnp.where(useful, new, old)  # noqa: E731
                 params = jax.tree.map(keep, new_params, params)
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
-            stats = sums | {
-                "grad_norm": grad_norm,
-                "skipped_updates": (~useful).astype(jnp.float32),
-            }
-            return (params, opt_state), stats
+            stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
+            return (params, opt_state), (stats, largest)
 
         U = batches[0].tokens.shape[0]
-        (trained, opt_state), stats_U = jax.lax.scan(
+        (trained, opt_state), (stats_U, largest_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.arange(U)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
-        first_kl = stats_U.get("ppo_kl", jnp.zeros(U))[0]
-        del stats_U["tokens"]
         metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+        metrics |= {name: value_U.max() for name, value_U in largest_U.items()}
+        # Before the first update the policy is still the one that the step began with.
+        metrics |= {f"first_{name}": value_U[0] for name, value_U in largest_U.items()}
+        first_kl = stats_U.get("ppo_kl", jnp.zeros(U))[0]
         return new_state, metrics | {"lr": lr, "first_ppo_kl": first_kl}
 
-    def _gradient(self, params, frozen, batch: Any, u, objective: Objective):
-        """Gradient of one minibatch's loss and its mean stats, over all its microbatches.
+    def _gradient(self, params, beside, batch: Any, u, objective: Objective):
+        """Gradient of one minibatch's loss, its mean stats and its largest ones, over all its microbatches.
 
         Every sum is divided once, by the minibatch's global count of trained tokens or sequences, so that
         neither microbatches nor packing nor the mesh can change it.
         """
+        frozen, reference = beside
         T = batch.tokens.shape[-1]
         counts = count(batch.loss_mask[u].reshape(-1, T), batch.segment_ids[u].reshape(-1, T))
         num_tokens = jnp.maximum((batch.segment_ids[u] > 0).sum(dtype=jnp.float32), 1.0)
+        # Where the loss itself says which tokens stay, the count is known only at the end.
+        known = counts if objective.keep is None else jax.tree.map(jnp.ones_like, counts)
 
         def micro_loss(params, m):
             micro = micro_of(batch, u, m)
-            outputs, routing = self._outputs(lora.join(params, frozen), micro)
+            whole = lora.join(params, frozen)
+            if objective.needs_reference:
+                outputs, routing = self._outputs_against(whole, reference, micro)
+            else:
+                outputs, routing = self._outputs(whole, micro)
+            if objective.keep is not None:
+                kept = masked(micro.loss_mask, objective.keep(outputs, micro))
+                micro = micro.replace(loss_mask=kept)
             # Tokens outside the mask are replaced before the loss sees them: whatever they hold, even
             # NaN, then has neither value nor gradient.
             outputs, micro = _inside((outputs, micro), micro.loss_mask)
-            total, means = _weighed(objective, counts, outputs, micro, self._described(outputs))
+            total, means = _weighed(objective, known, outputs, micro, self._described(outputs))
+            shares: Stats = {}
             if routing is not None:
                 # Routing is a matter of whole microbatches, so each weighs as its tokens do.
                 share = (micro.segment_ids > 0).sum(dtype=jnp.float32) / num_tokens
                 balance = share * load_balancing_loss(routing)
                 total = total + self.train.load_balancing_coef * balance
-                means |= {name: share * x for name, x in routing_metrics(routing).items()}
-            return total, jax.lax.stop_gradient(means)
+                shares = {name: share * x for name, x in routing_metrics(routing).items()}
+            largest = {
+                name: masked(x, micro.loss_mask).max()
+                for name, x in objective.largest(outputs, micro).items()
+            }
+            kept = count(micro.loss_mask, micro.segment_ids)
+            return total, jax.lax.stop_gradient(_Sums(means, shares, kept, largest))
 
         gradient_shardings = self.trained(self._gradient_shardings)
 
         def gradient(params, m):
-            grads, means = jax.grad(micro_loss, has_aux=True)(params, m)
-            return jax.lax.with_sharding_constraint(grads, gradient_shardings), means
+            grads, sums = jax.grad(micro_loss, has_aux=True)(params, m)
+            return jax.lax.with_sharding_constraint(grads, gradient_shardings), sums
 
         def accumulate(m, total):
-            return jax.tree.map(jnp.add, total, gradient(params, m))
+            grads, sums = gradient(params, m)
+            return jax.tree.map(jnp.add, total[0], grads), total[1] + sums
 
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, 0)
         )
-        grads, means = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
-        return grads, means | {"tokens": counts.tokens}
+        grads, sums = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
+        stats = sums.means
+        if objective.keep is not None:
+            assert not self.train.load_balancing_coef, "a share of it would be divided twice"
+            grads = jax.tree.map(lambda g: g / objective.aggregation.divisor(sums.kept), grads)
+            stats = _divided(objective, stats, sums.kept) | _rejected(counts, sums.kept)
+        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums.largest
 
 
 def _weighed(
@@ -323,6 +412,20 @@ def _weighed(
     total = share(objective.aggregation, loss_RT)
     means = {name: share(objective.stats, x) for name, x in (described | stats).items()}
     return total, means | {"loss": total}
+
+
+def _divided(objective: Objective, sums: Stats, kept: Counts) -> Stats:
+    """Sums of `_weighed` with counts of 1, divided by what they were to be divided by."""
+    divisors = {"loss": objective.aggregation.divisor(kept)}
+    return {name: x / divisors.get(name, objective.stats.divisor(kept)) for name, x in sums.items()}
+
+
+def _rejected(counts: Counts, kept: Counts) -> Stats:
+    """Shares of the minibatch's tokens, and of its sequences as a whole, that the loss left out."""
+    return {
+        "rollout_corr/masked_fraction": 1.0 - kept.tokens / jnp.maximum(counts.tokens, 1.0),
+        "rollout_corr/seq_lost_fraction": 1.0 - kept.sequences / jnp.maximum(counts.sequences, 1.0),
+    }
 
 
 def _inside(tree: Any, mask_RT: jax.Array) -> Any:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl.algos.aggregation import AGGREGATIONS
-from jaxrl.algos.kl import KL_ESTIMATES
+from jaxrl.algos.covariance import SELECTIONS, covariance
+from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import POLICY_LOSSES, entropy_bonus
-from jaxrl.algos.registry import check_options, named
+from jaxrl.algos.ratio import bounded_log_ratio
+from jaxrl.algos.registry import check_options, named, options_of
 from jaxrl.algos.segments import masked
 from jaxrl.algos.value_loss import clipped_value
 from jaxrl.roles.actor import PolicyOutputs
+from jaxrl.roles.correction import CorrectionConfig, not_rejected
 from jaxrl.roles.critic import ValueOutputs
 from jaxrl.roles.learner import Objective
 from jaxrl.types import TrainBatch, ValueBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SelectedBatch(TrainBatch):
+    """What losses of covariances learn from.
+
+    Attributes:
+      selected: bool [U, M, R, T], the tokens that are spared or held back; see `algos.covariance`.
+    """
+
+    selected: jax.Array
 
 
 def likelihood(*, coef: float = 1.0) -> Objective:
@@ -39,6 +58,7 @@ def policy(
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
     kl_estimate: str = "k3",
+    correction: CorrectionConfig | None = None,
 ) -> Objective:
     """A loss of `algos.policy_losses` on a batch's advantages and weights, with what is added to it.
 
@@ -46,17 +66,23 @@ def policy(
       name, options: one of `POLICY_LOSSES`, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: of the entropy bonus.
-      kl_coef, kl_estimate: price of the KL to the reference, and one of `KL_ESTIMATES`.
+      kl_coef, kl_estimate: price of the KL to the reference, and one of `KL_ESTIMATES` or
+        "full".
+      correction: what is rejected inside the loss, where the policy being trained is compared with the
+        sampler's; None rejects nothing there.
 
     Raises:
       UserError: a name or an option is not known.
     """
     function = named(POLICY_LOSSES, name, "policy loss")
-    check_options(function, options, f"policy loss {name!r}")
-    options = dict(options)
-    estimate = named(KL_ESTIMATES, kl_estimate, "KL estimate")
+    select, of_selection = _selection(name, options)
+    options = {k: value for k, value in options.items() if k not in of_selection}
+    check_options(function, options, f"policy loss {name!r}", given=("selected",))
+    # The exact KL comes with the outputs: it takes both models' logits.
+    estimate = named({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
+        given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
         loss_RT, stats = function(
             outputs.logprob,
             micro.old_logprob,
@@ -64,19 +90,76 @@ def policy(
             micro.loss_mask,
             micro.segment_ids,
             **options,
+            **given,
         )
         loss_RT = loss_RT * micro.weight
         if entropy_coef:
             loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=entropy_coef)
         if kl_coef:
-            kl_RT = masked(estimate(outputs.logprob, micro.ref_logprob), micro.loss_mask)
+            if estimate is None:
+                kl_RT = outputs.kl
+            else:
+                kl_RT = masked(estimate(outputs.logprob, micro.ref_logprob), micro.loss_mask)
             loss_RT = loss_RT + kl_coef * kl_RT
             stats = stats | {"kl_loss": kl_RT}
         return loss_RT, stats
 
     make = named(AGGREGATIONS, aggregation, "aggregation")
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
-    return Objective(loss, make(**(aggregation_options or {})))
+    further: dict[str, Any] = {} if select is None else {"prepare": select}
+    if correction is not None:
+        further["keep"] = _not_rejected(correction)
+    return Objective(
+        loss,
+        make(**(aggregation_options or {})),
+        largest=_ratio_deviation,
+        needs_reference=bool(kl_coef) and estimate is None,
+        **further,
+    )
+
+
+def _selection(
+    name: str, options: Mapping[str, Any]
+) -> tuple[Callable[[TrainBatch, jax.Array], SelectedBatch] | None, tuple[str, ...]]:
+    """How a loss of covariances selects its tokens, and which of the options that takes.
+
+    The choice is made once, over whole minibatches: no microbatch can change it.
+    """
+    if name not in SELECTIONS:
+        return None, ()
+    select = SELECTIONS[name]
+    names = options_of(select)
+    settings = {k: value for k, value in options.items() if k in names}
+    check_options(select, settings, f"policy loss {name!r}")
+
+    def prepare(batch: TrainBatch, key: jax.Array) -> SelectedBatch:
+        def of_minibatch(key, *rows):
+            old_BT, advantage_BT, mask_BT = (x.reshape(-1, x.shape[-1]) for x in rows)
+            chosen_BT = select(key, covariance(old_BT, advantage_BT, mask_BT), mask_BT, **settings)
+            return chosen_BT.reshape(rows[-1].shape)
+
+        keys_U = jax.random.split(key, batch.tokens.shape[0])
+        selected = jax.vmap(of_minibatch)(
+            keys_U, batch.old_logprob, batch.advantage, batch.loss_mask
+        )
+        return batch.grown(SelectedBatch, selected=selected)
+
+    return prepare, names
+
+
+def _not_rejected(correction: CorrectionConfig) -> Callable[[PolicyOutputs, TrainBatch], jax.Array]:
+    def keep(outputs: PolicyOutputs, micro: TrainBatch) -> jax.Array:
+        return not_rejected(
+            correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
+        )
+
+    return keep
+
+
+def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:
+    """|ratio - 1|: rounding in the first minibatch of a step, if the old policy is the trainer's."""
+    log_ratio = bounded_log_ratio(outputs.logprob, micro.old_logprob)
+    return {"ratio_max_deviation": jnp.abs(jnp.expm1(log_ratio))}
 
 
 def clipped_policy(*, clip_low: float, clip_high: float, dual_clip: float) -> Objective:

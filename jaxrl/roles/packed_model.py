@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import require_at_least
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
@@ -28,11 +29,12 @@ from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import apply_experts
-from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
 from jaxrl.models.mixture import Routing
 from jaxrl.types import PackedBatch
 
 Batch = TypeVar("Batch")
+Values = TypeVar("Values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +112,21 @@ class PackedModel:
         return PER_TOKEN.place(self.mesh, batch)
 
     def policy(
-        self, graph: nnx.GraphDef, params: Params, micro: PackedBatch, *, temperature: float
+        self,
+        graph: nnx.GraphDef,
+        params: Params,
+        micro: PackedBatch,
+        *,
+        temperature: float,
+        statistics: Callable[..., tuple[jax.Array, jax.Array]] = token_logprobs,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every token, and where tokens were routed."""
+        """Log-probability and entropy [R, T] of every token, and where tokens were routed.
+
+        `statistics` may be another function of `models.logprobs`, whose second value is then returned.
+        """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
-        logprob, entropy = token_logprobs(
+        logprob, further = statistics(
             lambda hidden: model.logits(hidden, compute=self._compute),
             out.hidden_BTD,
             micro.tokens,
@@ -123,7 +134,47 @@ class PackedModel:
             temperature=temperature,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
-        return logprob, entropy, out.routing
+        return logprob, further, out.routing
+
+    def policy_and_kl(
+        self,
+        graph: nnx.GraphDef,
+        params: Params,
+        ref_graph: nnx.GraphDef,
+        ref_params: Params,
+        micro: PackedBatch,
+        *,
+        temperature: float,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Routing | None]:
+        """`policy`, with the KL to a reference over the whole vocabulary [R, T] in the third place.
+
+        Both models' logits are in memory for one chunk of tokens at a time, forward and backward, and the
+        reference keeps nothing for a backward pass but its last hidden states.
+        """
+        model: Decoder = nnx.merge(graph, params)
+        reference: Decoder = nnx.merge(ref_graph, ref_params)
+        out = self._run(model, micro)
+        with jax.named_scope("reference"):
+            ref_hidden = jax.lax.stop_gradient(self._run(reference, micro).hidden_BTD)
+
+        def chunk(past: tuple[jax.Array, jax.Array], tokens_RC: jax.Array):
+            logprobs_RCV, entropy_RC = log_softmax_entropy(
+                model.logits(past[0], compute=self._compute) / temperature
+            )
+            ref_logprobs_RCV, _ = log_softmax_entropy(
+                reference.logits(past[1], compute=self._compute) / temperature
+            )
+            kl_RC = over_vocabulary(logprobs_RCV, jax.lax.stop_gradient(ref_logprobs_RCV))
+            return of_tokens(logprobs_RCV, tokens_RC), entropy_RC, kl_RC
+
+        logprob, entropy, kl = from_past(
+            chunk,
+            (out.hidden_BTD, ref_hidden),
+            micro.tokens,
+            micro.segment_ids,
+            chunk_tokens=self.train.logprob_chunk_tokens,
+        )
+        return logprob, entropy, kl, out.routing
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
         """Scores [R, T, S] of every token, given it and what came before, and where tokens were routed."""
@@ -150,18 +201,21 @@ def micro_of(batch: Any, u, m) -> Any:
     return jax.tree.map(lambda x: x[u, m] if x.ndim == 4 else x, batch)
 
 
-def each_micro(function: Callable[[Any], jax.Array], batch: PackedBatch) -> jax.Array:
-    """`function` of every microbatch [R, T] -> [R, T] float32, as [U, M, R, T]; empty ones are skipped."""
+def each_micro(function: Callable[[Any], Values], batch: PackedBatch) -> Values:
+    """`function` of every microbatch: a pytree of [R, T] float32, as [U, M, R, T]; empty ones are skipped."""
     U, M = batch.tokens.shape[:2]
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros((U, M, *x.shape), x.dtype),
+        jax.eval_shape(lambda: function(micro_of(batch, 0, 0))),
+    )
 
     def one(i, out):
         u, m = i // M, i % M
-        value = jax.lax.cond(
+        values = jax.lax.cond(
             m < batch.num_micro_U[u],
             lambda: function(micro_of(batch, u, m)),
-            lambda: jnp.zeros_like(out[0, 0]),
+            lambda: jax.tree.map(lambda x: jnp.zeros_like(x[0, 0]), out),
         )
-        return out.at[u, m].set(value)
+        return jax.tree.map(lambda x, value: x.at[u, m].set(value), out, values)
 
-    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
     return jax.lax.fori_loop(0, U * M, one, zeros)

@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
+from jaxrl.algos.kl import FULL
 from jaxrl.errors import require_at_least
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
@@ -85,10 +86,14 @@ class TokenizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised warm start from random weights, on the training problems' written solutions.
+    """Supervised learning before reinforcement learning, or alone: answers to imitate.
 
     Attributes:
       num_steps: optimiser updates; 0 skips the stage.
+      path: JSONL file of conversations, or of questions with answers, as of
+        `data.demonstrations.read_demonstrations`; "" takes the training problems' written solutions.
+      prompt_field, response_field, messages_field: its fields. Of messages all that the assistant says is
+        learnt.
       run: name of the run whose folder keeps the stage, so that several can start from one; "" is this run.
       examples_per_step: solutions of one update.
       optim: of this stage.
@@ -97,6 +102,10 @@ class WarmStartConfig:
     """
 
     num_steps: int = 0
+    path: str = ""
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+    messages_field: str = "messages"
     run: str = ""
     examples_per_step: int = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -275,7 +284,8 @@ class KlConfig:
       reward_coef: price of a nat in the reward.
       reward_estimate: a name of `algos.kl.KL_ESTIMATES`; in the reward its value counts.
       loss_coef: price of a nat in the loss.
-      loss_estimate: likewise; in the loss its gradient counts.
+      loss_estimate: likewise, in the loss its gradient counts; or "full", the KL over the whole vocabulary,
+        which takes the reference's forward pass into every update.
       target: the KL aimed for, to which `reward_coef` is adapted; 0 keeps it as it is.
       horizon: of the adaptation, in sequences.
     """
@@ -299,6 +309,16 @@ class KlConfig:
     def needs_reference(self) -> bool:
         """Some coefficient is not 0."""
         return self.reward_coef > 0 or self.loss_coef > 0
+
+    @property
+    def is_full(self) -> bool:
+        """The loss has the KL over the whole vocabulary."""
+        return self.loss_coef > 0 and self.loss_estimate == FULL
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """The reference's probabilities of the sampled tokens are asked for."""
+        return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,17 @@ import numpy as np
 from jaxrl.algos.controllers import adaptive, constrained_advantage, raised_multiplier
 from jaxrl.algos.segments import to_sequences
 from jaxrl.algos.shaping import soft_overlong_penalty
+from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
 from jaxrl.data.packing import PackedShape
-from jaxrl.data.stream import PromptStream, SupervisedStream
+from jaxrl.data.stream import PromptStream
 from jaxrl.mesh import hosts
+from jaxrl.models.decoder import Params
 from jaxrl.recipes.dynamic_sampling import GroupBuffer, keep_mixed_groups
 from jaxrl.rewards.judge import JudgeTemplate, judge_scores, score_parser
 from jaxrl.rewards.score import grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import user_reward
+from jaxrl.roles.advantages import SUM_PI_SQUARED, VocabularyBatch
 from jaxrl.roles.batches import pack_completions, pack_examples
 from jaxrl.roles.correction import corrected
 from jaxrl.roles.critic import Critic
@@ -36,7 +39,7 @@ from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.generation import Generation
 from jaxrl.trainer.recipe import estimator_of, policy_objective
-from jaxrl.trainer.setup import Parts, packed_shape, supervised_stream
+from jaxrl.trainer.setup import Parts, longest_sequence, packed_shape, supervised_stream
 from jaxrl.trainer.stage import Stage
 from jaxrl.trainer.step_metrics import (
     advantage_metrics,
@@ -120,8 +123,8 @@ class Events:
         record = {"kl_coef": self._kl_coef, "multiplier": self._multiplier}
         if self._pretraining is not None:
             record["pretraining"] = self._pretraining.stream.state()
-        ahead = len(self._stream_states) == 2
         record["generation"] = self._generation.record()
+        ahead = len(self._stream_states) == 2
         return record | {"stream": self._stream_states[0] if ahead else self._stream.state()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -129,8 +132,8 @@ class Events:
         self._kl_coef, self._multiplier = record["kl_coef"], record["multiplier"]
         if self._pretraining is not None:
             self._pretraining.stream.restore(record["pretraining"])
-
         self._generation.restore(record["generation"])
+
     # Generation
 
     def start_generating(self, prompts: Prompts) -> concurrent.futures.Future[Completions]:
@@ -263,7 +266,12 @@ class Events:
     def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         correction = self._config.algorithm.correction
         if correction.bypass:
-            batch = batch.replace(old_logprob=batch.rollout_logprob)
+            # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
+            return batch.replace(old_logprob=batch.rollout_logprob)
+        if SUM_PI_SQUARED in self._estimator.inputs:
+            logprob, sum_pi_squared = self._team.actor.squared_probabilities(batch)
+            batch = batch.replace(old_logprob=logprob)
+            batch = batch.grown(VocabularyBatch, sum_pi_squared=sum_pi_squared)
         else:
             batch = batch.replace(old_logprob=self._team.actor.logprobs(batch))
         batch, metrics = corrected(correction, batch)
@@ -271,7 +279,7 @@ class Events:
         return self._when_done(batch)
 
     def _with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        if not self._config.algorithm.kl.needs_reference:
+        if not self._config.algorithm.kl.needs_ref_logprobs:
             return batch
         team = self._team
         if team.reference is None:
@@ -291,8 +299,19 @@ class Events:
     # Advantages
 
     def _with_advantages(self, scored: Scored, batch: TrainBatch) -> TrainBatch:
-        advantage, _ = self._estimate(scored.reward_B, scored.completions, batch)
+        advantage, _ = self._estimate(
+            scored.reward_B, scored.completions, batch, **self._parts_of_reward(scored)
+        )
         return self._when_done(batch.replace(advantage=advantage))
+
+    def _parts_of_reward(self, scored: Scored) -> dict[str, np.ndarray]:
+        """The terms of the score, and what was added for length as one more, where they are wanted."""
+        if "score_BK" not in self._estimator.inputs:
+            return {}
+        return {
+            "score_BK": np.concatenate([scored.term_BK, scored.shaping_B[:, None]], axis=1),
+            "weight_K": np.append(scored.term_weight_K, np.float32(1.0)),
+        }
 
     def _with_critic_advantages(
         self, scored: Scored, batch: TrainBatch, values: jax.Array
@@ -343,7 +362,7 @@ class Events:
             kl_coef=self._kl_coef,
             **given,
         )
-        if kl.needs_reference:
+        if kl.needs_ref_logprobs:
             self._noted |= {"actor/reward_kl_penalty": reward_kl}
         if kl.reward_coef:
             self._noted["actor/reward_kl_penalty_coeff"] = self._kl_coef
@@ -379,8 +398,17 @@ class Events:
             return {}
         actor = self._team.actor
         also = () if self._pretraining is None else (self._pretraining.next(actor),)
-        metrics = actor.update(batch, self._policy_objective, also=also)
+        metrics = actor.update(
+            batch, self._policy_objective, also=also, reference=self._weights_to_compare_with()
+        )
         return self._when_done(prefixed("actor", metrics))
+
+    def _weights_to_compare_with(self) -> Params | None:
+        """The reference's, if the actor's loss compares whole distributions with it."""
+        reference = self._team.reference
+        if reference is None or not self._policy_objective.needs_reference:
+            return None
+        return reference.params
 
     def _update_critic(self, targets: ValueBatch) -> Metrics:
         return self._updated_critic("critic", self._team.critic, targets)
@@ -429,7 +457,12 @@ class _Pretraining:
         config = parts.config
         updates = config.algorithm.updates_per_step
         examples = updates * -(-config.rollout.num_prompts // updates)
-        self.stream: SupervisedStream = supervised_stream(parts, examples_per_batch=examples)
+        self.stream: DemonstrationStream = supervised_stream(
+            parts,
+            solutions_of(parts.train),
+            examples_per_batch=examples,
+            max_tokens=longest_sequence(config),
+        )
         self._shape: PackedShape = packed_shape(config, sequences=examples, updates=updates)
         self._objective = likelihood(coef=config.cost.pretrain_coef)
         self._batches: Iterator[Any] | None = None

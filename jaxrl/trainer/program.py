@@ -56,18 +56,22 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
-    """Trains the warm start of a recipe alone, and evaluates it; arguments and result as for `train`."""
+    """Trains the warm start of a recipe alone; arguments and result as for `train`.
+
+    It is evaluated on the held-out problems. With a file of its own to learn from it can do without problems.
+    """
     if not config.warm_start.num_steps:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
 
     def stage(parts: Parts, stop: StopSignal) -> None:
-        metrics = evaluator(parts)(warm_start(parts, stop), "after")
-        if hosts.is_first():
+        actor = warm_start(parts, stop)
+        metrics = evaluator(parts)(actor, "after") if len(parts.held_out) else {}
+        if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
 
-    return _run(config, devices, stage)
+    return _run(config, devices, stage, needs_problems=not config.warm_start.path)
 
 
 def train_scorer(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -84,13 +88,15 @@ def _run(
     config: Config,
     devices: Sequence[Any] | None,
     stages: Callable[[Parts, StopSignal], None],
+    *,
+    needs_problems: bool = True,
 ) -> int:
     """What every run has around its stages: checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    parts = build_parts(config, devices)
+    parts = build_parts(config, devices, needs_problems=needs_problems)
     hosts.on_first(lambda: note_config(config))
     hosts.on_first(lambda: keep_model_files(parts))
     with StopSignal() as stop:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
 from jaxrl.algos.registry import named
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import read_placement
 from jaxrl.recipes.registry import RECIPES
 from jaxrl.roles import losses
-from jaxrl.roles.advantages import BASELINE, VALUES, Estimator
+from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
 from jaxrl.roles.learner import Objective
 from jaxrl.trainer.config import Config
 
@@ -66,6 +67,14 @@ def roles_of(config: Config) -> tuple[str, ...]:
 def check_recipe(config: Config) -> None:
     """Raises UserError where settings of the algorithm are unknown or contradict each other."""
     pools = read_placement(config.placement, config.mesh, roles_of(config))
+    if config.algorithm.kl.is_full and "reference" in roles_of(config):
+        (pool,) = (pool for pool in pools if "actor" in pool.roles)
+        if "reference" not in pool.roles:
+            raise UserError(
+                "algorithm.kl.loss_estimate 'full' has the reference's weights in the actor's updates, and "
+                f"pool {pool.name} has the actor without the reference; put both into one pool, or use k3, "
+                "k3+ or k2, which take one number a token"
+            )
     if config.algorithm.one_step_off:
         (pool,) = (pool for pool in pools if "rollout" in pool.roles)
         if "actor" in pool.roles:
@@ -79,8 +88,30 @@ def check_recipe(config: Config) -> None:
                 "keep in one order; use hosts.num_processes=1"
             )
     _check_rollout(config)
+    _check_correction(config)
     estimator_of(config)
     policy_objective(config)
+
+
+def _check_correction(config: Config) -> None:
+    """Raises UserError where the correction contradicts the loss."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    by_token = [
+        f"correction.{name} 'token'"
+        for name in ("weights", "reject_over")
+        if getattr(correction, name) == "token"
+    ]
+    if algorithm.loss in SEQUENCE_LOSSES and by_token:
+        raise UserError(
+            f"loss {algorithm.loss!r} takes the ratio of a whole sequence, and algorithm."
+            f"{' and '.join(by_token)} corrects single tokens of it; use 'sequence' for weights and "
+            "'seq_mean' for reject_over"
+        )
+    if correction.bypass and correction.rejects and config.train.load_balancing_coef:
+        raise UserError(
+            "algorithm.correction.bypass rejects inside the loss, which is divided by what is left only "
+            "at the end, and train.load_balancing_coef is divided before; set one of the two to 0 or False"
+        )
 
 
 def _check_rollout(config: Config) -> None:
@@ -130,19 +161,48 @@ def estimator_of(config: Config) -> Estimator:
     events = events_of(algorithm.recipe)
     extra = {VALUES} if "values" in events else set()
     extra |= {BASELINE} if "generate_greedily" in events else set()
-    estimator.check_inputs(algorithm.recipe, frozenset(extra))
+    estimator.check_inputs(algorithm.recipe, frozenset(extra | {SUM_PI_SQUARED}))
     if extra and not extra <= estimator.inputs:
         raise UserError(
             f"recipe {algorithm.recipe!r} computes {', '.join(sorted(extra))}, which advantage "
             f"{algorithm.advantage!r} does not use; set algorithm.advantage to "
             f"{'gae' if VALUES in extra else 'remax'}, or use recipe grpo"
         )
-    if "group_B" in estimator.inputs and config.rollout.num_samples < 2:
+    if not estimator.inputs.isdisjoint({"group_B", "group_BT"}) and config.rollout.num_samples < 2:
         raise UserError(
             f"rollout.num_samples {config.rollout.num_samples}: advantage {algorithm.advantage!r} compares "
             "the answers to a prompt with each other; use at least 2 answers to each prompt"
         )
+    if "score_BK" in estimator.inputs:
+        _check_terms(config)
+    if SUM_PI_SQUARED in estimator.inputs and algorithm.correction.bypass:
+        raise UserError(
+            f"advantage {algorithm.advantage!r} looks at the trainer's probabilities of the whole "
+            "vocabulary, and algorithm.correction.bypass saves the forward pass that has them; set it to "
+            "False"
+        )
     return estimator
+
+
+def _check_terms(config: Config) -> None:
+    """Raises UserError where the reward has a single part, or one that is not seen as such."""
+    algorithm, reward = config.algorithm, config.reward
+    weights = {"grader": reward.grader_weight}
+    weights |= {name: function["weight"] for name, function in reward.functions.items()}
+    weights |= {"model": reward.model_weight} if reward.model else {}
+    weights |= {"judge": reward.judge.weight} if reward.judge.model else {}
+    counting = [name for name, weight in weights.items() if weight]
+    if len(counting) < 2:
+        raise UserError(
+            f"advantage {algorithm.advantage!r} normalises each reward on its own, and this run has "
+            f"{', '.join(counting) or 'none'} alone; add reward.functions, reward.model or reward.judge with "
+            "a weight, or use advantage grpo"
+        )
+    if algorithm.kl.reward_coef:
+        raise UserError(
+            f"advantage {algorithm.advantage!r} takes the reward in its parts, and the price of KL "
+            "(algorithm.kl.reward_coef) is none of them; set it to 0 and use algorithm.kl.loss_coef"
+        )
 
 
 def policy_objective(config: Config) -> Objective:
@@ -151,7 +211,7 @@ def policy_objective(config: Config) -> Objective:
     Raises:
       UserError: a name or an option is not known, or the loss and the aggregation contradict each other.
     """
-    algorithm = config.algorithm
+    algorithm, correction = config.algorithm, config.algorithm.correction
     return losses.policy(
         algorithm.loss,
         algorithm.loss_options,
@@ -160,4 +220,5 @@ def policy_objective(config: Config) -> Objective:
         entropy_coef=algorithm.entropy_coef,
         kl_coef=algorithm.kl.loss_coef,
         kl_estimate=algorithm.kl.loss_estimate,
+        correction=correction if correction.bypass and correction.rejects else None,
     )

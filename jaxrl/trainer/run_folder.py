@@ -129,8 +129,12 @@ def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]
     """Headline numbers of the report."""
     config = parts.config
     rl = rows[title_of(config)]
-    key = f"val-core/{parts.held_out.sources[0]}/acc/mean@{config.evaluation.num_samples}"
-    accuracy = [row[key] for row in rl if key in row]
+    # A run that only imitates may have no problems.
+    keys = [
+        f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
+        for source in parts.held_out.sources[:1]
+    ]
+    accuracy = [row[key] for key in keys for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
     kind = parts.mesh_of("actor").devices.flat[0].device_kind
     lines = []

@@ -8,14 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.algos.registry import named
+from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.demonstrations import (
+    Demonstration,
+    DemonstrationStream,
+    read_demonstrations,
+    texts_of,
+)
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.preferences import PreferenceStream, read_preferences
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
-from jaxrl.data.stream import SupervisedStream, held_out_prompts
+from jaxrl.data.stream import held_out_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
@@ -43,6 +51,7 @@ class Parts:
       held_out: prompts of the evaluation.
       placement: which role has which devices.
       model: the config's model, told which ids the tokenizer has.
+      demonstrations: of the warm start's file, if it has one.
     """
 
     config: Config
@@ -51,6 +60,7 @@ class Parts:
     held_out: Prompts
     placement: Placement
     model: ModelConfig
+    demonstrations: tuple[Demonstration, ...] = ()
 
     def mesh_of(self, role: str) -> Mesh:
         """The mesh a role lives on."""
@@ -62,8 +72,15 @@ class Parts:
         return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
 
 
-def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
+def build_parts(
+    config: Config, devices: Sequence[Any] | None = None, *, needs_problems: bool = True
+) -> Parts:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together.
+
+    Args:
+      config: of the run.
+      devices: which to use; all of them by default.
+      needs_problems: False lets a config have none, neither to train on nor held out.
 
     Raises:
       UserError: something is missing (all of it is named at once), broken, or does not fit.
@@ -71,8 +88,12 @@ def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
     check_recipe(config)
     devices = jax.devices() if devices is None else devices
     _check_present(config, devices)
-    train, held_out = _records(config)
-    tokenizer = _tokenizer(config, train)
+    has_problems = any(
+        source.path or source.task for source in (config.data.train, config.data.held_out)
+    )
+    train, held_out = _records(config) if needs_problems or has_problems else ((), ())
+    demonstrations = _demonstrations(config)
+    tokenizer = _tokenizer(config, train, demonstrations)
     _check_stop_ids(config, tokenizer)
     placement = take_devices(pools_of(config), devices)
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
@@ -82,10 +103,17 @@ def build_parts(config: Config, devices: Sequence[Any] | None = None) -> Parts:
         config=config,
         tokenizer=tokenizer,
         train=train,
-        held_out=held_out_prompts(held_out, tokenizer, **prompt_options(config)),
+        held_out=_held_out(config, held_out, tokenizer),
         placement=placement,
         model=model_for(config, tokenizer),
+        demonstrations=demonstrations,
     )
+
+
+def _held_out(config: Config, records: Sequence[Record], tokenizer: Tokenizer) -> Prompts:
+    if not records:
+        return Prompts(np.zeros(0, np.int64), (), (), (), ())
+    return held_out_prompts(records, tokenizer, **prompt_options(config))
 
 
 def prompt_options(config: Config) -> dict[str, Any]:
@@ -104,15 +132,21 @@ def pools_of(config: Config) -> tuple[Pool, ...]:
     return read_placement(config.placement, config.mesh, roles_of(config))
 
 
-def supervised_stream(parts: Parts, *, examples_per_batch: int) -> SupervisedStream:
-    """Written solutions of the training problems, without end."""
+def supervised_stream(
+    parts: Parts,
+    demonstrations: Sequence[Demonstration],
+    *,
+    examples_per_batch: int,
+    max_tokens: int,
+) -> DemonstrationStream:
+    """Answers to imitate, without end; examples longer than `max_tokens` are dropped."""
     config = parts.config
-    return SupervisedStream(
-        parts.train,
+    return DemonstrationStream(
+        demonstrations,
         parts.tokenizer,
         examples_per_batch=examples_per_batch,
         seed=config.seed,
-        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_tokens=max_tokens,
         template=config.data.template,
         chat=config.data.chat,
     )
@@ -168,11 +202,18 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     )
 
 
-def packed_shape(config: Config, *, sequences: int, updates: int) -> PackedShape:
-    """Shape of a step's packed arrays; holds any `sequences` sequences of legal length."""
+def longest_sequence(config: Config) -> int:
+    """Tokens of a prompt and a response at most."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def packed_shape(
+    config: Config, *, sequences: int, updates: int, longest: int | None = None
+) -> PackedShape:
+    """Shape of a step's packed arrays; holds any `sequences` sequences of legal length, or of `longest`."""
     return PackedShape.for_sequences(
         sequences,
-        longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        longest=longest_sequence(config) if longest is None else longest,
         minibatches=updates,
         rows=config.train.rows,
         tokens=config.train.row_tokens,
@@ -232,14 +273,36 @@ def _read(source: SourceConfig, setting: str) -> Sequence[Record]:
     return records[: source.limit] if source.limit else records
 
 
-def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
+def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
+    options = config.warm_start
+    if not (options.num_steps and options.path):
+        return ()
+    return read_demonstrations(
+        options.path,
+        source=options.path,
+        prompt_field=options.prompt_field,
+        response_field=options.response_field,
+        messages_field=options.messages_field,
+    )
+
+
+def _tokenizer(
+    config: Config, train: Sequence[Record], demonstrations: Sequence[Demonstration]
+) -> Tokenizer:
     if config.tokenizer.path:
         return load_tokenizer(config.tokenizer.path)
     texts = [
         config.data.template.replace("{prompt}", record.prompt) + (record.solution or record.answer)
         for record in train[:_TOKENIZER_RECORDS]
     ]
-    return train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
+    texts += texts_of(demonstrations[:_TOKENIZER_RECORDS])
+    tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
+    if all(isinstance(demonstration.context, str) for demonstration in demonstrations):
+        return tokenizer
+    template = ChatTemplate(
+        PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens
+    )
+    return dataclasses.replace(tokenizer, chat_template=template)
 
 
 def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:

@@ -45,9 +45,15 @@ def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
-    """The means of a role's update under its name; they may still be on the device."""
+    """The metrics of a role's update under its name; they may still be on the device.
+
+    Those with a group of their own ("rollout_corr/...") keep it.
+    """
     renamed = {"loss": "pg_loss" if role == "actor" else "vf_loss"}
-    return {f"{role}/{renamed.get(name, name)}": value for name, value in update.items()}
+    return {
+        name if "/" in name else f"{role}/{renamed.get(name, name)}": value
+        for name, value in update.items()
+    }
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float]:

@@ -6,14 +6,15 @@ import functools
 
 import jax
 
-from jaxrl.data.stream import SupervisedStream
+from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
 from jaxrl.mesh import hosts
 from jaxrl.recipes.sft import sft
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.losses import SUPERVISED
+from jaxrl.trainer.config import Config
 from jaxrl.trainer.interrupt import StopSignal
-from jaxrl.trainer.setup import Parts, packed_shape, supervised_stream
+from jaxrl.trainer.setup import Parts, longest_sequence, packed_shape, supervised_stream
 from jaxrl.trainer.stage import Stage, open_stage, run_until_stopped
 from jaxrl.trainer.step_metrics import prefixed
 from jaxrl.trainer.team import build_actor, first_weights
@@ -21,7 +22,7 @@ from jaxrl.types import TrainBatch
 
 
 def warm_start(parts: Parts, stop: StopSignal) -> Actor:
-    """An actor trained on written solutions, or as it starts if the stage is switched off.
+    """An actor trained on answers to imitate, or as it starts if the stage is switched off.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
@@ -42,7 +43,12 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
         if record is None:
             first_weights(actor, parts)
         if not stage.finished:
-            stream = supervised_stream(parts, examples_per_batch=options.examples_per_step)
+            stream = supervised_stream(
+                parts,
+                parts.demonstrations or solutions_of(parts.train),
+                examples_per_batch=options.examples_per_step,
+                max_tokens=_longest(parts.config),
+            )
             if record is not None:
                 stream.restore(record["stream"])
             stage.begin()
@@ -50,14 +56,24 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
     return actor
 
 
-def _recipe(parts: Parts, stage: Stage, actor: Actor, stream: SupervisedStream):
+def _longest(config: Config) -> int:
+    """Tokens of an example at most: conversations have rows to themselves."""
+    return config.train.row_tokens if config.warm_start.path else longest_sequence(config)
+
+
+def _recipe(parts: Parts, stage: Stage, actor: Actor, stream: DemonstrationStream):
+    config = parts.config
     shape = packed_shape(
-        parts.config, sequences=parts.config.warm_start.examples_per_step, updates=1
+        config,
+        sequences=config.warm_start.examples_per_step,
+        updates=1,
+        longest=_longest(config),
     )
 
     def pack(examples) -> TrainBatch:
         hosts.check_same(
-            f"the examples of step {stage.step + 1}", [part for pair in examples for part in pair]
+            f"the examples of step {stage.step + 1}",
+            [part for example in examples for part in example],
         )
         return actor.place(pack_examples(examples, shape))
 
@@ -71,6 +87,7 @@ def _recipe(parts: Parts, stage: Stage, actor: Actor, stream: SupervisedStream):
             "sft/token_accuracy": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],
             "sft/lr": values["actor/lr"],
+            "train/num_trained_tokens": float(hosts.fetch(batch.loss_mask).sum()),
             "perf/total_num_tokens": float((hosts.fetch(batch.segment_ids) > 0).sum()),
         }
         return stage.finish_step(metrics, {"actor": actor}, {"stream": stream.state()})

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data import (
+    DemonstrationStream,
     PromptStream,
     Record,
-    SupervisedStream,
     held_out_prompts,
     load_tokenizer,
+    solutions_of,
     train_tokenizer,
 )
 from jaxrl.errors import UserError
@@ -31,7 +32,7 @@ def prompts(records=RECORDS, **settings):
 
 def examples(records=RECORDS, **settings):
     defaults = {"examples_per_batch": 3, "seed": 5, "max_tokens": 100}
-    return SupervisedStream(records, TOKENIZER, **{**defaults, **settings})
+    return DemonstrationStream(solutions_of(records), TOKENIZER, **{**defaults, **settings})
 
 
 def texts(stream, num_batches: int) -> list[str]:
@@ -43,7 +44,7 @@ def take(stream, num_batches: int) -> list:
     batches = [next(stream) for _ in range(num_batches)]
     if isinstance(stream, PromptStream):
         return [(b.ids_N.tolist(), [t.tolist() for t in b.tokens], b.answers) for b in batches]
-    return [[(p.tolist(), r.tolist()) for p, r in batch] for batch in batches]
+    return [[(p.tolist(), r.tolist()) for p, r, _ in batch] for batch in batches]
 
 
 def test_every_prompt_once_an_epoch_in_a_new_order():
@@ -227,7 +228,7 @@ def test_held_out_prompts_keep_rows_and_order():
 
 def test_examples_are_prompt_and_solution_with_an_end():
     stream = examples(template="Sum: {prompt}")
-    for prompt, response in [example for _ in range(4) for example in next(stream)]:
+    for prompt, response, _ in [example for _ in range(4) for example in next(stream)]:
         number = int(TOKENIZER.decode(response))
         assert TOKENIZER.decode(prompt) == f"Sum: {number // 2} + {number // 2} ="
         assert response[-1] == TOKENIZER.eos_id

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.logprobs import log_softmax_entropy, token_logprobs
+from jaxrl.models.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
 
 B, T, D, V = 2, 11, 4, 7
 SEGMENT_IDS_BT = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0], [1] * 11], np.int32)
@@ -49,6 +49,23 @@ def test_equal_to_the_numpy_twin(inputs, temperature):
     expected_logprob_BT, expected_entropy_BT = twin(*inputs, temperature)
     np.testing.assert_allclose(logprob_BT, expected_logprob_BT, atol=2e-6)
     np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, T])
+def test_squared_probabilities_by_hand(inputs, chunk_tokens):
+    hidden_BTD, weight_DV, tokens_BT = inputs
+    logprob_BT, sum_pi_squared_BT = squared_probabilities(
+        lambda hidden: hidden @ weight_DV,
+        *(jnp.asarray(x) for x in (hidden_BTD, tokens_BT, SEGMENT_IDS_BT)),
+        temperature=0.5,
+        chunk_tokens=chunk_tokens,
+    )
+    expected_BT, _ = twin(*inputs, 0.5)
+    np.testing.assert_allclose(logprob_BT, expected_BT, atol=2e-6)
+    # Every token of the vocabulary in turn gives one of the probabilities.
+    each_VBT = [twin(hidden_BTD, weight_DV, np.full_like(tokens_BT, v), 0.5)[0] for v in range(V)]
+    total_BT = np.where(expected_BT == 0, 0, np.exp(2 * np.array(each_VBT)).sum(axis=0))
+    np.testing.assert_allclose(sum_pi_squared_BT, total_BT, atol=2e-6)
 
 
 def test_a_segments_first_token_and_padding_are_zero(inputs):

@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Term, grader_term, weighted_sum
+from jaxrl.types import Scored
 
 
 def test_terms_add_up_with_their_weights(make_scored):
@@ -22,6 +23,17 @@ def test_terms_add_up_with_their_weights(make_scored):
         "reward/model/mean": pytest.approx(model_B.mean()),
         "reward/model/std": pytest.approx(model_B.std()),
     }
+
+
+def test_terms_stay_apart_beside_their_sum(make_scored):
+    scored = make_scored([5, 9, 15], num_samples=2)
+    terms = [grader_term(scored, weight=2.0), Term("place", 0.5, np.arange(6.0))]
+    total, _ = weighted_sum(scored, terms)
+    np.testing.assert_allclose(total.term_BK @ total.term_weight_K, total.score_B)
+    # They go where their responses go.
+    moved = Scored.concatenate([total.take([2]), total.take([]), total.take([0])])
+    np.testing.assert_array_equal(moved.term_BK[:, 1], [4, 5, 0, 1])
+    np.testing.assert_allclose(moved.term_BK @ moved.term_weight_K, moved.score_B)
 
 
 def test_correctness_and_shaping_stay_the_graders(make_scored):

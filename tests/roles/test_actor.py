@@ -14,8 +14,10 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.roles.actor import Actor
+from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.correction import CorrectionConfig, not_rejected
 from jaxrl.roles.learner import Objective, TrainState
-from jaxrl.roles.losses import SUPERVISED, clipped_policy
+from jaxrl.roles.losses import SUPERVISED, clipped_policy, policy
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.engine import EngineConfig
@@ -48,6 +50,13 @@ TWO_ROWS = PackedShape(minibatches=1, microbatches=6, rows=2, tokens=12)
 FOUR_ROWS = PackedShape(minibatches=1, microbatches=3, rows=4, tokens=12)
 PACKED = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=24)
 TWO_UPDATES = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=12)
+PROMPTS = Prompts(
+    ids_N=np.arange(2),
+    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
+    texts=("", ""),
+    answers=("", ""),
+    sources=("", ""),
+)
 
 
 @functools.cache
@@ -316,15 +325,120 @@ def test_microbatches_beyond_the_count_are_not_computed():
     assert computed.tolist() == [True, True, False, False, False, False]
 
 
-def test_the_ratio_is_one_at_the_first_update():
-    for layout in (ONE_DEVICE, EIGHT_DEVICES):
-        actor = fresh(layout, ADAM)
-        batch = actor.place(packed(sequences(), TWO_UPDATES))
-        batch = batch.replace(old_logprob=actor.logprobs(batch))
-        metrics = jax.device_get(actor.update(batch, CLIPPED))
-        assert abs(metrics["first_ppo_kl"]) < 1e-6
-        # The second minibatch already sees changed weights.
-        assert abs(metrics["ppo_kl"]) > 1e-5
+@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])
+def test_the_ratio_is_one_at_the_first_update(layout):
+    """On policy: sampled by the engine, old log-probabilities recomputed as the update computes them."""
+    actor = fresh(layout, ADAM)
+    completions = actor.generate(PROMPTS, str, num_samples=4, step=0)
+    batch = actor.place(pack_completions(completions, TWO_UPDATES))
+    advantage = np.linspace(-1, 1, batch.tokens.size, dtype=np.float32)
+    batch = batch.replace(
+        old_logprob=actor.logprobs(batch), advantage=advantage.reshape(batch.tokens.shape)
+    )
+    metrics = jax.device_get(actor.update(batch, CLIPPED))
+    assert metrics["first_ratio_max_deviation"] <= 1e-6
+    assert abs(metrics["first_ppo_kl"]) < 1e-6
+    # The second minibatch already sees changed weights.
+    assert metrics["ratio_max_deviation"] > 1e-3
+    assert abs(metrics["ppo_kl"]) > 1e-5
+
+
+REJECTING = policy(
+    "clipped",
+    {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
+    correction=CorrectionConfig(bypass=True, reject_over="token", veto=0.05),
+)
+
+
+def test_what_the_loss_rejects_counts_nowhere():
+    """Neither in the sum nor in what it is divided by: as if it had not been in the mask."""
+    batch = packed(sequences(), TWO_ROWS)
+    batch = batch.replace(old_logprob=batch.rollout_logprob)
+    actor = fresh()
+    now = np.asarray(actor.logprobs(actor.place(batch)))
+    mask = not_rejected(
+        CorrectionConfig(reject_over="token", veto=0.05),
+        *(
+            x.reshape(-1, x.shape[-1])
+            for x in (now, batch.rollout_logprob, batch.loss_mask, batch.segment_ids)
+        ),
+    )
+    left = batch.replace(loss_mask=np.asarray(mask).reshape(now.shape))
+    assert 0 < left.loss_mask.sum() < batch.loss_mask.sum()
+    expected, theirs = step(fresh(), left)
+    params, ours = step(fresh(), batch, REJECTING)
+    assert_close(params, expected)
+    share = 1 - left.loss_mask.sum() / batch.loss_mask.sum()
+    assert ours.pop("rollout_corr/masked_fraction") == pytest.approx(share)
+    assert 0 <= ours.pop("rollout_corr/seq_lost_fraction") < share
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_a_minibatch_that_the_loss_rejects_is_skipped():
+    batch = packed(sequences(), TWO_ROWS)
+    impossible = np.full_like(batch.rollout_logprob, -30.0)
+    batch = batch.replace(rollout_logprob=impossible, old_logprob=impossible)
+    params, metrics = step(fresh(), batch, REJECTING)
+    jax.tree.map(np.testing.assert_array_equal, params, first_state().params)
+    assert metrics["skipped_updates"] == 1
+    assert metrics["rollout_corr/masked_fraction"] == metrics["rollout_corr/seq_lost_fraction"] == 1
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def other_weights():
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: x + rng.normal(0, 0.1, x.shape).astype(x.dtype), first_state().params
+    )
+
+
+def test_the_kl_to_a_reference_over_the_whole_vocabulary():
+    """Value and gradient are those of the plain formula on logits that are all in memory."""
+    actor, batch = fresh(), packed(sequences())
+    assert batch.tokens.shape[-1] > TRAIN.logprob_chunk_tokens
+    micro = jax.tree.map(lambda x: x[0, 0] if x.ndim == 4 else x, batch)
+    reference = other_weights()
+
+    def logprobs(params):
+        logits_RTV, *_ = actor.policy(
+            actor.graph,
+            params,
+            micro,
+            temperature=0.9,
+            statistics=lambda logits_of, hidden, *_, **settings: (
+                logits_of(hidden) / settings["temperature"],
+                hidden,
+            ),
+        )
+        # Entry t says what hidden state t - 1 knows.
+        return jax.nn.log_softmax(jnp.roll(logits_RTV, 1, axis=1))
+
+    def mean_kl(params):
+        ours, theirs = logprobs(params), logprobs(reference)
+        kl_RT = (jnp.exp(ours) * (ours - theirs)).sum(-1)
+        return (kl_RT * micro.loss_mask).sum() / micro.loss_mask.sum()
+
+    expected, gradient = jax.jit(jax.value_and_grad(mean_kl))(first_state().params)
+    silent = batch.replace(advantage=np.zeros_like(batch.advantage))
+    objective = policy("policy_gradient", {}, kl_coef=1.0, kl_estimate="full")
+    placed = jax.device_put(reference, actor.train_shardings)
+    metrics = jax.device_get(actor.update(actor.place(silent), objective, reference=placed))
+    assert metrics["kl_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["kl_loss"] == pytest.approx(metrics["loss"]) and metrics["loss"] > 0.1
+    moved = jax.tree.map(lambda a, b: a - b, first_state().params, actor.state.params)
+    assert_close(moved, gradient, atol=2e-5)
+
+
+def test_squared_probabilities_come_with_the_same_logprobs():
+    actor = fresh()
+    batch = actor.place(packed(sequences(), PACKED))
+    logprob, sum_pi_squared = actor.squared_probabilities(batch)
+    np.testing.assert_array_equal(logprob, actor.logprobs(batch))
+    inside = np.asarray(batch.loss_mask) > 0
+    # At least that of a uniform distribution, and at least the token's own share.
+    least = np.maximum(np.exp(2 * np.asarray(logprob)), 1 / MODEL.vocab_size)
+    assert (np.asarray(sum_pi_squared) >= least * (1 - 1e-5))[inside].all()
+    assert (np.asarray(sum_pi_squared) <= 1)[inside].all()
 
 
 def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
@@ -441,15 +555,6 @@ def test_rows_that_do_not_divide_over_the_mesh_are_refused():
         UserError, match=re.escape("per-token data: batch of size 1 does not divide over fsdp=2")
     ):
         actor_of(EIGHT_DEVICES).place(batch)
-
-
-PROMPTS = Prompts(
-    ids_N=np.arange(2),
-    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
-    texts=("", ""),
-    answers=("", ""),
-    sources=("", ""),
-)
 
 
 @pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])

@@ -13,7 +13,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models import lora
 from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.roles.actor import Actor
-from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.engine import EngineConfig
@@ -105,6 +105,19 @@ def test_the_reference_is_the_actor_with_its_adapters_off(adapted):
         actor.reference_logprobs(placed), plain.logprobs(placed), rtol=0, atol=1e-6
     )
     assert np.abs(actor.reference_logprobs(placed) - actor.logprobs(placed)).max() > 0.01
+
+
+def test_the_kl_over_the_vocabulary_is_to_the_weights_below_the_adapters(adapted):
+    actor, before, _ = adapted
+    trained = jax.device_get(actor.state)
+    objective = policy("policy_gradient", {}, kl_coef=1.0, kl_estimate="full")
+    kl = {}
+    for name, params in (("fresh", before), ("trained", trained.params)):
+        actor.state = jax.device_put(trained.replace(params=params), actor.state_shardings())
+        kl[name] = float(actor.update(actor.place(batch()), objective)["kl_loss"])
+    actor.state = jax.device_put(trained, actor.state_shardings())
+    assert kl["fresh"] == 0
+    assert kl["trained"] > 0.01
 
 
 def test_training_from_a_checkpoint_adds_fresh_adapters(adapted):

@@ -99,8 +99,10 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step(shape):
             "advantage 'gae' needs value_BT, which recipe 'grpo' does not compute",
         ),
         (
-            lambda: Estimator.of("gdpo", {}).check_inputs("ppo", frozenset({VALUES})),
-            "needs score_BK, weight_K",
+            lambda: Estimator.of("optimal_token_baseline", {}).check_inputs(
+                "ppo", frozenset({VALUES})
+            ),
+            "needs sum_pi_squared_BT",
         ),
     ],
 )

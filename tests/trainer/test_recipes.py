@@ -204,28 +204,52 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
     ("recipe", "changes"),
     [
         ("remax", {"algorithm__advantage": "remax", "algorithm__loss": "policy_gradient"}),
-        ("grpo", {**GROUPS, "algorithm__kl__loss_coef": 1e-3}),
-        ("grpo", {"algorithm__advantage": "rloo", "algorithm__correction__weights": "token"}),
+        (
+            "grpo",
+            {
+                **GROUPS,
+                "algorithm__kl__loss_coef": 1e-3,
+                "algorithm__kl__loss_estimate": "full",
+            },
+        ),
+        (
+            "grpo",
+            {
+                "algorithm__advantage": "optimal_token_baseline",
+                "algorithm__correction__weights": "token",
+            },
+        ),
         ("grpo", {"algorithm__loss": "gspo", "algorithm__aggregation": "seq-mean-token-mean"}),
         (
             "grpo",
             {
                 "algorithm__advantage": "reinforce_plus_plus",
                 "algorithm__correction__bypass": True,
+                "algorithm__loss": "kl_cov",
+                "algorithm__loss_options": {"kl_coef": 1.0, "fraction": 0.1},
                 "rollout__num_samples": 1,
             },
         ),
     ],
-    ids=["remax", "grpo", "rloo, truncated weights", "gspo", "reinforce++, bypass"],
+    ids=[
+        "remax",
+        "grpo, full kl",
+        "optimal token baseline, truncated weights",
+        "gspo",
+        "reinforce++, kl-cov, bypass",
+    ],
 )
 def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     if "algorithm__loss" in changes:
-        changes = changes | {"algorithm__loss_options": {}}
+        changes = {"algorithm__loss_options": {}, **changes}
     config = make_config(folder, tmp_path, recipe, **changes)
     assert program.train(config, devices=jax.devices()[:1]) == 0
     last = curve(config)[-1]
     assert last["actor/grad_norm"] > 0 and last["actor/skipped_updates"] == 0
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-5)
+    # The old log-probabilities are the trainer's own, or the sampler's.
+    limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-6
+    assert last["actor/first_ratio_max_deviation"] <= limit
     assert ("actor/kl_loss" in last) == ("algorithm__kl__loss_coef" in changes)
 
 
@@ -240,6 +264,7 @@ def test_rules_functions_and_models_together(folder, tmp_path):
         reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
         reward__model=str(folder / "reward"),
         reward__model_weight=2.0,
+        algorithm__advantage="gdpo",
         run__num_steps=1,
     )
     assert program.train(config, devices=jax.devices()[:1]) == 0
@@ -248,6 +273,9 @@ def test_rules_functions_and_models_together(folder, tmp_path):
     expected = sum(weight * row[f"reward/{name}/mean"] for name, weight in parts.items())
     assert row["critic/score/mean"] == pytest.approx(expected, rel=1e-5)
     assert row["reward/brevity/mean"] == pytest.approx(-row["response_length/mean"] / 8, rel=1e-5)
+    # GDPO whitens what it makes of the three.
+    assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
+    assert row["actor/grad_norm"] > 0
 
 
 def test_a_judge_is_asked(folder, tmp_path):
@@ -288,8 +316,9 @@ def test_truncated_answers_can_be_left_out(folder, tmp_path):
     assert 0 < ours[trained] < 0.2 * theirs[trained]
 
 
-def test_a_batch_with_nothing_left_is_a_skipped_update(folder, tmp_path):
-    reject = {"reject_over": "token", "reject_lowest": 1.5, "reject_highest": 2.0}
+@pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
+def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
+    reject = {"reject_over": "token", "reject_lowest": 1.5, "reject_highest": 2.0, "bypass": bypass}
     changes = {f"algorithm__correction__{name}": value for name, value in reject.items()}
     config = make_config(folder, tmp_path, "grpo", **changes)
     assert program.train(config, devices=jax.devices()[:1]) == 0

@@ -1,0 +1,29 @@
+"""Supervised fine-tuning on a file of your own: the demo's small model learns what an assistant says.
+
+    python launch/sft.py --config configs/sft_conversations_tiny.py --config.warm_start.path=FILE
+
+A line of the file is a conversation, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
+...}]}, or a question with its answer, {"prompt": ..., "response": ...}. The tokenizer is trained on the file;
+with `tokenizer.path` and `weights` a published model is tuned.
+
+Hardware: any two cores. Score to expect: none, for there is nothing held out; the loss says how it goes.
+"""
+
+import pathlib
+
+from jaxrl.trainer.command_line import load_recipe
+from jaxrl.trainer.config import SourceConfig
+from jaxrl.trainer.config_tree import to_config_dict
+
+
+def get_config():
+    config = load_recipe(pathlib.Path(__file__).with_name("dapo_tiny.py"))
+    config.name = "sft_conversations_tiny"
+    config.data.train = to_config_dict(SourceConfig())
+    config.data.held_out = to_config_dict(SourceConfig())
+    config.warm_start.path = "conversations.jsonl"
+    config.warm_start.num_steps = 300
+    config.warm_start.examples_per_step = 16
+    # A conversation longer than a row is left out.
+    config.train.row_tokens = 512
+    return config

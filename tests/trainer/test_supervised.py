@@ -1,0 +1,107 @@
+"""Supervised fine-tuning on a file: what the assistant says is learnt, and nothing else."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.data import load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig
+from jaxrl.roles.batches import pack_examples
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.trainer import program
+from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
+from jaxrl.trainer.metrics import read_metrics
+from jaxrl.trainer.setup import build_parts, packed_shape, supervised_stream
+
+MODEL = ModelConfig(
+    vocab_size=320, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
+)
+ROWS = [
+    {
+        "messages": [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "1 and 1?"},
+            {"role": "assistant", "content": "It is 2."},
+            {"role": "user", "content": "And 3 more?"},
+            {"role": "assistant", "content": "That makes 5."},
+        ]
+    },
+    {"prompt": "2 and 2?", "response": "It is 4."},
+]
+SAID = ["It is 2.", "That makes 5.", "It is 4."]
+
+
+def make_config(folder, lines: list[str]) -> Config:
+    path = folder / "conversations.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return Config(
+        name="sft",
+        model=MODEL,
+        rollout=RolloutConfig(slots=8, prefill_prompts=8),
+        train=TrainConfig(rows=2, row_tokens=128),
+        warm_start=WarmStartConfig(
+            num_steps=2,
+            path=str(path),
+            examples_per_step=2,
+            optim=OptimConfig(lr=1e-2, lr_warmup_steps=0),
+        ),
+        run=RunConfig(output=str(folder)),
+    )
+
+
+def test_two_steps_from_a_file(tmp_path):
+    config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
+    assert program.fine_tune(config, devices=jax.devices()[:1]) == 0
+    first, second = read_metrics(config.warm_start_folder / "metrics.jsonl")
+    tokenizer = load_tokenizer(config.run_folder / "model")
+    # Each answer, and that it ends.
+    expected = sum(len(tokenizer.encode(text)) + 1 for text in SAID)
+    assert first["train/num_trained_tokens"] == second["train/num_trained_tokens"] == expected
+    assert expected < 0.5 * first["perf/total_num_tokens"]
+    assert second["sft/loss"] < first["sft/loss"] - 0.1
+    assert (config.run_folder / "report.html").exists()
+
+
+def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
+    config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
+    parts = build_parts(config, jax.devices()[:1], needs_problems=False)
+    stream = supervised_stream(
+        parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
+    )
+    batch = pack_examples(next(stream), packed_shape(config, sequences=2, updates=1, longest=128))
+    learnt = np.where(batch.loss_mask > 0, batch.tokens, parts.tokenizer.pad_id)
+    inside = learnt[learnt != parts.tokenizer.pad_id]
+    answers = np.split(inside, np.flatnonzero(inside == parts.tokenizer.eos_id) + 1)
+    assert sorted(parts.tokenizer.decode(answer) for answer in answers if len(answer)) == sorted(
+        SAID
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": []}', "conversations.jsonl:2: field 'messages' is []"),
+        ('{"prompt": "1 + 1?"}', "conversations.jsonl:2: no field 'response'"),
+        ("{", "conversations.jsonl:2: no valid JSON"),
+        (
+            '{"messages": [{"role": "user", "content": "hello"}]}',
+            "the last message of field 'messages' is by 'user'",
+        ),
+    ],
+)
+def test_a_broken_row_is_named(line, message, tmp_path):
+    config = make_config(tmp_path, [json.dumps(ROWS[0]), line])
+    with pytest.raises(UserError) as error:
+        program.fine_tune(config, devices=jax.devices()[:1])
+    assert message in str(error.value)
+    assert not config.warm_start_folder.exists()
+
+
+def test_reinforcement_learning_needs_problems(tmp_path):
+    config = make_config(tmp_path, [json.dumps(ROWS[0])])
+    with pytest.raises(UserError, match="held_out names neither a file nor a task"):
+        program.train(config, devices=jax.devices()[:1])
