@@ -87,7 +87,7 @@ def _percent(values: list[float]) -> str:
 
 
 def draw(logs: dict[str, list[list[dict]]], path: pathlib.Path) -> None:
-    """Accuracy, entropy and length over steps: a colour for each technique, a thin line for each seed."""
+    """Accuracy, entropy and length over steps: a thin line for each seed, a thick one for their mean."""
     panels = {
         ACCURACY: "held-out accuracy, avg@8",
         "actor/entropy": "entropy, nats per token",
@@ -97,9 +97,13 @@ def draw(logs: dict[str, list[list[dict]]], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.6), layout="constrained")
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
         for i, (name, seeds) in enumerate(logs.items()):
-            for j, rows in enumerate(seeds):
-                label = name if j == 0 else None
-                axis.plot(*curve(rows, key), color=f"C{i}", lw=1, alpha=0.8, label=label)
+            curves = [curve(rows, key) for rows in seeds]
+            for steps, values in curves:
+                axis.plot(steps, values, color=f"C{i}", lw=0.6, alpha=0.25)
+            means = [
+                statistics.mean(values) for values in zip(*(c[1] for c in curves), strict=True)
+            ]
+            axis.plot(curves[0][0], means, color=f"C{i}", lw=1.8, label=name)
         axis.set(title=title, xlabel="step", ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
