@@ -20,9 +20,9 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 
 What verl's script sets and jaxrl has no setting for, or a different one:
 
-    gpu_memory_utilization .8     rollout.slots, a fixed number with a cache of full length each
-    chunked prefill               not supported: prompts are prefilled whole, and are short
-    parameter, optimizer offload  not supported, and not needed: both are spread over all devices, 3 GB each
+    gpu_memory_utilization .8     rollout.slots, whose cache is as long as the longest running sample
+    chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
+    parameter, optimizer offload  mesh.park_training_state, not set: both are spread out, 3 GB a device
     ulysses sequence parallel 8   mesh.context would be the counterpart; rows fit without
     dynamic batch sizes           rows of a fixed length are packed instead, so nothing compiles twice
     remove_padding                the same packing
@@ -86,7 +86,8 @@ def get_config():
     # Lmax 16384 and Lcache 4096 in the paper.
     config.rollout.max_response_tokens = 16_384 + 4096
     config.rollout.temperature = 1.0
-    # 12 slots on each of the 32 replicas: 1.5 GB of cache a slot, and the decoding loop holds it twice.
+    # 12 slots on each of the 32 replicas: 1.5 GB of cache for one of full length, and moving to a longer
+    # cache holds both for a moment.
     config.rollout.slots = 32 * 12
     config.rollout.prefill_prompts = 32
     config.rollout.tokens_per_dispatch = 64

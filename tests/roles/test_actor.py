@@ -191,6 +191,7 @@ def test_rows_that_a_pipeline_cannot_split_are_refused():
         actor_of(("2-2-2", "1-2-2-2", 2), train=TrainConfig(rows=6))
 
 
+@pytest.mark.slow
 def test_steps_of_adam_agree_on_both_meshes():
     """Three steps of two updates, with moments, clipping, decay and schedule."""
     curves = []

@@ -112,6 +112,7 @@ def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
         assert ours["pairs/loss"] == theirs["pairs/loss"]
 
 
+@pytest.mark.slow
 def test_dpo_on_eight_devices(files, tmp_path):
     config = make_config(files, tmp_path, loss="dpo", options={"beta": 0.1})
     config = dataclasses.replace(

@@ -172,6 +172,7 @@ def safe(folder, tmp_path_factory):
     return curve(config)
 
 
+@pytest.mark.slow
 def test_safe_rlhf_is_the_same_wherever_its_roles_live(folder, tmp_path, safe):
     placement = {
         "policy": {"roles": ("actor", "reference"), "train": "1-2-2"},
