@@ -364,7 +364,8 @@ def _weights(
 ) -> list[Holding]:
     """What outlives a program."""
     trained = f"float32, {_train_name(layout)}"
-    keys = rollout.slots.context.cache.k  # [L, S, K, H, C]
+    # [L, S, K, H, C], or of one layer
+    keys = jax.tree.leaves(rollout.slots.context.cache)[0]
     _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
     return [
         _holding("actor in training", trained, state.params),

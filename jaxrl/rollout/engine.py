@@ -101,8 +101,8 @@ class EngineConfig:
       kv_dtype: of the cache, float32, bfloat16 or int8 (with a scale per token and head); None is `dtype`.
       prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
       unroll: layers per iteration of the layer scan. With all of them decoding has no scan, and every layer
-        its own arrays: on CPU, where a scan copies each layer's weights and cache to use them, that is
-        twice as fast, for a copy of both per dispatch.
+        its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
+        use them, that is twice as fast.
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
       decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
     """
@@ -150,13 +150,14 @@ class Prefix:
     """Sequences so far: all but their last token is cached, which the next step reads.
 
     Attributes:
-      cache: keys and values [L, P, ..], of some capacity C.
+      cache: keys and values [L, P, ..], of some capacity C; or, where layers are computed apart, a list of
+        caches of one layer [1, P, ..].
       history: int32 [P, C], the cached tokens.
       length: int32 [P], how many.
       token: int32 [P], the last token.
     """
 
-    cache: KVCache
+    cache: KVCache | list[KVCache]
     history: jax.Array
     length: jax.Array
     token: jax.Array
@@ -164,7 +165,7 @@ class Prefix:
     @property
     def capacity(self) -> int:
         """Tokens that a sequence has room for."""
-        return self.cache.capacity
+        return self.history.shape[-1]
 
 
 @jax.tree_util.register_dataclass
@@ -282,8 +283,9 @@ class Engine:
             functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
         )
         one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
-        self._layers_apart = config.unroll >= model.num_layers and one_stage
         self._past_attention = _kernel_of_past(model, mesh, config)
+        all_unrolled = config.unroll >= model.num_layers and one_stage
+        self._layers_apart = all_unrolled and self._past_attention is None
         # A pipeline hands every layer its cache; else a kernel finds a layer's part by its number.
         self._past_by_number = self._past_attention is not None and one_stage
         keys_last = "length" if platform in (None, "cpu") else "head_dim"
@@ -342,11 +344,15 @@ class Engine:
             shardings(_axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
         )
 
-    def _empty_cache(self, n: int, capacity: int) -> KVCache:
+    def _empty_cache(self, n: int, capacity: int) -> KVCache | list[KVCache]:
         m = self.model
-        return empty_cache(
-            m.num_layers, n, m.num_kv_heads, m.head_dim, capacity, **self._cache_form
-        )
+
+        def empty(layers: int) -> KVCache:
+            return empty_cache(layers, n, m.num_kv_heads, m.head_dim, capacity, **self._cache_form)
+
+        if self._layers_apart:
+            return [empty(1) for _ in range(m.num_layers)]
+        return empty(m.num_layers)
 
     def _idle_state(self, n: int, capacity: int) -> DecodeState:
         W = self.config.tokens_per_dispatch
@@ -422,6 +428,9 @@ class Engine:
             per_row=one_segment_PT,
             live_BT=positions_PT < length_P[:, None],
         )
+        if self._layers_apart:
+            layers = range(self.model.num_layers)
+            cache = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], cache) for i in layers]
         return self._place(Prefix(cache, tokens_PT, length_P - 1, _last(tokens_PT, length_P)))
 
     def _extend(
@@ -445,22 +454,22 @@ class Engine:
             fed_PT,
             prefix.length[:, None] + offset_PT,
             attend,
-            compute=self._compute,
-            per_layer=prefix.cache,
+            compute=self._compute_of(model),
+            per_layer=self._by_layer(prefix.cache),
             per_row=prefix.length,
             live_BT=offset_PT < length_P[:, None],
         )
         # With padding there may be no room, which would move what is written: there is for a moment.
         wide = rows.with_capacity(prefix, _axes_of(prefix), prefix.capacity + fed_PT.shape[1])
-        cache, history = self._append(wide, new, fed_PT, live_P)
+        cache, history = self._append(wide, self._kept(new), fed_PT, live_P)
         kept = (cache, history)
         cache, history = rows.with_capacity(kept, _axes_of(kept), prefix.capacity)
         token_P = jnp.where(live_P, _last(tokens_PT, length_P), prefix.token)
         return self._place(Prefix(cache, history, prefix.length + length_P, token_P))
 
     def _append(
-        self, context: Prefix, new: KVCache, tokens_nW: jax.Array, live_n: jax.Array
-    ) -> tuple[KVCache, jax.Array]:
+        self, context: Prefix, new: Any, tokens_nW: jax.Array, live_n: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Cache and history of `context`, with W tokens more in the live rows."""
         kept = (context.cache, context.history)
 
@@ -571,9 +580,7 @@ class Engine:
             jnp.zeros_like(state.out_entropy),
         )
         past = self._by_layer(self._past(start.cache))
-        compute = self._compute
-        if self._layers_apart:
-            compute = dataclasses.replace(compute, layers=layers_apart(model))
+        compute = self._compute_of(model)
 
         def unfinished(step: _Step):
             return (step.i < W) & (step.active.sum() > least_active)
@@ -582,7 +589,7 @@ class Engine:
             return self._decode(model, compute, past, state, step)
 
         step = jax.lax.while_loop(unfinished, decode, step)
-        recent = self._stacked(step.recent)
+        recent = self._kept(step.recent)
         fed_nW = jnp.concatenate([start.token[:, None], step.out_token[:, :-1]], axis=1)
         cache, history = self._append(start, recent, fed_nW, state.active)
         context = Prefix(cache, history, start.length + step.out_count, step.token)
@@ -598,32 +605,36 @@ class Engine:
             )
         )
 
-    def _past(self, cache: KVCache) -> Any:
+    def _past(self, cache: Any) -> Any:
         """What the layers get of the past: their part of it, or their number, int32 [L, n]."""
         if not self._past_by_number:
             return cache
         L, n = cache.v.shape[:2]
         return jnp.broadcast_to(jnp.arange(L)[:, None], (L, n))
 
-    def _by_layer(self, stacked: Any) -> Any:
-        """A cache, or another tree of [L, n, ..], as the layers take it: for a scan, or one by one."""
+    def _compute_of(self, model: Decoder) -> Compute:
+        """How layers are run that get what `_by_layer` returns."""
         if not self._layers_apart:
-            return stacked
-        return tuple(
-            jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(self.model.num_layers)
-        )
+            return self._compute
+        return dataclasses.replace(self._compute, layers=layers_apart(model))
+
+    def _by_layer(self, cache: Any) -> Any:
+        """A cache as the layers take it: stacked for a scan, or without L one by one."""
+        if not self._layers_apart:
+            return cache
+        return tuple(jax.tree.map(lambda leaf: leaf[0], layer) for layer in cache)
+
+    def _kept(self, caches: Any) -> Any:
+        """The inverse of `_by_layer`."""
+        if not self._layers_apart:
+            return caches
+        return [jax.tree.map(lambda leaf: leaf[None], layer) for layer in caches]
 
     def _put_token(self, recent: Any, new: Any, i: jax.Array) -> Any:
         """`recent` with token `i` of the dispatch, both as `_by_layer` has them."""
         if not self._layers_apart:
             return put_token(recent, new, i)
         return tuple(put_token(old, one, i) for old, one in zip(recent, new, strict=True))
-
-    def _stacked(self, caches: Any) -> KVCache:
-        """The inverse of `_by_layer`."""
-        if not self._layers_apart:
-            return caches
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 
     def _decode(
         self, model: Decoder, compute: Compute, past: Any, state: DecodeState, step: _Step
@@ -677,7 +688,7 @@ class Engine:
         )
 
     def _attend_to_past(
-        self, q_nQH: jax.Array, past: Any, length_n: jax.Array, cache: KVCache
+        self, q_nQH: jax.Array, past: Any, length_n: jax.Array, cache: Any
     ) -> PartialAttention:
         """Attention to what a layer got by `_past`; `cache` is that of all layers."""
         assert self._past_attention is not None, "asked for the kernel of an engine that has none"
@@ -737,16 +748,18 @@ def _axes_of(tree: Any) -> Any:
     """Logical axes of every leaf: rows over the data-like and micro axes, kv heads over tensor_gen."""
     if isinstance(tree, KVCache):
         return cache_axes(tree)
+    if isinstance(tree, list):
+        return [cache_axes(layer) for layer in tree]
     if isinstance(tree, Prefix):
         per_row: Any = ("batch",)
         history: Any = ("batch", "length")
-        return Prefix(cache_axes(tree.cache), history, per_row, per_row)
+        return Prefix(_axes_of(tree.cache), history, per_row, per_row)
     if isinstance(tree, DecodeState):
         rest = tree.replace(context=None)
         per_row = jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), rest)
         return per_row.replace(context=_axes_of(tree.context))
     if isinstance(tree, tuple):
-        return cache_axes(tree[0]), ("batch", "length")
+        return _axes_of(tree[0]), ("batch", "length")
     return ("batch",)
 
 

@@ -264,15 +264,15 @@ def partial_config(folder, problems, whole, **changes) -> Config:
 def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     tmp_path, problems, whole
 ):
-    config = partial_config(tmp_path / "whole", problems, whole, num_steps=2)
+    config = partial_config(tmp_path / "whole", problems, whole, num_steps=3)
     program.train(config, devices=one_device())
     rows = curve(config)[1:]
     assert rows[0]["rollout/carried_groups"] == rows[0]["rollout/stale_tokens"] == 0
     assert any(row["rollout/carried_groups"] > 0 for row in rows)
     assert any(row["rollout/stale_tokens"] > 0 for row in rows)
-    stopped = partial_config(tmp_path / "again", problems, whole, num_steps=1)
+    stopped = partial_config(tmp_path / "again", problems, whole, num_steps=2)
     program.train(stopped, devices=one_device())
-    again = partial_config(tmp_path / "again", problems, whole, num_steps=2)
+    again = partial_config(tmp_path / "again", problems, whole, num_steps=3)
     program.train(again, devices=one_device())
     assert curve(again) == curve(config)
 
