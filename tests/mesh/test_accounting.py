@@ -72,6 +72,7 @@ def test_shards_that_do_not_fit_are_counted_in_vanilla_only():
     assert costs["gather_all"] == Costs(M * 7 // 16, M * 9 // 16, M // 16)
 
 
+@pytest.mark.slow
 def test_closed_forms_of_every_layout_of_up_to_64_devices():
     layouts = list(every_layout.layouts(64))
     assert len(layouts) == 3652

@@ -119,7 +119,7 @@ def assert_close(found, expected):
     [
         (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
         (DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
-        (MIXTURE, {"train": "2-2-2", "expert": 2}, {}),
+        pytest.param(MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.slow),
         (MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
     ],
     ids=["p=2", "p=4", "experts", "context, one microbatch"],

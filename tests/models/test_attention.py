@@ -239,6 +239,7 @@ print(temp_bytes(8192), temp_bytes(16384))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_splash_compiles_ahead_of_time_for_a_tpu_mesh_in_linear_memory():
     environment = {

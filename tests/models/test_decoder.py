@@ -201,6 +201,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
         cache_k[..., t], cache_v[:, :, :, t] = k, v
 
 
+@pytest.mark.slow
 def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
     _, params = model_of(TINY)
     tokens_BT = random_tokens(10, rows=2)

@@ -169,7 +169,11 @@ def test_neither_packing_nor_microbatches_change_an_update(shape, reference):
 
 
 @pytest.mark.parametrize(
-    "layout", [EIGHT_DEVICES, ("2-2-2", "1-2-2-2", 2)], ids=["figure 8", "stages"]
+    "layout",
+    [
+        pytest.param(EIGHT_DEVICES, id="figure 8", marks=pytest.mark.slow),
+        pytest.param(("2-2-2", "1-2-2-2", 2), id="stages"),
+    ],
 )
 def test_the_mesh_does_not_change_an_update(layout, reference):
     actor = fresh(layout)

@@ -157,6 +157,7 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
         np.testing.assert_allclose(ours[0, 0, i, 3 : 3 + len(logprob)], logprob, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_load_balancing_loss_balances():
     loads = {}
     for coefficient in (0.0, 10.0):

@@ -80,7 +80,9 @@ def random_weights():
     return init_params(score_config(MODEL), jax.random.key(3))
 
 
-@pytest.mark.parametrize("name", ["bradley_terry", "cost_preference"])
+@pytest.mark.parametrize(
+    "name", ["bradley_terry", pytest.param("cost_preference", marks=pytest.mark.slow)]
+)
 def test_scores_are_compared_pair_by_pair(name, scorer):
     objective = scorer_objective(name, {})
     pairs = make_pairs()

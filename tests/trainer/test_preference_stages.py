@@ -97,6 +97,7 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     assert "<svg" in (config.run_folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     cost = {"loss": "cost_preference", "harm_fields": ("chosen_harms", "rejected_harms")}
     whole = make_config(files, tmp_path / "whole", **cost)

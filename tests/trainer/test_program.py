@@ -178,7 +178,10 @@ def test_all_checkpoints_damaged_is_refused(tmp_path, problems, whole):
         program.train(config, devices=one_device())
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_signal_saves_and_the_next_run_goes_on(
     tmp_path, problems, whole, monkeypatch, number, status
 ):
