@@ -10,6 +10,7 @@ from jaxrl.rewards.score import grader, score_completions
 from jaxrl.roles.actor import Actor
 from jaxrl.rollout.sampling import Truncation, truncation_of
 from jaxrl.trainer.config import EvaluationConfig
+from jaxrl.trainer.environment import environment_of
 from jaxrl.trainer.run_folder import keep_samples
 from jaxrl.trainer.setup import Parts
 from jaxrl.trainer.step_metrics import evaluation_metrics
@@ -24,6 +25,8 @@ def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
     config = parts.config
     grade = grader(config.reward.grader)
     options = config.evaluation
+    # What ends a turn, and who answers it, belongs to the task: as in training.
+    stop_strings, environment = tuple(config.rollout.stop_strings), environment_of(parts)
 
     def evaluate(actor: Actor, when: str) -> dict[str, float]:
         completions = actor.generate(
@@ -33,6 +36,8 @@ def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
             step=_STEP,
             temperature=options.temperature,
             truncation=_truncation(options),
+            stop_strings=stop_strings,
+            environment=environment,
         )
         scored = score_completions(completions, grade=grade, overlong=_unpunished)
         keep_samples(config, scored, when)

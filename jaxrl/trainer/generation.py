@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.errors import UserError
-from jaxrl.mesh import hosts
 from jaxrl.roles.actor import Actor
 from jaxrl.rollout.driver import Enough
-from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Carry
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.trainer.config import RolloutConfig
+from jaxrl.trainer.environment import environment_of
 from jaxrl.trainer.setup import Parts
 from jaxrl.types import Completions, Prompts
-from jaxrl.user_code import load_function
 
 
 class Generation:
@@ -45,7 +41,7 @@ class Generation:
                 repetition_penalty=options.repetition_penalty,
             ),
             "stop_strings": tuple(options.stop_strings),
-            "environment": _environment(options, parts),
+            "environment": environment_of(parts),
         }
         self._carry: Carry | None = None
         # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
@@ -152,44 +148,6 @@ class Generation:
         mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
         for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
             self._lengths[_checksum(tokens)] = round(mean)
-
-
-def _environment(options: RolloutConfig, parts: Parts) -> Environment | None:
-    """The user's environment. The first process alone asks it, as tools need not answer twice alike."""
-    path = options.environment
-    if not path:
-        return None
-    function = load_function(path, "environment")
-    tokenizer = parts.tokenizer
-
-    def ask(turn: Turn) -> list[int] | None:
-        try:
-            reply = function(turn, tokenizer)
-        except Exception as error:
-            error.add_note(f"raised by the environment {path!r}")
-            raise
-        return None if reply is None else _checked_reply(reply, path, tokenizer.vocab_size)
-
-    def environment(turn: Turn) -> np.ndarray | None:
-        reply = hosts.on_first(lambda: ask(turn))
-        return None if reply is None else np.array(reply, np.int32)
-
-    return environment
-
-
-def _checked_reply(reply: Any, path: str, vocab_size: int) -> list[int]:
-    tokens = np.asarray(reply)
-    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(
-            f"environment {path!r} returned {tokens.dtype} of shape {tokens.shape}; it returns token ids, at "
-            "least one, or None to end the sample"
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UserError(
-            f"environment {path!r} returned token ids from {tokens.min()} to {tokens.max()}; the tokenizer's "
-            f"go from 0 to {vocab_size - 1}: encode texts with the tokenizer that it is given"
-        )
-    return tokens.tolist()
 
 
 def _checksum(tokens: np.ndarray) -> int:

@@ -305,6 +305,9 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, num_steps=1, rollout=rollout, train=train)
     program.train(warm(config, whole), devices=one_device())
     assert curve(config)[1]["response_length/mean"] > curve(whole)[1]["response_length/mean"] + 1
+    # It answers in evaluation too.
+    shown = json.loads((config.run_folder / "samples_before.json").read_text())
+    assert all("?" in sample["text"] for sample in shown)
     lost = dataclasses.replace(rollout, environment=f"{asks}:lost")
     config = make_config(tmp_path / "lost", problems, num_steps=1, rollout=lost, train=train)
     with pytest.raises(UserError, match=r"lost' returned token ids from 9999 to 9999; .* to 268"):

@@ -1,0 +1,58 @@
+"""The user's environment of a run: what answers the turns of its conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.trainer.setup import Parts
+from jaxrl.user_code import load_function
+
+
+def environment_of(parts: Parts) -> Environment | None:
+    """The environment that the config names, or None.
+
+    The first process alone asks it, as tools need not answer twice alike. It raises UserError where the
+    answer is no list of token ids; what the user's function raises passes through, with a note of its path.
+
+    Raises:
+      UserError: the function cannot be loaded.
+    """
+    path = parts.config.rollout.environment
+    if not path:
+        return None
+    function = load_function(path, "environment")
+    tokenizer = parts.tokenizer
+
+    def ask(turn: Turn) -> list[int] | None:
+        try:
+            reply = function(turn, tokenizer)
+        except Exception as error:
+            error.add_note(f"raised by the environment {path!r}")
+            raise
+        return None if reply is None else _checked_reply(reply, path, tokenizer.vocab_size)
+
+    def environment(turn: Turn) -> np.ndarray | None:
+        reply = hosts.on_first(lambda: ask(turn))
+        return None if reply is None else np.array(reply, np.int32)
+
+    return environment
+
+
+def _checked_reply(reply: Any, path: str, vocab_size: int) -> list[int]:
+    tokens = np.asarray(reply)
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(
+            f"environment {path!r} returned {tokens.dtype} of shape {tokens.shape}; it returns token ids, at "
+            "least one, or None to end the sample"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise UserError(
+            f"environment {path!r} returned token ids from {tokens.min()} to {tokens.max()}; the tokenizer's "
+            f"go from 0 to {vocab_size - 1}: encode texts with the tokenizer that it is given"
+        )
+    return tokens.tolist()
