@@ -57,6 +57,31 @@ class PackedShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowLimits:
+    """What the batches of a run are packed into, however many sequences they have.
+
+    Attributes:
+      rows: R, rows of a microbatch.
+      tokens: T, tokens of a row.
+      longest: tokens of a sequence at most.
+    """
+
+    rows: int
+    tokens: int
+    longest: int
+
+    def shape(self, num_sequences: int, *, minibatches: int) -> PackedShape:
+        """The shape that holds any so many sequences; errors as of `PackedShape.for_sequences`."""
+        return PackedShape.for_sequences(
+            num_sequences,
+            longest=self.longest,
+            minibatches=minibatches,
+            rows=self.rows,
+            tokens=self.tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Packing:
     """Where each token of each sequence lies.
 

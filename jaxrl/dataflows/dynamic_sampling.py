@@ -7,9 +7,14 @@ groups are dropped and new prompts are sampled until the batch is full.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from jaxrl.dataflows.experience import Metrics, Sampled
+from jaxrl.dataflows.sampling import Enough, PromptSource, Sampler
 from jaxrl.errors import UserError
 from jaxrl.types import Scored
 
@@ -80,7 +85,7 @@ class GroupBuffer:
         if self.missing <= 0:
             return True
         if len(self._sampled) == self._max_batches:
-            raise UserError(self._hopeless())
+            raise UserError(self._too_few())
         return False
 
     @property
@@ -107,7 +112,7 @@ class GroupBuffer:
             response_tokens=int(sum(s.completions.lengths_B.sum() for s in self._sampled)),
         )
 
-    def _hopeless(self) -> str:
+    def _too_few(self) -> str:
         stats = self._stats(surplus=0)
         return (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
@@ -117,3 +122,55 @@ class GroupBuffer:
             f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise "
             "rollout.num_samples, or raise rollout.max_generation_batches"
         )
+
+
+class DynamicSampling:
+    """Takes generation batches from another sampler until a step's worth of groups is mixed."""
+
+    def __init__(self, inner: Sampler, num_prompts: int, *, max_generation_batches: int):
+        """Args: where batches come from, groups of a step, and how many batches a step may take."""
+        self._inner = inner
+        self._num_prompts = num_prompts
+        self._max_batches = max_generation_batches
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """The first mixed groups, as many as a step needs, and what it took to find them.
+
+        Raises:
+          UserError: the last allowed batch is in and the step is still not full.
+        """
+        assert enough is None, "dynamic sampling is what says when there is enough"
+        buffer = GroupBuffer(self._num_prompts, max_generation_batches=self._max_batches)
+        metrics: Metrics = {}
+        counts: Counter[str] = Counter()
+        full = False
+        while not full:
+            sampled = self._inner.sample(prompts, enough=_fills(buffer.missing))
+            metrics |= sampled.metrics
+            counts.update(sampled.counts)
+            full = buffer.add(sampled.scored, keep_mixed_groups(sampled.scored))
+        groups, stats = buffer.take()
+        return Sampled(groups, {**metrics, **stats.metrics()}, counts)
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """That of the other sampler: between two steps nothing is kept."""
+        return self._inner.record(prompts)
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Goes on from a record."""
+        self._inner.restore(record, prompts)
+
+    def close(self) -> None:
+        """Closes the other sampler."""
+        self._inner.close()
+
+
+def _fills(missing: int) -> Enough:
+    """Says of each group that is finished whether the step will be full with it."""
+
+    def enough(group: Scored) -> bool:
+        nonlocal missing
+        missing -= len(keep_mixed_groups(group).completions.prompts)
+        return missing <= 0
+
+    return enough

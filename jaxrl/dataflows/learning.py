@@ -1,0 +1,131 @@
+"""What learns in a step: log-probabilities and updates of the policy, values and updates of critics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxrl.data.demonstrations import DemonstrationStream
+from jaxrl.data.packing import PackedShape
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Experience, Metrics
+from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
+from jaxrl.models.decoder import Params
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.advantages import VocabularyBatch
+from jaxrl.roles.batches import pack_examples
+from jaxrl.roles.correction import CorrectionConfig, corrected
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.frozen import Reference
+from jaxrl.roles.learner import Objective
+from jaxrl.types import TrainBatch, ValueBatch
+
+
+class Pretraining:
+    """Written solutions that the actor keeps learning from beside the policy's loss (Safe RLHF's ptx)."""
+
+    def __init__(self, stream: DemonstrationStream, shape: PackedShape, objective: Objective):
+        self.stream = stream
+        self._shape = shape
+        self._objective = objective
+        self._batches: Iterator[Any] | None = None
+
+    def next(self, actor: Actor) -> tuple[TrainBatch, Objective]:
+        """The next batch and what to do with it."""
+        if self._batches is None:
+            self._batches = iter(self.stream)
+        return actor.place(pack_examples(next(self._batches), self._shape)), self._objective
+
+
+class ActorPhase:
+    """The policy in a step: its log-probabilities before, and its updates."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        objective: Objective,
+        correction: CorrectionConfig,
+        clock: Clock,
+        *,
+        reference: Reference | None = None,
+        squared_probabilities: bool = False,
+        pretraining: Pretraining | None = None,
+        frozen_steps: int = 0,
+    ):
+        """Args.
+
+        actor: the role.
+        objective: what its updates minimise.
+        correction: for sampling with other probabilities than the trainer's.
+        clock: of the step.
+        reference: whose weights an objective that compares whole distributions is given.
+        squared_probabilities: the estimator of advantages wants their sums over the vocabulary.
+        pretraining: what it learns beside.
+        frozen_steps: in so many first steps only critics learn.
+        """
+        self._actor = actor
+        self._objective = objective
+        self._correction = correction
+        self._clock = clock
+        self._reference = reference
+        self._squared_probabilities = squared_probabilities
+        self._pretraining = pretraining
+        self._frozen_steps = frozen_steps
+
+    def logprobs(self, experience: Experience) -> Experience:
+        """Adds the log-probabilities of the start of the step, and corrects for the sampler's."""
+        with self._clock.phase("old_log_prob"):
+            batch = experience.batch
+            if self._correction.bypass:
+                # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
+                return experience.grown(batch.replace(old_logprob=batch.rollout_logprob))
+            if self._squared_probabilities:
+                logprob, sum_pi_squared = self._actor.squared_probabilities(batch)
+                batch = batch.replace(old_logprob=logprob)
+                batch = batch.grown(VocabularyBatch, sum_pi_squared=sum_pi_squared)
+            else:
+                batch = batch.replace(old_logprob=self._actor.logprobs(batch))
+            batch, metrics = corrected(self._correction, batch)
+            return experience.grown(self._clock.when_done(batch), metrics)
+
+    def update(self, experience: Experience) -> Metrics:
+        """All optimiser updates of the step."""
+        if self._clock.step < self._frozen_steps:
+            return advantage_metrics(experience.batch)
+        with self._clock.phase("update_actor", shown="update"):
+            also = () if self._pretraining is None else (self._pretraining.next(self._actor),)
+            metrics = self._actor.update(
+                experience.batch, self._objective, also=also, reference=self._reference_weights()
+            )
+            metrics = self._clock.when_done(prefixed("actor", metrics))
+        # Reading them waits, which nothing may do before the updates are under way.
+        return metrics | advantage_metrics(experience.batch)
+
+    def _reference_weights(self) -> Params | None:
+        if self._reference is None or not self._objective.needs_reference:
+            return None
+        return self._reference.params
+
+
+class CriticPhase:
+    """A critic in a step: its values before, and its updates."""
+
+    def __init__(self, name: str, critic: Critic, objective: Objective, clock: Clock):
+        """Args: what its metrics are called, the role, what it minimises, and the clock."""
+        self._name = name
+        self._critic = critic
+        self._objective = objective
+        self._clock = clock
+
+    def values(self, experience: Experience) -> jax.Array:
+        """Of the state before every token, [U, M, R, T]."""
+        with self._clock.phase("values"):
+            return self._critic.values(experience.batch)
+
+    def update(self, targets: ValueBatch) -> Metrics:
+        """All optimiser updates of the step."""
+        with self._clock.phase("update_critic", shown="update"):
+            metrics = self._critic.update(targets, self._objective)
+            return self._clock.when_done(prefixed(self._name, metrics))

@@ -1,0 +1,31 @@
+"""The dataflows by the name in a config; a user's own is named by where it is."""
+
+from __future__ import annotations
+
+from jaxrl.algos.registry import named
+from jaxrl.dataflows.dapo import dapo
+from jaxrl.dataflows.dataflow import Dataflow
+from jaxrl.dataflows.grpo import grpo
+from jaxrl.dataflows.ppo import ppo
+from jaxrl.dataflows.remax import remax
+from jaxrl.dataflows.safe_rlhf import safe_rlhf
+from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
+
+DATAFLOWS: dict[str, Dataflow] = {flow.name: flow for flow in (dapo, grpo, ppo, remax, safe_rlhf)}
+
+
+def find_dataflow(name: str) -> Dataflow:
+    """The dataflow of that name, or at "package.module:function" or "path/to/file.py:function".
+
+    Raises:
+      UserError: there is none.
+    """
+    if ":" not in name:
+        return named(DATAFLOWS, name, "dataflow")
+    found = load_function(name, "dataflow")
+    if not isinstance(found, Dataflow):
+        raise UserError(
+            f"dataflow {name!r} does not say which roles it has; put @dataflow(roles=(...)) above it"
+        )
+    return found

@@ -1,0 +1,17 @@
+"""ReMax (arXiv 2310.10505): PPO without a critic, with the greedy answer's reward as the baseline."""
+
+from jaxrl.dataflows.dataflow import dataflow
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.step import Step
+
+
+@dataflow(roles=("actor", "reference", "reward"), greedy_baseline=True)
+def remax(step: Step, prompts: PromptSource) -> Metrics:
+    """Rewards less that of the likeliest response to the same prompt."""
+    sampled = step.sample(prompts)
+    greedy = step.greedy(sampled)
+    batch = step.pack(sampled)
+    batch = step.reference.logprobs(step.actor.logprobs(batch))
+    batch = step.advantages.with_baseline(batch, greedy)
+    return batch.metrics | step.actor.update(batch)

@@ -1,0 +1,207 @@
+"""Rewards of responses: the grader, a user's functions, reward models and judges, and what length costs.
+
+    Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted -> Sampled
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algos.segments import to_sequences
+from jaxrl.algos.shaping import soft_overlong_penalty
+from jaxrl.data.packing import RowLimits
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Sampled
+from jaxrl.mesh import hosts
+from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
+from jaxrl.rewards.score import Grader, score_completions
+from jaxrl.rewards.terms import Term, grader_term, weighted_sum
+from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.frozen import Judge
+from jaxrl.roles.generative_judge import GenerativeJudge
+from jaxrl.types import Completions, PackedBatch, Scored
+
+
+class RewardTerm(Protocol):
+    """A reward beside the grader's.
+
+    Attributes:
+      name: under which its metrics are kept.
+      weight: of its scores in the sum.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Scores of B responses, float [B], and metrics."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionReward:
+    """A user's function, as of `rewards.user`."""
+
+    name: str
+    weight: float
+    function: Callable[[Completions], np.ndarray]
+
+    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """What the function returns."""
+        return self.function(completions), {}
+
+
+class SequenceScores:
+    """Scores of whole sequences by a reward or cost model."""
+
+    def __init__(self, model: Judge, rows: RowLimits, *, most_sequences: int = 0):
+        """Args: the model, its packed rows, and a batch size below which batches share one program."""
+        self._model = model
+        self._rows = rows
+        self._most_sequences = most_sequences
+
+    def __call__(self, completions: Completions) -> np.ndarray:
+        """Of B responses, float32 [B]."""
+        # The number of groups that a partial rollout finishes differs; one shape holds them all.
+        sequences = max(self._most_sequences, len(completions))
+        packed = pack_completions(completions, self._rows.shape(sequences, minibatches=1))
+        batch = self._model.place(packed)
+        score_B = hosts.fetch(_by_sequence(self._model.scores_of(batch), batch, sequences))
+        return score_B[: len(completions)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelReward:
+    """A reward model."""
+
+    name: str
+    weight: float
+    model: SequenceScores
+
+    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """What the model gives each sequence."""
+        return self.model(completions), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeReward:
+    """A language model that is asked how good a response is; settings as of `rewards.judge`."""
+
+    name: str
+    weight: float
+    judge: GenerativeJudge
+    template: JudgeTemplate
+    parse: Parser
+    failed_score: float
+
+    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """What its verdicts say."""
+        return judge_scores(
+            completions,
+            template=self.template,
+            sample=self.judge.answer,
+            parse=self.parse,
+            failed_score=self.failed_score,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlongPunishment:
+    """DAPO's soft punishment of long responses (eq. 13).
+
+    Attributes:
+      max_response_tokens: the limit of a response.
+      buffer_tokens: width of the punished zone before it; 0 punishes nothing.
+      penalty: its depth.
+    """
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    def __call__(self, lengths_B: np.ndarray) -> np.ndarray:
+        """What is added to the scores of responses of these lengths, float32 [B]."""
+        if not self.buffer_tokens:
+            return np.zeros(len(lengths_B), np.float32)
+        penalty_B = soft_overlong_penalty(
+            jnp.asarray(lengths_B),
+            max_response_tokens=self.max_response_tokens,
+            buffer_tokens=self.buffer_tokens,
+            penalty=self.penalty,
+        )
+        return np.asarray(penalty_B)
+
+
+class Rewards:
+    """All rewards of a run."""
+
+    def __init__(
+        self,
+        grade: Grader,
+        overlong: OverlongPunishment,
+        clock: Clock,
+        *,
+        grader_weight: float = 1.0,
+        terms: Sequence[RewardTerm] = (),
+    ):
+        """Args: the grader with its weight, what length costs, the clock, and the rewards beside."""
+        self._grade = grade
+        self._overlong = overlong
+        self._clock = clock
+        self._grader_weight = grader_weight
+        self._terms = tuple(terms)
+
+    def graded(self, completions: Completions) -> Scored:
+        """Right or wrong by the grader alone, and punished where too long."""
+        return score_completions(completions, grade=self._grade, overlong=self._overlong)
+
+    def __call__(
+        self, completions: Completions, *, graded: Mapping[int, Scored] | None = None
+    ) -> Sampled:
+        """The weighted sum of all rewards.
+
+        Args:
+          completions: B responses.
+          graded: groups that are graded already, by their prompts' ids; None grades here.
+
+        Raises:
+          UserError: a reward is not a finite number for each response, or processes disagree.
+        """
+        with self._clock.phase("reward"):
+            if graded is None:
+                scored = self.graded(completions)
+            else:
+                ids = completions.prompts.ids_N.tolist()
+                scored = Scored.concatenate([graded[prompt_id] for prompt_id in ids])
+            terms = [grader_term(scored, weight=self._grader_weight)]
+            metrics: dict[str, Any] = {}
+            for term in self._terms:
+                score_B, measured = term.scores(completions)
+                terms.append(Term(term.name, term.weight, score_B))
+                metrics |= measured
+            scored, of_terms = weighted_sum(scored, terms)
+            # A grader that runs into its time limit on one host alone would part them here.
+            hosts.check_same(
+                f"the rewards of step {self._clock.step + 1}",
+                [scored.correct_B, scored.reward_B, *completions.tokens],
+            )
+            return Sampled(scored, metrics | of_terms)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _by_sequence(score: jax.Array, batch: PackedBatch, num_sequences: int) -> jax.Array:
+    T = batch.tokens.shape[-1]
+    score_BT, live_BT, sequence_BT = (
+        x.reshape(-1, T) for x in (score, batch.segment_ids, batch.sequence)
+    )
+    return to_sequences(score_BT, live_BT, sequence_BT, num_sequences=num_sequences)

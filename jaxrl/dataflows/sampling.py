@@ -1,0 +1,322 @@
+"""Samplers: from a source of prompts to a step's groups with rewards, all of one interface.
+
+    Sampling            a generation batch, every response to its end
+    OneStepAhead        the next batch is sampled while this one is learned from
+    PartialSampling     a step ends once it has enough groups; what is unfinished goes on in the next
+    DynamicSampling     takes from any of these until enough groups are mixed (`dynamic_sampling`)
+
+A finished group is graded once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Sampled
+from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.mesh import hosts
+from jaxrl.roles.actor import Actor
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.samples import UnfinishedGroups
+from jaxrl.types import Completions, Prompts, Scored
+
+# Whether a step has enough, asked of each group once it is graded.
+Enough = Callable[[Scored], bool]
+
+
+class PromptSource(Protocol):
+    """Prompts without end, a generation batch at a time, with a position that can be saved."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> Prompts: ...
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands; plain JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        ...
+
+
+class Sampler(Protocol):
+    """Where a step's groups come from."""
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """Groups with rewards.
+
+        Args:
+          prompts: the sampler takes as many as it wants.
+          enough: once it says True the others may be given up; samplers that finish what they begin do
+            not ask.
+        """
+        ...
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """JSON-able: what a resumed run needs to sample the same, the position in the prompts included."""
+        ...
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Goes on from a record."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what is being sampled."""
+        ...
+
+
+class Generation:
+    """Responses from the actor, with what earlier steps teach about their lengths.
+
+    Attributes:
+      actor: the policy.
+      options: how it samples; `step` is set for each call.
+    """
+
+    def __init__(self, actor: Actor, options: SamplingOptions, clock: Clock):
+        self.actor = actor
+        self.options = options
+        self.clock = clock
+        # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
+        self._lengths: dict[int, int] = {}
+
+    def load_weights(self) -> None:
+        """Brings the actor's weights to where it samples, unless they are there."""
+        if not self.actor.is_sampling:
+            self.reload_weights()
+
+    def reload_weights(self) -> None:
+        """Brings the actor's present weights to where it samples."""
+        with self.clock.phase("update_weights"):
+            self.actor.load_rollout()
+
+    def current(self, **changes: Any) -> SamplingOptions:
+        """The options of the present step, with changes."""
+        return dataclasses.replace(self.options, step=self.clock.step, **changes)
+
+    def generate(self, prompts: Prompts, **changes: Any) -> Completions:
+        """Every response to its end; `changes` are to the options."""
+        self.load_weights()
+        expected_N = self.expected_tokens(prompts)
+        completions = self.actor.generate(
+            prompts, self.current(**changes), expected_tokens_N=expected_N
+        )
+        self.learn_lengths(completions)
+        return completions
+
+    def expected_tokens(self, prompts: Prompts) -> np.ndarray:
+        """How long responses were when the prompts were met before, [N]; new ones are thought the longest."""
+        longest = max(self._lengths.values(), default=0) + 1
+        known = [self._lengths.get(_checksum(tokens), longest) for tokens in prompts.tokens]
+        # Among equals the longest prompt goes first.
+        own = np.array([len(tokens) for tokens in prompts.tokens], np.float64)
+        return np.array(known) + own / (own.max() + 1)
+
+    def learn_lengths(self, completions: Completions) -> None:
+        """Remembers how long the responses to each prompt were."""
+        mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
+        for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
+            self._lengths[_checksum(tokens)] = round(mean)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"lengths": list(self._lengths.items())}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes on from a record."""
+        self._lengths = {text: length for text, length in record["lengths"]}
+
+
+class Sampling:
+    """A generation batch, every response to its end."""
+
+    def __init__(self, generation: Generation, rewards: Rewards):
+        self._generation = generation
+        self._rewards = rewards
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """The next generation batch with its rewards."""
+        del enough
+        batch = next(prompts)
+        with self._generation.clock.phase("gen", shown="generate", may_stop=True):
+            check_same_prompts(batch, self._generation.clock.step)
+            completions = self._generation.generate(batch)
+        return self._rewards(completions)
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """What earlier steps teach, and where the prompts stand."""
+        return {"prompts": prompts.state(), **self._generation.record()}
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Goes on from a record."""
+        prompts.restore(record["prompts"])
+        self._generation.restore(record)
+
+    def close(self) -> None:
+        """Nothing is going on between two calls."""
+
+
+class GreedySampling:
+    """The likeliest response to each prompt, every token for itself, with its reward."""
+
+    def __init__(self, generation: Generation, rewards: Rewards):
+        self._generation = generation
+        self._rewards = rewards
+
+    def __call__(self, prompts: Prompts) -> Sampled:
+        """One response to each."""
+        with self._generation.clock.phase("gen_max", shown="generate"):
+            completions = self._generation.generate(prompts, num_samples=1, temperature=0.0)
+        return self._rewards(completions)
+
+
+class OneStepAhead:
+    """The next batch is sampled, on devices of its own, while this one is learned from.
+
+        step          1            2            3
+        sampler    [batch 1] [ batch 2 ] [ batch 3 ] [ batch 4 ]      with the weights before the step
+        learner              [ learn 1 ] [ learn 2 ] [ learn 3 ]
+
+    A batch is then sampled by the weights of one update earlier than those it teaches, which the correction
+    for rollouts (`roles.correction`) has to make up for.
+    """
+
+    def __init__(self, generation: Generation, rewards: Rewards):
+        self._generation = generation
+        self._rewards = rewards
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self._ahead: concurrent.futures.Future[Completions] | None = None
+        # Where the prompts stood before those that are being sampled.
+        self._position: dict[str, Any] = {}
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """The batch that was begun a step ago, once the next one has been begun."""
+        del enough
+        generation = self._generation
+        with generation.clock.phase("gen", shown="generate", may_stop=True):
+            current = self._ahead or self._start(prompts)
+            # The sampler does one batch at a time.
+            completions = current.result()
+            self._ahead = self._start(prompts)
+            generation.learn_lengths(completions)
+        return self._rewards(completions)
+
+    def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
+        """Samples from the weights as they are now, beside whatever comes next."""
+        generation = self._generation
+        self._position = prompts.state()
+        batch = next(prompts)
+        generation.reload_weights()
+        return self._thread.submit(
+            generation.actor.generate,
+            batch,
+            generation.current(),
+            expected_tokens_N=generation.expected_tokens(batch),
+        )
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """A resumed run samples again what was being sampled ahead."""
+        position = self._position or prompts.state()
+        return {"prompts": position, **self._generation.record()}
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Goes on from a record."""
+        prompts.restore(record["prompts"])
+        self._generation.restore(record)
+
+    def close(self) -> None:
+        """Waits for what is being sampled."""
+        self._thread.shutdown()
+
+
+class PartialSampling:
+    """A step ends as soon as it has the groups that it needs (DAPO's code; Kimi k1.5's partial rollouts).
+
+    What is unfinished waits, tokens and log-probabilities included, and goes on under the next step's
+    weights.
+    """
+
+    def __init__(self, generation: Generation, rewards: Rewards, *, prompts_per_batch: int):
+        """Args: how many prompts are in flight in a generation batch, unfinished ones among them."""
+        self._generation = generation
+        self._rewards = rewards
+        self._prompts_per_batch = prompts_per_batch
+        self._unfinished: UnfinishedGroups | None = None
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """The groups that were finished when there was enough of them, or all."""
+        generation = self._generation
+        step = generation.clock.step
+        carried = self._num_unfinished
+        batch = self._fill_up(prompts, carried)
+        graded: dict[int, Scored] = {}
+
+        def has_enough(group: Completions) -> bool:
+            scored = self._rewards.graded(group)
+            graded[int(group.prompts.ids_N[0])] = scored
+            if enough is None:
+                return False
+            # A grader that runs into its time limit on one host alone would part them here.
+            return hosts.on_first(lambda: enough(scored))
+
+        with generation.clock.phase("gen", shown="generate", may_stop=True):
+            check_same_prompts(batch, step)
+            generation.load_weights()
+            rollout = generation.actor.resume(
+                batch,
+                generation.current(),
+                unfinished=self._unfinished,
+                enough=has_enough,
+                expected_tokens_N=generation.expected_tokens(batch),
+            )
+            self._unfinished = rollout.unfinished
+            generation.learn_lengths(rollout.completions)
+        stale = sum(int((version < step).sum()) for version in rollout.versions)
+        sampled = self._rewards(rollout.completions, graded=graded)
+        counts = {"rollout/carried_groups": carried, "rollout/stale_tokens": stale}
+        return dataclasses.replace(sampled, counts=counts)
+
+    @property
+    def _num_unfinished(self) -> int:
+        return 0 if self._unfinished is None else len(self._unfinished.prompts)
+
+    def _fill_up(self, prompts: PromptSource, carried: int) -> Prompts:
+        """Prompts, which the source has one by one, that make a generation batch of what is unfinished."""
+        wanted = max(1, self._prompts_per_batch - carried)
+        return Prompts.concatenate([next(prompts) for _ in range(wanted)])
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """What is unfinished, what earlier steps teach, and where the prompts stand."""
+        unfinished = None if self._unfinished is None else self._unfinished.record()
+        return {
+            "prompts": prompts.state(),
+            "unfinished": unfinished,
+            **self._generation.record(),
+        }
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Goes on from a record."""
+        prompts.restore(record["prompts"])
+        self._generation.restore(record)
+        stored = record["unfinished"]
+        self._unfinished = None if stored is None else UnfinishedGroups.of_record(stored)
+
+    def close(self) -> None:
+        """Nothing is going on between two calls."""
+
+
+def check_same_prompts(prompts: Prompts, step: int) -> None:
+    """Ends a run of several processes that hold different prompts. Collective."""
+    hosts.check_same(f"the prompts of step {step + 1}", [*prompts.tokens, *prompts.answers])
+
+
+def _checksum(tokens: np.ndarray) -> int:
+    return zlib.crc32(tokens.tobytes())
