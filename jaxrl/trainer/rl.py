@@ -1,0 +1,271 @@
+"""Reinforcement learning: the config's dataflow, its step put together, as a stage of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.data.demonstrations import solutions_of
+from jaxrl.data.stream import PromptStream
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.costs import CostPhase, Multiplier
+from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
+from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer, ReferencePhase
+from jaxrl.dataflows.registry import find_dataflow
+from jaxrl.dataflows.rewarding import (
+    FunctionReward,
+    JudgeReward,
+    ModelReward,
+    OverlongPunishment,
+    Rewards,
+    RewardTerm,
+    SequenceScores,
+)
+from jaxrl.dataflows.sampling import (
+    Generation,
+    GreedySampling,
+    OneStepAhead,
+    PartialSampling,
+    Sampler,
+    Sampling,
+)
+from jaxrl.dataflows.step import Step
+from jaxrl.mesh import hosts
+from jaxrl.models.decoder import Params
+from jaxrl.rewards.judge import JudgeTemplate, score_parser
+from jaxrl.rewards.score import grader
+from jaxrl.rewards.user import user_reward
+from jaxrl.roles.advantages import SUM_PI_SQUARED
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.losses import clipped_values, likelihood
+from jaxrl.trainer.cross_checks import estimator_of, policy_objective
+from jaxrl.trainer.evaluation import Evaluation
+from jaxrl.trainer.loop import TrainingStage
+from jaxrl.trainer.context import RunContext, prompt_options, row_limits, supervised_stream
+from jaxrl.trainer.roles import Roles, keep_reference, start_from
+
+
+class RlStage(TrainingStage):
+    """Reinforcement learning by the config's dataflow."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        roles: Roles,
+        clock: Clock,
+        starting_params: Callable[[], Params],
+    ):
+        """Builds nothing yet.
+
+        Args:
+          run: the run.
+          roles: without weights, but for models that do not learn.
+          clock: the loop around.
+          starting_params: weights of the policy to start from, in the actor's training layout; asked for only
+            where they are needed.
+        """
+        self._run = run
+        self._roles = roles
+        self._clock = clock
+        self._starting_params = starting_params
+        self._dataflow = find_dataflow(run.config.algorithm.dataflow)
+
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """Roles whose state changes."""
+        return self._roles.learners
+
+    def begin(self, record: Mapping[str, Any] | None) -> None:
+        """First weights, or what a checkpoint left, and all that a step needs."""
+        run, roles, config = self._run, self._roles, self._run.config
+        if record is None:
+            start_from(roles, self._starting_params(), run)
+        elif roles.reference is not None:
+            keep_reference(roles, self._starting_params())
+        self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
+        self._generation = Generation(roles.actor, run.sampling_options(), self._clock)
+        self._rewards = build_rewards(run, roles, self._clock)
+        self._kl = KlCoefficient(
+            config.algorithm.kl.reward_coef,
+            target=config.algorithm.kl.target,
+            horizon=config.algorithm.kl.horizon,
+        )
+        self._multiplier = Multiplier(
+            config.cost.multiplier,
+            limit=config.cost.limit,
+            learning_rate=config.cost.multiplier_lr,
+        )
+        self._pretraining = _pretraining(run) if config.cost.pretrain_coef else None
+        self._step = self._build_step()
+        self._evaluation = Evaluation(run)
+        if record is not None:
+            self._restore(record)
+
+    def step(self) -> Metrics:
+        """One step of the dataflow."""
+        return self._dataflow(self._step, self._prompts)
+
+    def evaluate(self, when: str) -> Metrics:
+        """Accuracy on the evaluation prompts."""
+        self._generation.load_weights()
+        with self._clock.phase("testing", shown="evaluate"):
+            return dict(self._evaluation(self._roles.actor, when))
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able: everything besides the learners' states that a resumed run needs."""
+        record: dict[str, Any] = {"kl_coef": self._kl.value, "multiplier": self._multiplier.value}
+        if self._pretraining is not None:
+            record["pretraining"] = self._pretraining.stream.state()
+        return record | {"sampling": self._step.sampler.record(self._prompts)}
+
+    def _restore(self, record: Mapping[str, Any]) -> None:
+        self._kl.value, self._multiplier.value = record["kl_coef"], record["multiplier"]
+        if self._pretraining is not None:
+            self._pretraining.stream.restore(record["pretraining"])
+        self._step.sampler.restore(record["sampling"], self._prompts)
+
+    def close(self) -> None:
+        """Waits for what is being sampled."""
+        self._step.sampler.close()
+
+    def _build_step(self) -> Step:
+        config, roles, clock = self._run.config, self._roles, self._clock
+        algorithm = config.algorithm
+        actor = roles.actor
+        estimator = estimator_of(config)
+        needs_ref_logprobs = algorithm.kl.needs_ref_logprobs
+        values = clipped_values(clip=config.critic.clip)
+        return Step(
+            sampler=self._sampler(),
+            greedy_sampling=GreedySampling(self._generation, self._rewards),
+            pack=Packer(
+                actor,
+                row_limits(config).shape(
+                    config.rollout.num_prompts * config.rollout.num_samples,
+                    minibatches=algorithm.updates_per_step,
+                ),
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                mask_truncated=config.reward.mask_truncated,
+            ),
+            actor=ActorPhase(
+                actor,
+                policy_objective(config),
+                algorithm.correction,
+                clock,
+                reference=roles.reference,
+                squared_probabilities=SUM_PI_SQUARED in estimator.inputs,
+                pretraining=self._pretraining,
+                frozen_steps=config.critic.warmup_steps,
+            ),
+            advantages=Advantages(
+                actor,
+                estimator,
+                self._kl,
+                clock,
+                has_reference=needs_ref_logprobs,
+                multiplier=self._multiplier,
+            ),
+            critic_phase=roles.critic and CriticPhase("critic", roles.critic, values, clock),
+            reference_phase=ReferencePhase(
+                actor, roles.reference, clock, asked=needs_ref_logprobs
+            ),
+            cost_phase=roles.cost and CostPhase(sequence_scores(self._run, roles.cost), clock),
+            cost_critic_phase=roles.cost_critic
+            and CriticPhase("cost_critic", roles.cost_critic, values, clock),
+            multiplier_phase=self._multiplier,
+        )
+
+    def _sampler(self) -> Sampler:
+        options, generation, rewards = self._run.config.rollout, self._generation, self._rewards
+        if options.partial:
+            sampler: Sampler = PartialSampling(
+                generation, rewards, prompts_per_batch=options.generation_prompts
+            )
+        elif self._run.config.algorithm.one_step_off:
+            sampler = OneStepAhead(generation, rewards)
+        else:
+            sampler = Sampling(generation, rewards)
+        if self._dataflow.dynamic_sampling:
+            sampler = DynamicSampling(
+                sampler,
+                options.num_prompts,
+                max_generation_batches=options.max_generation_batches,
+            )
+        return sampler
+
+
+def build_rewards(run: RunContext, roles: Roles, clock: Clock) -> Rewards:
+    """All rewards of a run.
+
+    Raises:
+      UserError: a grader is not known, or a function cannot be loaded.
+    """
+    config = run.config.reward
+    terms: list[RewardTerm] = [
+        FunctionReward(name, function["weight"], user_reward(function["path"]))
+        for name, function in config.functions.items()
+    ]
+    if roles.reward is not None:
+        terms.append(ModelReward("model", config.model_weight, sequence_scores(run, roles.reward)))
+    if roles.judge is not None:
+        options = config.judge
+        terms.append(
+            JudgeReward(
+                "judge",
+                options.weight,
+                roles.judge,
+                JudgeTemplate(
+                    options.template, options.max_response_chars, roles.judge.special_texts
+                ),
+                score_parser(low=options.low, high=options.high),
+                options.failed_score,
+            )
+        )
+    return Rewards(
+        grader(config.grader),
+        OverlongPunishment(
+            run.config.rollout.max_response_tokens,
+            config.overlong_buffer_tokens,
+            config.overlong_penalty,
+        ),
+        clock,
+        grader_weight=config.grader_weight,
+        terms=terms,
+    )
+
+
+def sequence_scores(run: RunContext, model: Any) -> SequenceScores:
+    """Scores of sampled sequences by a reward or cost model."""
+    rollout = run.config.rollout
+    most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0
+    return SequenceScores(model, row_limits(run.config), most_sequences=most)
+
+
+def _pretraining(run: RunContext) -> Pretraining:
+    config = run.config
+    updates = config.algorithm.updates_per_step
+    examples = updates * -(-config.rollout.num_prompts // updates)
+    limits = row_limits(config)
+    stream = supervised_stream(
+        run,
+        solutions_of(run.train),
+        examples_per_batch=examples,
+        max_tokens=limits.longest,
+    )
+    shape = limits.shape(examples, minibatches=updates)
+    return Pretraining(stream, shape, likelihood(coef=config.cost.pretrain_coef))
+
+
+def _prompt_stream(run: RunContext, *, groups_wanted: bool) -> PromptStream:
+    config, rollout = run.config, run.config.rollout
+    per_batch = rollout.generation_prompts if groups_wanted else rollout.num_prompts
+    return PromptStream(
+        run.train,
+        run.tokenizer,
+        # Partial sampling makes batches of what is missing.
+        prompts_per_batch=1 if rollout.partial else per_batch,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        **prompt_options(config),
+    )
