@@ -33,7 +33,7 @@ from jaxrl.models.huggingface_config import read_adapter_config, read_config
 from jaxrl.planner.requirements import DataFile, require
 from jaxrl.rollout.engine import EngineConfig
 from jaxrl.trainer.config import Config, SourceConfig
-from jaxrl.trainer.recipe import check_recipe, roles_of
+from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.
@@ -41,7 +41,7 @@ _TOKENIZER_RECORDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class RunContext:
     """What both stages of a run share.
 
     Attributes:
@@ -72,9 +72,9 @@ class Parts:
         return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
 
 
-def build_parts(
+def build_context(
     config: Config, devices: Sequence[Any] | None = None, *, needs_problems: bool = True
-) -> Parts:
+) -> RunContext:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together.
 
     Args:
@@ -85,7 +85,7 @@ def build_parts(
     Raises:
       UserError: something is missing (all of it is named at once), broken, or does not fit.
     """
-    check_recipe(config)
+    check_algorithm(config)
     devices = jax.devices() if devices is None else devices
     _check_present(config, devices)
     has_problems = any(
@@ -99,7 +99,7 @@ def build_parts(
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
     for pool in placement.pools:
         check_batches(config, pool.mesh, samples=pool is placement.pool_of(sampler))
-    return Parts(
+    return RunContext(
         config=config,
         tokenizer=tokenizer,
         train=train,
@@ -133,17 +133,17 @@ def pools_of(config: Config) -> tuple[Pool, ...]:
 
 
 def supervised_stream(
-    parts: Parts,
+    run: RunContext,
     demonstrations: Sequence[Demonstration],
     *,
     examples_per_batch: int,
     max_tokens: int,
 ) -> DemonstrationStream:
     """Answers to imitate, without end; examples longer than `max_tokens` are dropped."""
-    config = parts.config
+    config = run.config
     return DemonstrationStream(
         demonstrations,
-        parts.tokenizer,
+        run.tokenizer,
         examples_per_batch=examples_per_batch,
         seed=config.seed,
         max_tokens=max_tokens,
@@ -152,13 +152,13 @@ def supervised_stream(
     )
 
 
-def preference_stream(parts: Parts, *, held_out: bool, pairs_per_batch: int) -> PreferenceStream:
+def preference_stream(run: RunContext, *, held_out: bool, pairs_per_batch: int) -> PreferenceStream:
     """Pairs of answers, without end.
 
     Raises:
       UserError: a file is missing or broken, or a way to make pairs is not known.
     """
-    config = parts.config
+    config = run.config
     options = config.preference
     path = options.held_out_path if held_out else options.path
     if path:
@@ -169,11 +169,11 @@ def preference_stream(parts: Parts, *, held_out: bool, pairs_per_batch: int) -> 
             harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
         )
     else:
-        records = _read(config.data.held_out, "data.held_out") if held_out else parts.train
+        records = _read(config.data.held_out, "data.held_out") if held_out else run.train
         preferences = named(MADE_PAIRS, options.made, "way to make pairs")(records)
     return PreferenceStream(
         preferences,
-        parts.tokenizer,
+        run.tokenizer,
         pairs_per_batch=pairs_per_batch,
         seed=config.seed,
         max_tokens=config.train.row_tokens // 2,

@@ -1,0 +1,250 @@
+"""Learning from preference pairs: reward models, cost models, DPO."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.data.preferences import PreferencePair
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.sft import SupervisedStep, sft
+from jaxrl.mesh import hosts
+from jaxrl.mesh.groupings import state_tables
+from jaxrl.models import lora
+from jaxrl.models.decoder import Params
+from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.frozen import Reference
+from jaxrl.roles.learner import Learner, Objective
+from jaxrl.roles.pairs import (
+    PairBatch,
+    pack_pairs,
+    pair_sums,
+    policy_pair_objective,
+    scorer_objective,
+)
+from jaxrl.roles.scorer import Scorer
+from jaxrl.trainer.context import RunContext, preference_stream
+from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.loop import TrainingStage, open_loop
+from jaxrl.trainer.roles import build_actor, build_reference
+from jaxrl.trainer.weights import copied
+
+StartingParams = Callable[[], Params]
+
+
+class PairStage(TrainingStage, abc.ABC):
+    """Training of one learner on pairs of answers, of which one was chosen."""
+
+    def __init__(
+        self, run: RunContext, learner: Learner, objective: Objective, clock: Clock, *, name: str
+    ):
+        """Args: the run, what learns and what it minimises, the loop around, and the role's name."""
+        self._run = run
+        self._learner = learner
+        self._objective = objective
+        self._clock = clock
+        self._name = name
+        self._step = SupervisedStep(self._pack, self._update)
+
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """What learns."""
+        return {self._name: self._learner}
+
+    def begin(self, record: Mapping[str, Any] | None) -> None:
+        """First weights, or what a checkpoint left, and the pairs."""
+        self._stream = preference_stream(
+            self._run,
+            held_out=False,
+            pairs_per_batch=self._run.config.preference.pairs_per_step,
+        )
+        self._begin_weights(resumed=record is not None)
+        if record is not None:
+            self._stream.restore(record["stream"])
+        self._evaluation_pairs = self._read_evaluation_pairs()
+
+    def step(self) -> Metrics:
+        """One optimiser update on the next pairs."""
+        return sft(self._step, self._stream)
+
+    def evaluate(self, when: str) -> Metrics:
+        """On how many evaluation pairs the chosen answer ranks higher; ties are half."""
+        del when
+        batch = self._evaluation_pairs
+        ranks, segment_ids, mask = hosts.fetch(
+            (self._rank(batch), batch.segment_ids, batch.loss_mask)
+        )
+        T = ranks.shape[-1]
+        segment_ids_RT = jnp.asarray(segment_ids.reshape(-1, T))
+        chosen, rejected = pair_sums(jnp.asarray(ranks.reshape(-1, T)), segment_ids_RT)
+        there = np.asarray(pair_sums(jnp.asarray(mask.reshape(-1, T)), segment_ids_RT)[0]) > 0
+        order = np.sign(np.asarray(chosen - rejected)[there])
+        return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
+
+    def record(self) -> dict[str, Any]:
+        """Where the pairs stand."""
+        return {"stream": self._stream.state()}
+
+    @abc.abstractmethod
+    def _begin_weights(self, *, resumed: bool) -> None:
+        """First weights; of a resumed stage those that no checkpoint holds."""
+
+    @abc.abstractmethod
+    def _rank(self, batch: PairBatch) -> jax.Array:
+        """Ranks answers of packed pairs, higher is better: [U, M, R, T], summed over each answer."""
+
+    def _completed(self, batch: PairBatch) -> PairBatch:
+        """The batch with what the objective needs besides."""
+        return batch
+
+    def _pack(self, pairs: list[PreferencePair]) -> PairBatch:
+        with self._clock.phase("pack", may_stop=True):
+            return self._completed(self._placed(pairs))
+
+    def _placed(self, pairs: list[PreferencePair]) -> PairBatch:
+        train = self._run.config.train
+        shape = PackedShape.for_sequences(
+            len(pairs),
+            longest=train.row_tokens,
+            minibatches=1,
+            rows=train.rows,
+            tokens=train.row_tokens,
+        )
+        return self._learner.place(pack_pairs(pairs, shape))
+
+    def _update(self, batch: PairBatch) -> Metrics:
+        with self._clock.phase("update"):
+            update = jax.block_until_ready(self._learner.update(batch, self._objective))
+        metrics = {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
+        metrics["perf/total_num_tokens"] = float((hosts.fetch(batch.segment_ids) > 0).sum())
+        return metrics
+
+    def _read_evaluation_pairs(self) -> PairBatch:
+        count = self._run.config.preference.held_out_pairs
+        stream = preference_stream(self._run, held_out=True, pairs_per_batch=count)
+        return self._placed(next(stream))
+
+
+class ScorerStage(PairStage):
+    """Training of a reward or cost model."""
+
+    def __init__(self, run: RunContext, scorer: Scorer, clock: Clock, starting: StartingParams):
+        """Raises UserError where the loss is not one of scores."""
+        options = run.config.preference
+        objective = scorer_objective(options.loss, dict(options.options))
+        super().__init__(run, scorer, objective, clock, name="scorer")
+        self._scorer = scorer
+        self._starting = starting
+        # The better answer scores higher, and costs less.
+        self._sign = -1.0 if options.loss == "cost_preference" else 1.0
+
+    def _begin_weights(self, *, resumed: bool) -> None:
+        if not resumed:
+            params = self._starting()
+            has_adapters = bool(self._run.model.lora.rank)
+            self._scorer.start_from(lora.split(params)[1] if has_adapters else params)
+
+    def _rank(self, batch: PairBatch) -> jax.Array:
+        return self._sign * self._scorer.scores_of(batch)
+
+
+class DpoStage(PairStage):
+    """Training of a policy on pairs directly (arXiv 2305.18290), with where it starts as its reference."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        actor: Actor,
+        reference: Reference,
+        clock: Clock,
+        starting: StartingParams,
+    ):
+        """Raises UserError where the loss is not one of policies."""
+        options = run.config.preference
+        objective = policy_pair_objective(options.loss, dict(options.options))
+        super().__init__(run, actor, objective, clock, name="actor")
+        self._actor = actor
+        self._reference = reference
+        self._starting = starting
+
+    def _begin_weights(self, *, resumed: bool) -> None:
+        params = self._starting()
+        self._reference.params = copied(params, self._reference.train_shardings)
+        if not resumed:
+            self._actor.start_from(params)
+
+    def _completed(self, batch: PairBatch) -> PairBatch:
+        return batch.replace(ref_logprob=self._reference.logprobs(batch))
+
+    def _rank(self, batch: PairBatch) -> jax.Array:
+        gain = self._actor.logprobs(batch) - self._reference.logprobs(batch)
+        return batch.loss_mask * gain
+
+
+def train_scorer(run: RunContext, stop: StopSignal, starting: StartingParams) -> None:
+    """Trains a reward or cost model and leaves it in `<run>/scorer`, a Hugging Face directory.
+
+    Raises:
+      StopRequested: a signal arrived; the last finished step is saved.
+      UserError: the loss is not one of scores.
+    """
+    config = run.config
+    scorer = Scorer(
+        lora.base_config(run.model),
+        run.mesh_of("actor"),
+        train=config.train,
+        optim=config.preference.optim,
+        seed=config.seed,
+        tables=state_tables(config.mesh.sharding),
+    )
+    with _open_loop(run, stop) as loop:
+        loop.run(ScorerStage(run, scorer, loop, starting))
+    _save(scorer, run)
+
+
+def train_dpo(run: RunContext, stop: StopSignal, starting: StartingParams) -> None:
+    """Trains the policy on pairs directly.
+
+    Raises:
+      StopRequested: a signal arrived; the last finished step is saved.
+      UserError: the loss is not one of policies.
+    """
+    actor = build_actor(run, optim=run.config.preference.optim)
+    with _open_loop(run, stop) as loop:
+        loop.run(DpoStage(run, actor, build_reference(run, "actor"), loop, starting))
+
+
+def _open_loop(run: RunContext, stop: StopSignal):
+    options = run.config.preference
+    return open_loop(
+        run,
+        options.loss.upper().replace("_", " "),
+        run.config.run_folder / "preference",
+        num_steps=options.num_steps,
+        save_every=run.config.run.save_every,
+        evaluate_every=options.every,
+        stop=stop,
+    )
+
+
+def _save(scorer: Scorer, run: RunContext) -> None:
+    """Writes the model as a Hugging Face directory, `<run>/scorer`, if it is not there yet."""
+    directory = run.config.run_folder / "scorer"
+    if directory.exists() or not hosts.is_first():
+        return
+    save_checkpoint(
+        scorer.state.params,
+        scorer.model,
+        directory,
+        dtype="float32",
+        source=run.config.run_folder / "model",
+    )
+    print(f"model: {directory}")

@@ -1,0 +1,116 @@
+"""Supervised fine-tuning on answers to imitate: before reinforcement learning, or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrl.config.schema import Config
+from jaxrl.data.demonstrations import MaskedExample, solutions_of
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.sft import SupervisedStep, sft
+from jaxrl.dataflows.step_metrics import prefixed
+from jaxrl.mesh import hosts
+from jaxrl.roles.actor import Actor
+from jaxrl.roles.batches import pack_examples
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.losses import SUPERVISED
+from jaxrl.trainer.context import RunContext, row_limits, supervised_stream
+from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.loop import TrainingStage, open_loop
+from jaxrl.trainer.roles import build_actor
+from jaxrl.trainer.weights import load_or_init
+from jaxrl.types import TrainBatch
+
+
+def fine_tuned(run: RunContext, stop: StopSignal) -> Actor:
+    """An actor trained on answers to imitate, by `config.warm_start`.
+
+    Raises:
+      StopRequested: a signal arrived; the last finished step is saved.
+    """
+    options = run.config.warm_start
+    actor = build_actor(run, optim=options.optim)
+    with open_loop(
+        run,
+        "SFT",
+        run.config.warm_start_folder,
+        num_steps=options.num_steps,
+        save_every=options.save_every,
+        log_every=options.log_every,
+        stop=stop,
+    ) as loop:
+        loop.run(SupervisedStage(run, actor, loop))
+    return actor
+
+
+class SupervisedStage(TrainingStage):
+    """Supervised fine-tuning of an actor."""
+
+    def __init__(self, run: RunContext, actor: Actor, clock: Clock):
+        self._run = run
+        self._actor = actor
+        self._clock = clock
+        self._limits = row_limits(run.config, longest=_longest(run.config))
+        self._step = SupervisedStep(self._pack, self._update)
+
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """The actor."""
+        return {"actor": self._actor}
+
+    def begin(self, record: Mapping[str, Any] | None) -> None:
+        """First weights, or what a checkpoint left, and the examples."""
+        run = self._run
+        if record is None:
+            self._actor.start_from(load_or_init(self._actor, run))
+        self._stream = supervised_stream(
+            run,
+            run.demonstrations or solutions_of(run.train),
+            examples_per_batch=run.config.warm_start.examples_per_step,
+            max_tokens=self._limits.longest,
+        )
+        if record is not None:
+            self._stream.restore(record["stream"])
+
+    def step(self) -> Metrics:
+        """One optimiser update on the next examples."""
+        return sft(self._step, self._stream)
+
+    def record(self) -> dict[str, Any]:
+        """Where the examples stand."""
+        return {"stream": self._stream.state()}
+
+    def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
+        with self._clock.phase("pack", may_stop=True):
+            hosts.check_same(
+                f"the examples of step {self._clock.step + 1}",
+                [part for example in examples for part in example],
+            )
+            shape = self._limits.shape(
+                self._run.config.warm_start.examples_per_step, minibatches=1
+            )
+            return self._actor.place(pack_examples(examples, shape))
+
+    def _update(self, batch: TrainBatch) -> Metrics:
+        with self._clock.phase("update_actor", shown="update"):
+            update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
+        values = prefixed("actor", jax.device_get(update))
+        return {
+            "sft/loss": values["actor/pg_loss"],
+            "sft/token_accuracy": values["actor/mean_token_prob"],
+            "sft/grad_norm": values["actor/grad_norm"],
+            "sft/lr": values["actor/lr"],
+            "train/num_trained_tokens": float(hosts.fetch(batch.loss_mask).sum()),
+            "perf/total_num_tokens": float((hosts.fetch(batch.segment_ids) > 0).sum()),
+        }
+
+
+def _longest(config: Config) -> int:
+    """Tokens of an example at most: conversations have rows to themselves."""
+    if config.warm_start.path:
+        return config.train.row_tokens
+    return config.longest_sequence

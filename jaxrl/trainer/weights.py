@@ -1,0 +1,72 @@
+"""Where weights come from: a checkpoint's directory or a seed; and how they reach every role.
+
+    config.weights (+ adapter), or random -> [supervised learning, if the config asks for it] -> policy
+    policy -> reference (a copy), critics (its trunk and a new head, unless they have weights of their own)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.mesh.hosts import put
+from jaxrl.models import lora
+from jaxrl.models.decoder import Params
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface_weights import load_adapter, load_params
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.roles import Roles
+
+
+def load_or_init(learner: Learner, run: RunContext) -> Params:
+    """The weights that a run begins with, in a learner's training layout.
+
+    They come from the checkpoint that the config names, with its adapters if there are any, or from the seed.
+    """
+    config = run.config
+    if not config.weights:
+        return learner.random_params()
+    params = load_params(config.weights, run.model, learner.train_shardings)
+    if config.adapter:
+        adapters = load_adapter(config.adapter, run.model, learner.train_shardings)
+        params = lora.join(adapters, params)
+    return params
+
+
+def start_from(roles: Roles, params: Params, run: RunContext) -> None:
+    """Gives every learner and the reference their first weights: `params`, which the actor takes over."""
+    keep_reference(roles, params)
+    for critic in (roles.critic, roles.cost_critic):
+        if critic is not None:
+            critic.start_from(_first_of_critic(critic, params, run))
+    roles.actor.start_from(params)
+
+
+def keep_reference(roles: Roles, params: Params) -> None:
+    """Gives the reference, if there is one, a copy of the weights that training starts from."""
+    if roles.reference is not None:
+        roles.reference.params = _copy(params, roles.reference.train_shardings)
+
+
+def _first_of_critic(critic: Critic, params: Params, run: RunContext) -> Params:
+    directory = run.config.critic.weights
+    if directory:
+        stored = dataclasses.replace(read_config(directory), num_tokens=run.model.num_tokens)
+        loaded = PackedModel(stored, critic.mesh, train=critic.train, tables=critic.tables)
+        return load_params(directory, stored, loaded.train_shardings)
+    # Adapters are the policy's own way to learn: a critic starts from what is below them.
+    trunk = lora.split(params)[1] if run.model.lora.rank else params
+    trunk = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
+    where = {name: critic.train_shardings[name] for name in trunk}
+    return _copy(trunk, where)
+
+
+def _copy(params: Params, shardings: Any) -> Params:
+    """The same values in buffers of their own, on another mesh or on the same one."""
+    return jax.tree.map(lambda x, where: put(jnp.copy(x), where), params, shardings)
