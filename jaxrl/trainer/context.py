@@ -20,7 +20,7 @@ from jaxrl.data.demonstrations import (
     texts_of,
 )
 from jaxrl.data.made_pairs import MADE_PAIRS
-from jaxrl.data.packing import PackedShape
+from jaxrl.data.packing import RowLimits
 from jaxrl.data.preferences import PreferenceStream, read_preferences
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
 from jaxrl.data.stream import held_out_prompts
@@ -202,21 +202,51 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     )
 
 
-def longest_sequence(config: Config) -> int:
-    """Tokens of a prompt and a response at most."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
+    """What batches are packed into; `longest` tokens of a sequence, by default a prompt and a response."""
+    return RowLimits(
+        config.train.rows,
+        config.train.row_tokens,
+        config.longest_sequence if longest is None else longest,
+    )
 
 
-def packed_shape(
-    config: Config, *, sequences: int, updates: int, longest: int | None = None
-) -> PackedShape:
-    """Shape of a step's packed arrays; holds any `sequences` sequences of legal length, or of `longest`."""
-    return PackedShape.for_sequences(
-        sequences,
-        longest=longest_sequence(config) if longest is None else longest,
-        minibatches=updates,
-        rows=config.train.rows,
-        tokens=config.train.row_tokens,
+def training_sampling(run: RunContext) -> SamplingOptions:
+    """How training data is sampled; the step is set for each call.
+
+    Raises:
+      UserError: the environment cannot be loaded.
+    """
+    rollout = run.config.rollout
+    return SamplingOptions(
+        num_samples=rollout.num_samples,
+        seed=run.config.seed,
+        step=0,
+        temperature=rollout.temperature,
+        truncation=truncation_of(
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_tokens=rollout.min_response_tokens,
+            repetition_penalty=rollout.repetition_penalty,
+        ),
+        stop_strings=tuple(rollout.stop_strings),
+        environment=environment_of(rollout.environment, run.tokenizer),
+    )
+
+
+def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
+    """How answers to the evaluation prompts are sampled, with the keys of `step`.
+
+    What ends a turn, and who answers it, belongs to the task: as in training.
+    """
+    options = run.config.evaluation
+    return dataclasses.replace(
+        training_sampling(run),
+        num_samples=options.num_samples,
+        step=step,
+        temperature=options.temperature,
+        truncation=truncation_of(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p),
     )
 
 

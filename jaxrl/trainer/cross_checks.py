@@ -1,35 +1,18 @@
-"""What a config's recipe needs: roles, estimator, loss. Checked before anything is built."""
+"""What a config's dataflow needs: roles, estimator, loss. Checked before anything is built."""
 
 from __future__ import annotations
 
-import inspect
-
 from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
-from jaxrl.algos.registry import named
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import read_placement
-from jaxrl.recipes.registry import RECIPES
+from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
 from jaxrl.roles.learner import Objective
 from jaxrl.trainer.config import Config
 
-# A role that a recipe has because of an event it is handed.
-_ROLE_OF_EVENT = {"values": "critic", "cost": "cost", "cost_values": "cost_critic"}
-
-
-def events_of(recipe: str) -> tuple[str, ...]:
-    """Names of the events that a recipe is handed, `stream` left out.
-
-    Raises:
-      UserError: there is no such recipe.
-    """
-    return tuple(inspect.signature(named(RECIPES, recipe, "recipe")).parameters)[1:]
-
-
-def title_of(config: Config) -> str:
-    """What people call the config's recipe."""
-    return config.algorithm.recipe.upper().replace("_", " ")
+# Roles of a dataflow that are there only where the config has a use for them.
+_WHERE_USED = ("reference", "reward")
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
@@ -39,12 +22,12 @@ def roles_of(config: Config) -> tuple[str, ...]:
       UserError: settings contradict each other.
     """
     algorithm = config.algorithm
-    events = events_of(algorithm.recipe)
-    roles = ["actor", *(role for event, role in _ROLE_OF_EVENT.items() if event in events)]
-    if algorithm.kl.needs_reference and "with_ref_logprobs" not in events:
+    declared = find_dataflow(algorithm.dataflow).roles
+    roles = [role for role in declared if role not in _WHERE_USED]
+    if algorithm.kl.needs_reference and "reference" not in declared:
         raise UserError(
-            f"algorithm.kl has a coefficient above 0, but recipe {algorithm.recipe!r} has no reference "
-            "policy to measure it against; set reward_coef and loss_coef to 0, or use recipe grpo or ppo"
+            f"algorithm.kl has a coefficient above 0, but dataflow {algorithm.dataflow!r} has no reference "
+            "policy to measure it against; set reward_coef and loss_coef to 0, or use dataflow grpo or ppo"
         )
     # With adapters the actor is its own reference: the same weights without them.
     if algorithm.kl.needs_reference and not config.model.lora.rank:
@@ -59,12 +42,12 @@ def roles_of(config: Config) -> tuple[str, ...]:
         roles.append("rollout")
     if "cost" in roles and not config.cost.model:
         raise UserError(
-            f"recipe {algorithm.recipe!r} needs a cost model; set cost.model to its Hugging Face directory"
+            f"dataflow {algorithm.dataflow!r} needs a cost model; set cost.model to its Hugging Face directory"
         )
     return tuple(roles)
 
 
-def check_recipe(config: Config) -> None:
+def check_algorithm(config: Config) -> None:
     """Raises UserError where settings of the algorithm are unknown or contradict each other."""
     pools = read_placement(config.placement, config.mesh, roles_of(config))
     if config.algorithm.kl.is_full and "reference" in roles_of(config):
@@ -115,12 +98,12 @@ def _check_correction(config: Config) -> None:
 
 
 def _check_rollout(config: Config) -> None:
-    """Raises UserError where settings of sampling contradict each other or the recipe."""
+    """Raises UserError where settings of sampling contradict each other or the dataflow."""
     options = config.rollout
-    if options.partial and "buffer" not in events_of(config.algorithm.recipe):
+    if options.partial and not find_dataflow(config.algorithm.dataflow).dynamic_sampling:
         raise UserError(
-            f"rollout.partial ends a step when its buffer of groups is full, and recipe "
-            f"{config.algorithm.recipe!r} has none; use recipe dapo, or rollout.partial=False"
+            f"rollout.partial ends a step when it has enough groups, and dataflow "
+            f"{config.algorithm.dataflow!r} takes what it gets; use dataflow dapo, or rollout.partial=False"
         )
     if options.partial and config.algorithm.one_step_off:
         raise UserError(
@@ -149,7 +132,7 @@ def estimator_of(config: Config) -> Estimator:
     """The advantage estimator of a config.
 
     Raises:
-      UserError: it is not known, needs what the recipe does not compute, or groups of more than one answer.
+      UserError: it is not known, needs what the dataflow does not compute, or groups of more than one answer.
     """
     algorithm = config.algorithm
     estimator = Estimator.of(
@@ -158,15 +141,15 @@ def estimator_of(config: Config) -> Estimator:
         whiten=algorithm.whiten,
         kl_estimate=algorithm.kl.reward_estimate,
     )
-    events = events_of(algorithm.recipe)
-    extra = {VALUES} if "values" in events else set()
-    extra |= {BASELINE} if "generate_greedily" in events else set()
-    estimator.check_inputs(algorithm.recipe, frozenset(extra | {SUM_PI_SQUARED}))
+    dataflow = find_dataflow(algorithm.dataflow)
+    extra = {VALUES} if "critic" in dataflow.roles else set()
+    extra |= {BASELINE} if dataflow.greedy_baseline else set()
+    estimator.check_inputs(algorithm.dataflow, frozenset(extra | {SUM_PI_SQUARED}))
     if extra and not extra <= estimator.inputs:
         raise UserError(
-            f"recipe {algorithm.recipe!r} computes {', '.join(sorted(extra))}, which advantage "
+            f"dataflow {algorithm.dataflow!r} computes {', '.join(sorted(extra))}, which advantage "
             f"{algorithm.advantage!r} does not use; set algorithm.advantage to "
-            f"{'gae' if VALUES in extra else 'remax'}, or use recipe grpo"
+            f"{'gae' if VALUES in extra else 'remax'}, or use dataflow grpo"
         )
     if not estimator.inputs.isdisjoint({"group_B", "group_BT"}) and config.rollout.num_samples < 2:
         raise UserError(

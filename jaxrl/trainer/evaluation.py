@@ -1,53 +1,36 @@
-"""Accuracy on the held-out problems."""
+"""Accuracy on the evaluation prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.step_metrics import evaluation_metrics
 from jaxrl.rewards.score import grader, score_completions
 from jaxrl.roles.actor import Actor
-from jaxrl.rollout.sampling import Truncation, truncation_of
-from jaxrl.trainer.config import EvaluationConfig
-from jaxrl.trainer.environment import environment_of
+from jaxrl.trainer.context import RunContext, evaluation_sampling
 from jaxrl.trainer.run_folder import keep_samples
-from jaxrl.trainer.setup import Parts
-from jaxrl.trainer.step_metrics import evaluation_metrics
 
 # Evaluation samples with keys of a step that training never reaches, the same every time: two evaluations
 # differ by the weights alone.
 _STEP = 2**31 - 1
 
 
-def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
-    """A function of an actor, whose weights are loaded, and of when this is; returns metrics."""
-    config = parts.config
-    grade = grader(config.reward.grader)
-    options = config.evaluation
-    # What ends a turn, and who answers it, belongs to the task: as in training.
-    stop_strings, environment = tuple(config.rollout.stop_strings), environment_of(parts)
+class Evaluation:
+    """Samples answers to the evaluation prompts and grades them."""
 
-    def evaluate(actor: Actor, when: str) -> dict[str, float]:
-        completions = actor.generate(
-            parts.held_out,
-            parts.tokenizer.decode,
-            num_samples=options.num_samples,
-            step=_STEP,
-            temperature=options.temperature,
-            truncation=_truncation(options),
-            stop_strings=stop_strings,
-            environment=environment,
-        )
-        scored = score_completions(completions, grade=grade, overlong=_unpunished)
-        keep_samples(config, scored, when)
-        return evaluation_metrics(scored)
+    def __init__(self, run: RunContext):
+        """Raises UserError where the grader is not known or the environment cannot be loaded."""
+        self._run = run
+        self._grade = grader(run.config.reward.grader)
+        self._options = evaluation_sampling(run, step=_STEP)
 
-    return evaluate
-
-
-def _truncation(options: EvaluationConfig) -> Truncation:
-    return truncation_of(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    def __call__(self, actor: Actor, when: str) -> Metrics:
+        """Metrics of an actor; the report shows some answers of "before" and "after" training."""
+        completions = actor.generate(self._run.held_out, self._options)
+        scored = score_completions(completions, grade=self._grade, overlong=_unpunished)
+        keep_samples(self._run.config, scored, when)
+        return dict(evaluation_metrics(scored))
 
 
 def _unpunished(lengths_B: np.ndarray) -> np.ndarray:

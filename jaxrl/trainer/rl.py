@@ -43,7 +43,13 @@ from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.trainer.cross_checks import estimator_of, policy_objective
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import TrainingStage
-from jaxrl.trainer.context import RunContext, prompt_options, row_limits, supervised_stream
+from jaxrl.trainer.context import (
+    RunContext,
+    prompt_options,
+    row_limits,
+    supervised_stream,
+    training_sampling,
+)
 from jaxrl.trainer.roles import Roles, keep_reference, start_from
 
 
@@ -85,7 +91,7 @@ class RlStage(TrainingStage):
         elif roles.reference is not None:
             keep_reference(roles, self._starting_params())
         self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
-        self._generation = Generation(roles.actor, run.sampling_options(), self._clock)
+        self._generation = Generation(roles.actor, training_sampling(run), self._clock)
         self._rewards = build_rewards(run, roles, self._clock)
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
