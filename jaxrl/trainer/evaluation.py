@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.rewards.score import grader, score_completions
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import Truncation, truncation_of
 from jaxrl.trainer.config import EvaluationConfig
 from jaxrl.trainer.environment import environment_of
@@ -25,20 +26,19 @@ def evaluator(parts: Parts) -> Callable[[Actor, str], dict[str, float]]:
     config = parts.config
     grade = grader(config.reward.grader)
     options = config.evaluation
-    # What ends a turn, and who answers it, belongs to the task: as in training.
-    stop_strings, environment = tuple(config.rollout.stop_strings), environment_of(parts)
+    sampling = SamplingOptions(
+        num_samples=options.num_samples,
+        seed=config.seed,
+        step=_STEP,
+        temperature=options.temperature,
+        truncation=_truncation(options),
+        # What ends a turn, and who answers it, belongs to the task: as in training.
+        stop_strings=tuple(config.rollout.stop_strings),
+        environment=environment_of(parts),
+    )
 
     def evaluate(actor: Actor, when: str) -> dict[str, float]:
-        completions = actor.generate(
-            parts.held_out,
-            parts.tokenizer.decode,
-            num_samples=options.num_samples,
-            step=_STEP,
-            temperature=options.temperature,
-            truncation=_truncation(options),
-            stop_strings=stop_strings,
-            environment=environment,
-        )
+        completions = actor.generate(parts.held_out, sampling)
         scored = score_completions(completions, grade=grade, overlong=_unpunished)
         keep_samples(config, scored, when)
         return evaluation_metrics(scored)

@@ -31,11 +31,12 @@ from jaxrl.rewards.user import user_reward
 from jaxrl.roles.advantages import SUM_PI_SQUARED, VocabularyBatch
 from jaxrl.roles.batches import pack_completions, pack_examples
 from jaxrl.roles.correction import corrected
-from jaxrl.roles.critic import Critic
-from jaxrl.roles.frozen import Judge
 from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.roles.learner import Learner, Objective
+from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
+from jaxrl.roles.objective import Objective
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.value import Critic
 from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.generation import Generation
 from jaxrl.trainer.recipe import estimator_of, policy_objective
@@ -91,7 +92,7 @@ class Events:
         )
         self.keep = keep_mixed_groups
         phase = stage.phase
-        self.load_rollout = phase("update_weights", team.actor.load_rollout)
+        self.load_rollout = phase("update_weights", team.actor.for_sampling)
         self.generate = phase("gen", self._generate, shown="generate", may_stop=True)
         self.finish_generating = phase("gen", self._finish_generating, may_stop=True)
         self.generate_greedily = phase("gen_max", self._generate_greedily, shown="generate")
@@ -182,7 +183,7 @@ class Events:
         )
 
     def _load_if_stale(self) -> None:
-        if self._team.actor.rollout_params is None:
+        if not self._team.actor.can_sample:
             self.load_rollout()
 
     # Rewards
@@ -241,7 +242,7 @@ class Events:
         self._noted |= {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()}
         return cost_B
 
-    def _judged(self, judge: Judge, completions: Completions) -> np.ndarray:
+    def _judged(self, judge: RewardModel, completions: Completions) -> np.ndarray:
         """A judge's score of each completion, float32 [B]."""
         rollout = self._config.rollout
         # The number of groups that a partial rollout finishes differs; one shape holds them all.
@@ -408,7 +409,7 @@ class Events:
         reference = self._team.reference
         if reference is None or not self._policy_objective.needs_reference:
             return None
-        return reference.params
+        return reference.onloaded()
 
     def _update_critic(self, targets: ValueBatch) -> Metrics:
         return self._updated_critic("critic", self._team.critic, targets)

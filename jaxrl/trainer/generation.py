@@ -1,7 +1,7 @@
 """How a run samples its training data: settings, what a step leaves to the next, what earlier steps teach.
 
 With `rollout.partial` a step ends as soon as it has the groups that it needs. What is unfinished then waits
-in a `Carry`, tokens and log-probabilities included, and goes on under the next step's weights.
+as `UnfinishedGroups`, tokens and log-probabilities included, and goes on under the next step's weights.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.roles.actor import Actor
-from jaxrl.rollout.driver import Enough
-from jaxrl.rollout.samples import Carry
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import Enough, SamplingOptions
+from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.trainer.environment import environment_of
 from jaxrl.trainer.setup import Parts
@@ -30,39 +30,41 @@ class Generation:
         options = parts.config.rollout
         self._actor = actor
         self._batch = options.generation_prompts
-        self._decode_text = parts.tokenizer.decode
-        self._settings: dict[str, Any] = {
-            "num_samples": options.num_samples,
-            "truncation": truncation_of(
+        self._options = SamplingOptions(
+            num_samples=options.num_samples,
+            seed=parts.config.seed,
+            step=0,
+            temperature=options.temperature,
+            truncation=truncation_of(
                 top_k=options.top_k,
                 top_p=options.top_p,
                 min_p=options.min_p,
                 min_tokens=options.min_response_tokens,
                 repetition_penalty=options.repetition_penalty,
             ),
-            "stop_strings": tuple(options.stop_strings),
-            "environment": environment_of(parts),
-        }
-        self._carry: Carry | None = None
+            stop_strings=tuple(options.stop_strings),
+            environment=environment_of(parts),
+        )
+        self._unfinished: UnfinishedGroups | None = None
         # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
         self._lengths: dict[int, int] = {}
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
 
     def close(self) -> None:
         """Waits for what is being sampled."""
-        self._thread.shutdown()
+        self._actor.close()
 
     # What outlives a step
 
     def record(self) -> dict[str, Any]:
         """JSON-able: what a resumed run needs to sample the same."""
-        carry = None if self._carry is None else self._carry.record()
-        return {"carry": carry, "lengths": list(self._lengths.items())}
+        unfinished = None if self._unfinished is None else self._unfinished.record()
+        return {"unfinished": unfinished, "lengths": list(self._lengths.items())}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes on from a record."""
         self._lengths = {text: length for text, length in record["lengths"]}
-        self._carry = None if record["carry"] is None else Carry.of_record(record["carry"])
+        unfinished = record["unfinished"]
+        self._unfinished = None if unfinished is None else UnfinishedGroups.of_record(unfinished)
 
     # Sampling
 
@@ -70,10 +72,8 @@ class Generation:
         """Samples every response to its end; `changes` are to the run's settings."""
         completions = self._actor.generate(
             prompts,
-            self._decode_text,
-            step=step,
+            self._options.replace(step=step, **changes),
             expected_tokens_N=self._expected(prompts),
-            **(self._settings | changes),
         )
         self._learn_lengths(completions)
         return completions
@@ -86,14 +86,10 @@ class Generation:
 
     def start(self, prompts: Prompts, *, step: int) -> concurrent.futures.Future[Completions]:
         """Samples from the weights as they are now, beside whatever comes next."""
-        return self._thread.submit(
-            self._actor.sample,
-            self._actor.rollout_params,
+        return self._actor.start_generating(
             prompts,
-            self._decode_text,
-            step=step,
+            self._options.replace(step=step),
             expected_tokens_N=self._expected(prompts),
-            **self._settings,
         )
 
     def sample_until(
@@ -105,17 +101,15 @@ class Generation:
           The finished groups; and counts of groups that were carried in, and of tokens that weights of
           earlier steps have drawn.
         """
-        carried = 0 if self._carry is None else len(self._carry.prompts)
-        rollout = self._actor.roll_out(
+        carried = 0 if self._unfinished is None else len(self._unfinished.prompts)
+        rollout = self._actor.resume(
             prompts,
-            self._decode_text,
-            step=step,
-            carry=self._carry,
+            self._options.replace(step=step),
+            unfinished=self._unfinished,
             enough=enough,
             expected_tokens_N=self._expected(prompts),
-            **self._settings,
         )
-        self._carry = rollout.carry
+        self._unfinished = rollout.unfinished
         self._learn_lengths(rollout.completions)
         return rollout.completions, {
             "rollout/carried_groups": carried,
@@ -130,7 +124,7 @@ class Generation:
         """
         each = iter(stream)
         while True:
-            carried = 0 if self._carry is None else len(self._carry.prompts)
+            carried = 0 if self._unfinished is None else len(self._unfinished.prompts)
             wanted = max(1, self._batch - carried)
             yield Prompts.concatenate([next(each) for _ in range(wanted)])
 

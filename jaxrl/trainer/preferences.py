@@ -16,15 +16,16 @@ from jaxrl.mesh.groupings import state_tables
 from jaxrl.models import lora
 from jaxrl.models.huggingface_export import save_checkpoint
 from jaxrl.recipes.sft import sft
-from jaxrl.roles.learner import Learner, Objective
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.objective import Objective
 from jaxrl.roles.pairs import (
     PairBatch,
     pack_pairs,
     pair_sums,
     policy_pair_objective,
-    scorer_objective,
+    reward_model_objective,
 )
-from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.setup import Parts, preference_stream
 from jaxrl.trainer.stage import open_stage, run_until_stopped
@@ -43,8 +44,8 @@ def train_scorer(parts: Parts, stop: StopSignal) -> None:
       UserError: the loss is not one of scores.
     """
     options = parts.config.preference
-    objective = scorer_objective(options.loss, dict(options.options))
-    scorer = Scorer(
+    objective = reward_model_objective(options.loss, dict(options.options))
+    scorer = RewardModelLearner(
         lora.base_config(parts.model),
         parts.mesh_of("actor"),
         train=parts.config.train,
@@ -56,7 +57,7 @@ def train_scorer(parts: Parts, stop: StopSignal) -> None:
     sign = -1.0 if options.loss == "cost_preference" else 1.0
 
     def start() -> None:
-        params = warm_start(parts, stop).state.params
+        params = warm_start(parts, stop).for_training().params
         scorer.start_from(lora.split(params)[1] if parts.model.lora.rank else params)
 
     def rank(batch: PairBatch) -> jax.Array:
@@ -75,14 +76,14 @@ def train_dpo(parts: Parts, stop: StopSignal) -> None:
     """
     options = parts.config.preference
     objective = policy_pair_objective(options.loss, dict(options.options))
-    actor = build_actor(parts, optim=options.optim)
+    actor = build_actor(parts, optim=options.optim, samples=False)
     reference = warm_start(parts, stop)
 
     def with_reference(batch: PairBatch) -> PairBatch:
         return batch.replace(ref_logprob=reference.logprobs(batch))
 
     def start() -> None:
-        params = jax.tree.map(jnp.copy, reference.state.params)
+        params = jax.tree.map(jnp.copy, reference.for_training().params)
         actor.start_from(params)
 
     def rank(batch: PairBatch) -> jax.Array:
@@ -177,13 +178,13 @@ def _held_out(parts: Parts, learner: Learner, rank: Rank) -> Callable[[], float]
     return accuracy
 
 
-def _save(scorer: Scorer, parts: Parts) -> None:
+def _save(scorer: RewardModelLearner, parts: Parts) -> None:
     """Writes the model as a Hugging Face directory, `<run>/scorer`; again if the run is finished again."""
     directory = parts.config.run_folder / "scorer"
     if directory.exists() or not hosts.is_first():
         return
     save_checkpoint(
-        scorer.state.params,
+        scorer.for_training().params,
         scorer.model,
         directory,
         dtype="float32",

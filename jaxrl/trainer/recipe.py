@@ -11,7 +11,8 @@ from jaxrl.mesh.pools import read_placement
 from jaxrl.recipes.registry import RECIPES
 from jaxrl.roles import losses
 from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
-from jaxrl.roles.learner import Objective
+from jaxrl.roles.objective import Objective
+from jaxrl.rollout import drivers
 from jaxrl.trainer.config import Config
 
 # A role that a recipe has because of an event it is handed.
@@ -127,22 +128,14 @@ def _check_rollout(config: Config) -> None:
             "rollout.partial and algorithm.one_step_off are two ways to keep the devices busy while long "
             "samples end, and do not go together; choose one"
         )
-    if options.driver == "jetstream":
-        _check_jetstream(config)
-
-
-def _check_jetstream(config: Config) -> None:
-    options = config.rollout
     asked = {
-        "rollout.partial": options.partial,
-        "rollout.environment": options.environment,
-        "hosts.num_processes above 1": config.hosts.num_processes > 1,
+        drivers.PARTIAL: options.partial,
+        drivers.ENVIRONMENT: options.environment,
+        drivers.SEVERAL_PROCESSES: config.hosts.num_processes > 1,
     }
-    for name, wanted in asked.items():
-        if wanted:
-            raise UserError(
-                f"rollout.driver 'jetstream' cannot do {name}; use rollout.driver='offline', which can"
-            )
+    drivers.check_driver(
+        options.driver, frozenset(name for name, wanted in asked.items() if wanted)
+    )
 
 
 def estimator_of(config: Config) -> Estimator:

@@ -38,9 +38,9 @@ def reinforce(parts: Parts, stop: StopSignal) -> None:
         if stage.finished:
             return
         if record is None:
-            start_from(team, warm_start(parts, stop).state.params, parts)
+            start_from(team, warm_start(parts, stop).for_training().params, parts)
         elif team.reference is not None:
-            keep_reference(team, warm_start(parts, stop).state.params)
+            keep_reference(team, warm_start(parts, stop).for_training().params)
         stream = _stream(parts)
         events = Events(parts, stage, team, stream)
         if record is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,21 +12,22 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params
+from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import load_adapter, load_params
-from jaxrl.roles.actor import Actor
-from jaxrl.roles.critic import Critic
-from jaxrl.roles.frozen import Judge, Reference
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.rollout import driver as offline
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.value import Critic
+from jaxrl.rollout.backend import RolloutBackend
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.recipe import roles_of
 from jaxrl.trainer.setup import Parts, engine_config
-from jaxrl.types import Completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Team:
     critic: Critic | None = None
     cost_critic: Critic | None = None
     reference: Reference | None = None
-    reward: Judge | None = None
-    cost: Judge | None = None
+    reward: RewardModel | None = None
+    cost: RewardModel | None = None
     judge: GenerativeJudge | None = None
 
     @property
@@ -49,40 +49,35 @@ class Team:
         return {name: role for name, role in roles.items() if role is not None}
 
 
-def build_actor(parts: Parts, *, optim) -> Actor:
-    """The actor with the programs of one stage; it has no weights yet."""
+def build_actor(parts: Parts, *, optim, samples: bool = True) -> Actor:
+    """The actor with the programs of one stage; it has no weights yet. Without `samples` it only learns."""
     config = parts.config
     return Actor(
         parts.model,
         parts.mesh_of("actor"),
         **_shared(parts, "actor"),
         optim=optim,
-        engine=engine_config(config, parts.stop_ids),
         temperature=config.rollout.temperature,
         seed=config.seed,
-        rollout_mesh=_rollout_mesh(parts),
-        sampler=_sampler(config.rollout.driver),
+        backend=_rollout_backend(parts) if samples else None,
     )
 
 
-def _sampler(driver: str) -> Callable[..., Completions]:
-    if driver == "offline":
-        return offline.sample
-    from jaxrl.rollout import jetstream
-
-    return jetstream.sample
-
-
-def _rollout_mesh(parts: Parts):
-    """Where the actor samples, if not where it learns."""
-    if "rollout" not in roles_of(parts.config):
-        return None
-    mesh = parts.mesh_of("rollout")
-    return None if mesh is parts.mesh_of("actor") else mesh
+def _rollout_backend(parts: Parts) -> RolloutBackend:
+    """What the actor samples with: where it learns, or where the role "rollout" is."""
+    config = parts.config
+    role = "rollout" if "rollout" in roles_of(config) else "actor"
+    return build_backend(
+        config.rollout.driver,
+        parts.model,
+        parts.mesh_of(role),
+        engine_config(config, parts.stop_ids),
+        parts.tokenizer.decode,
+    )
 
 
 def build_team(parts: Parts) -> Team:
-    """All roles of the config's recipe. The judges have their weights, the others have none yet."""
+    """All roles of the config's recipe. What scores and judges has its weights, the others have none yet."""
     config = parts.config
     roles = roles_of(config)
     reference = None
@@ -98,8 +93,8 @@ def build_team(parts: Parts) -> Team:
         critic=_critic(parts, "critic") if "critic" in roles else None,
         cost_critic=_critic(parts, "cost_critic") if "cost_critic" in roles else None,
         reference=reference,
-        reward=_judge(parts, "reward", config.reward.model) if "reward" in roles else None,
-        cost=_judge(parts, "cost", config.cost.model) if "cost" in roles else None,
+        reward=_reward_model(parts, "reward", config.reward.model) if "reward" in roles else None,
+        cost=_reward_model(parts, "cost", config.cost.model) if "cost" in roles else None,
         judge=_generative_judge(parts) if "judge" in roles else None,
     )
 
@@ -129,7 +124,7 @@ def start_from(team: Team, params: Params, parts: Parts) -> None:
 def keep_reference(team: Team, params: Params) -> None:
     """Gives the reference, if there is one, a copy of the weights that training starts from."""
     if team.reference is not None:
-        team.reference.params = _copy(params, team.reference.train_shardings)
+        team.reference.load(_copy(params, team.reference.train_shardings))
 
 
 def _first_of_critic(critic: Critic, params: Params, parts: Parts) -> Params:
@@ -165,7 +160,7 @@ def _critic(parts: Parts, role: str) -> Critic:
     )
 
 
-def _judge(parts: Parts, role: str, directory: str) -> Judge:
+def _reward_model(parts: Parts, role: str, directory: str) -> RewardModel:
     model = read_config(directory)
     if not model.num_scores:
         raise UserError(
@@ -173,9 +168,9 @@ def _judge(parts: Parts, role: str, directory: str) -> Judge:
             "with a head of scores, such as launch/reward_model.py trains"
         )
     _check_vocabulary(model, parts, directory)
-    judge = Judge(model, parts.mesh_of(role), **_shared(parts, role))
-    judge.params = load_params(directory, model, judge.train_shardings)
-    return judge
+    scorer = RewardModel(model, parts.mesh_of(role), **_shared(parts, role))
+    scorer.load(load_params(directory, model, scorer.train_shardings))
+    return scorer
 
 
 def _generative_judge(parts: Parts) -> GenerativeJudge:
@@ -188,24 +183,26 @@ def _generative_judge(parts: Parts) -> GenerativeJudge:
         )
     tokenizer = load_tokenizer(options.model)
     model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    mesh = parts.mesh_of("judge")
     rollout = parts.config.rollout
-    judge = GenerativeJudge(
-        model,
-        parts.mesh_of("judge"),
-        tokenizer=tokenizer,
-        engine=EngineConfig(
-            slots=options.slots,
-            prefill_prompts=min(options.slots, rollout.prefill_prompts),
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_response_tokens=options.max_verdict_tokens,
-            tokens_per_dispatch=rollout.tokens_per_dispatch,
-            stop_ids=tokenizer.stop_ids,
-            dtype=jnp.dtype(rollout.dtype),
-        ),
-        chat=options.chat,
+    # It samples as the policy does, with as many slots as it has verdicts at a time.
+    settings = rollout.engine_settings(
+        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
     )
-    judge.params = load_params(options.model, model, judge.generate_shardings, dtype=rollout.dtype)
-    return judge
+    engine = EngineConfig(
+        **settings,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_response_tokens=options.max_verdict_tokens,
+        stop_ids=tokenizer.stop_ids,
+    )
+    # Not `rollout.driver`, which is the policy's.
+    backend = build_backend("offline", model, mesh, engine, tokenizer.decode)
+    _, shapes, axes = decoder_graph(model)
+    where = shardings(axes, shapes, GENERATE_RULES, mesh)
+    backend.load(load_params(options.model, model, where, dtype=backend.dtype))
+    return GenerativeJudge(
+        backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
+    )
 
 
 def _check_vocabulary(model, parts: Parts, directory: str) -> None:
@@ -223,5 +220,5 @@ def _shared(parts: Parts, role: str) -> dict[str, Any]:
     return {
         "train": parts.config.train,
         "tables": state_tables(layout.sharding),
-        "park": layout.park_training_state,
+        "offload": layout.offload_training_state,
     }

@@ -9,9 +9,9 @@ import jax
 from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
 from jaxrl.mesh import hosts
 from jaxrl.recipes.sft import sft
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.policy import Actor
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.setup import Parts, longest_sequence, packed_shape, supervised_stream
@@ -28,7 +28,7 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = parts.config.warm_start
-    actor = build_actor(parts, optim=options.optim)
+    actor = build_actor(parts, optim=options.optim, samples=False)
     with open_stage(
         parts.config,
         "SFT",
