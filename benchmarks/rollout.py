@@ -38,12 +38,14 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.driver import Options, rollout
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Prompts
 
 SYSTEMS = pathlib.Path(__file__).with_name("rollout_systems.py")
@@ -242,6 +244,7 @@ def sizes(console):
     for longest in (256, 2048, 16384):
         config = EngineConfig(
             slots=256,
+            fewest_rows=8,
             prefill_prompts=8,
             max_prompt_tokens=shape.prompt,
             max_response_tokens=longest,
@@ -250,10 +253,10 @@ def sizes(console):
             unroll=shape.layers,
         )
         engine = Engine(shape.model, graph, mesh, config)
-        options = Options(num_samples=1, seed=0, step=0, temperature=1.0, budget_tokens=128)
-        run = functools.partial(
-            rollout, engine, params, prompts_of(shape, 8), lambda _: "", options
-        )
+        options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0, budget_tokens=128)
+        backend = OfflineBackend(engine, lambda _: "")
+        backend.load(params)
+        run = functools.partial(backend.resume, prompts_of(shape, 8), options)
         seconds = fastest(run)
         per_token = shape.model.kv_bytes_per_token(4) / 1e6
         used = next(s for s in engine.cache_sizes if s >= shape.prompt + 128)
@@ -277,38 +280,42 @@ def precision(console):
     longest = shape.prompt + shape.response
     packed = PackedShape.for_sequences(16, longest=longest, minibatches=1, rows=4, tokens=1024)
     for dtype, kv_dtype in [
-        (jnp.float32, jnp.float32),
-        (jnp.float32, jnp.bfloat16),
-        (jnp.float32, jnp.int8),
-        (jnp.bfloat16, jnp.bfloat16),
-        (jnp.bfloat16, jnp.int8),
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "int8"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "int8"),
     ]:
+        config = EngineConfig(
+            slots=16,
+            fewest_rows=8,
+            prefill_prompts=8,
+            max_prompt_tokens=shape.prompt,
+            max_response_tokens=shape.response,
+            tokens_per_dispatch=16,
+            stop_ids=(),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
+        engine = Engine(shape.model, decoder_graph(shape.model)[0], mesh, config)
         actor = Actor(
             shape.model,
             mesh,
             train=TrainConfig(),
             optim=OptimConfig(),
-            engine=EngineConfig(
-                slots=16,
-                prefill_prompts=8,
-                max_prompt_tokens=shape.prompt,
-                max_response_tokens=shape.response,
-                tokens_per_dispatch=16,
-                stop_ids=(),
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-            ),
             temperature=1.0,
             seed=0,
+            backend=OfflineBackend(engine, lambda _: ""),
         )
         actor.init()
-        completions = actor.generate(prompts, lambda _: "", num_samples=2, step=0)
+        options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
+        completions = actor.generate(prompts, options)
         batch = pack_completions(completions, packed)
         logprob = np.asarray(actor.logprobs(actor.place(batch)))
         gap = (np.asarray(batch.rollout_logprob) - logprob)[np.asarray(batch.loss_mask) > 0]
         table.add_row(
-            jnp.dtype(dtype).name,
-            jnp.dtype(kv_dtype).name,
+            dtype,
+            kv_dtype,
             f"{gap.mean():+.1e}",
             f"{np.abs(gap).mean():.1e}",
             f"{np.abs(gap).max():.1e}",

@@ -34,8 +34,10 @@ def jaxrl_system(shape, kv_dtype):
     from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
     from jaxrl.models.config import ModelConfig
     from jaxrl.models.decoder import decoder_graph, init_params
-    from jaxrl.rollout.driver import sample
-    from jaxrl.rollout.engine import Engine, EngineConfig
+    from jaxrl.rollout.backend import SamplingOptions
+    from jaxrl.rollout.driver import OfflineBackend
+    from jaxrl.rollout.engine import Engine
+    from jaxrl.rollout.settings import EngineConfig
     from jaxrl.types import Prompts
 
     model = ModelConfig(
@@ -52,24 +54,25 @@ def jaxrl_system(shape, kv_dtype):
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
     config = EngineConfig(
         slots=shape["prompts"] * shape["samples"],
+        fewest_rows=8,
         prefill_prompts=shape["prompts"],
         max_prompt_tokens=shape["prompt"],
         max_response_tokens=shape["response"],
         tokens_per_dispatch=16,
         stop_ids=tuple(stop_ids(shape)),
-        kv_dtype=np.dtype(kv_dtype) if kv_dtype != "bfloat16" else jax.numpy.bfloat16,
+        kv_dtype=kv_dtype,
         unroll=shape["layers"],
     )
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
-    params = init_params(model, jax.random.key(0))
+    backend = OfflineBackend(engine, lambda _: "")
+    backend.load(init_params(model, jax.random.key(0)))
 
     def run(seed):
         tokens = tuple(row.astype(np.int32) for row in prompts_of(shape, seed))
         blank = ("",) * len(tokens)
         prompts = Prompts(np.arange(len(tokens)), tokens, blank, blank, blank)
-        options = {"num_samples": shape["samples"], "seed": seed, "step": 0, "temperature": 1.0}
-        completions = sample(engine, params, prompts, lambda _: "", **options)
-        return completions.lengths_B
+        options = SamplingOptions(shape["samples"], seed=seed, step=0, temperature=1.0)
+        return backend.generate(prompts, options).lengths_B
 
     def programs():
         return engine.generate._cache_size()

@@ -22,7 +22,7 @@ What verl's script sets and jaxrl has no setting for, or a different one:
 
     gpu_memory_utilization .8     rollout.slots, whose cache is as long as the longest running sample
     chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
-    parameter, optimizer offload  mesh.park_training_state, not set: both are spread out, 3 GB a device
+    parameter, optimizer offload  mesh.offload_training_state, not set: both are spread out, 3 GB a device
     ulysses sequence parallel 8   mesh.context would be the counterpart; rows fit without
     dynamic batch sizes           rows of a fixed length are packed instead, so nothing compiles twice
     remove_padding                the same packing

@@ -21,7 +21,7 @@ LINES = (
     ("user_code",),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
-    ("roles",),
+    ("roles", "testing"),
     ("recipes", "planner"),
     ("trainer",),
     ("launch", "configs"),
@@ -34,7 +34,7 @@ LATE_IMPORTS = {
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.http_server"): "extra `serve`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
-    ("jaxrl/trainer/team.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
+    ("jaxrl/rollout/drivers.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/trainer/run_folder.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
 }
 
@@ -140,8 +140,8 @@ def test_no_ring_among_modules():
         ("jaxrl.algos.shaping", "import jaxrl.models.config"),
         ("jaxrl.algos.shaping", "from jaxrl.mesh import rules"),
         ("jaxrl.types", "from jaxrl.errors import UserError"),
-        ("jaxrl.roles.actor", "def f():\n    from jaxrl import trainer"),
-        ("jaxrl.data.stream", "if TYPE_CHECKING:\n    from jaxrl.roles.actor import Actor"),
+        ("jaxrl.roles.policy", "def f():\n    from jaxrl import trainer"),
+        ("jaxrl.data.stream", "if TYPE_CHECKING:\n    from jaxrl.roles.policy import Actor"),
         ("jaxrl.planner.dry_run", "from configs.dapo_tiny import get_config"),
         ("jaxrl", "from jaxrl.errors import UserError"),
         ("jaxrl.mesh.rules", "import jaxrl"),

@@ -32,7 +32,8 @@ from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface_export import save_checkpoint  # noqa: E402
-from jaxrl.rollout.driver import sample  # noqa: E402
+from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
+from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.trainer.serving import ServeConfig, load, running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
@@ -123,16 +124,10 @@ def offline(loaded, prompt: str, *, seed: int, max_tokens: int, temperature=1.0)
     """Text, tokens and logprobs that training would sample from the same weights."""
     blank = ("",)
     prompts = Prompts(np.array([seed]), (loaded.tokenizer.encode(prompt),), blank, blank, blank)
-    found = sample(
-        loaded.engine,
-        loaded.params,
-        prompts,
-        loaded.tokenizer.decode,
-        num_samples=2,
-        seed=0,
-        step=0,
-        temperature=temperature,
-    )
+    backend = OfflineBackend(loaded.engine, loaded.tokenizer.decode)
+    backend.load(loaded.params)
+    options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=temperature)
+    found = backend.generate(prompts, options)
     tokens = [t[:max_tokens] for t in found.tokens]
     return [
         (loaded.tokenizer.decode(t), t, logprob[:max_tokens], t[-1] in loaded.tokenizer.stop_ids)

@@ -160,10 +160,6 @@ class DynamicSampling:
         """Goes on from a record."""
         self._inner.restore(record, prompts)
 
-    def close(self) -> None:
-        """Closes the other sampler."""
-        self._inner.close()
-
 
 def _fills(missing: int) -> Enough:
     """Says of each group that is finished whether the step will be full with it."""

@@ -13,13 +13,12 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.models.decoder import Params
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.advantages import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.correction import CorrectionConfig, corrected
-from jaxrl.roles.critic import Critic
-from jaxrl.roles.frozen import Reference
-from jaxrl.roles.learner import Objective
+from jaxrl.roles.objective import Objective
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.value import Critic
 from jaxrl.types import TrainBatch, ValueBatch
 
 
@@ -106,7 +105,7 @@ class ActorPhase:
     def _reference_weights(self) -> Params | None:
         if self._reference is None or not self._objective.needs_reference:
             return None
-        return self._reference.params
+        return self._reference.onloaded()
 
 
 class CriticPhase:

@@ -15,10 +15,9 @@ from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.step_metrics import batch_metrics
 from jaxrl.mesh import hosts
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.advantages import Estimator
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.frozen import Reference
+from jaxrl.roles.policy import Actor, Reference
 from jaxrl.types import ValueBatch
 
 
@@ -162,9 +161,7 @@ class Advantages:
             reward_N = greedy.scored.reward_B
             baseline_B = reward_N[experience.completions.prompt_index_B]
             experience, _ = self._estimated(experience, baseline_B=baseline_B)
-            experience = experience.grown(
-                experience.batch, {"reward/greedy/mean": reward_N.mean()}
-            )
+            experience = experience.grown(experience.batch, {"reward/greedy/mean": reward_N.mean()})
             return self._done(experience)
 
     def with_costs(

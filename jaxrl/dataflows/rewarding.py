@@ -1,6 +1,6 @@
 """Rewards of responses: the grader, a user's functions, reward models and judges, and what length costs.
 
-    Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted -> Sampled
+Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted -> Sampled
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
 from jaxrl.rewards.score import Grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.frozen import Judge
 from jaxrl.roles.generative_judge import GenerativeJudge
+from jaxrl.roles.reward_model import RewardModel
 from jaxrl.types import Completions, PackedBatch, Scored
 
 
@@ -64,7 +64,7 @@ class FunctionReward:
 class SequenceScores:
     """Scores of whole sequences by a reward or cost model."""
 
-    def __init__(self, model: Judge, rows: RowLimits, *, most_sequences: int = 0):
+    def __init__(self, model: RewardModel, rows: RowLimits, *, most_sequences: int = 0):
         """Args: the model, its packed rows, and a batch size below which batches share one program."""
         self._model = model
         self._rows = rows

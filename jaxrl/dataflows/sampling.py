@@ -22,7 +22,7 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.mesh import hosts
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
@@ -68,10 +68,6 @@ class Sampler(Protocol):
         """Goes on from a record."""
         ...
 
-    def close(self) -> None:
-        """Waits for what is being sampled."""
-        ...
-
 
 class Generation:
     """Responses from the actor, with what earlier steps teach about their lengths.
@@ -90,17 +86,13 @@ class Generation:
 
     def load_weights(self) -> None:
         """Brings the actor's weights to where it samples, unless they are there."""
-        if not self.actor.is_sampling:
-            self.reload_weights()
-
-    def reload_weights(self) -> None:
-        """Brings the actor's present weights to where it samples."""
-        with self.clock.phase("update_weights"):
-            self.actor.load_rollout()
+        if not self.actor.can_sample:
+            with self.clock.phase("update_weights"):
+                self.actor.for_sampling()
 
     def current(self, **changes: Any) -> SamplingOptions:
         """The options of the present step, with changes."""
-        return dataclasses.replace(self.options, step=self.clock.step, **changes)
+        return self.options.replace(step=self.clock.step, **changes)
 
     def generate(self, prompts: Prompts, **changes: Any) -> Completions:
         """Every response to its end; `changes` are to the options."""
@@ -160,9 +152,6 @@ class Sampling:
         prompts.restore(record["prompts"])
         self._generation.restore(record)
 
-    def close(self) -> None:
-        """Nothing is going on between two calls."""
-
 
 class GreedySampling:
     """The likeliest response to each prompt, every token for itself, with its reward."""
@@ -192,7 +181,6 @@ class OneStepAhead:
     def __init__(self, generation: Generation, rewards: Rewards):
         self._generation = generation
         self._rewards = rewards
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._ahead: concurrent.futures.Future[Completions] | None = None
         # Where the prompts stood before those that are being sampled.
         self._position: dict[str, Any] = {}
@@ -203,7 +191,6 @@ class OneStepAhead:
         generation = self._generation
         with generation.clock.phase("gen", shown="generate", may_stop=True):
             current = self._ahead or self._start(prompts)
-            # The sampler does one batch at a time.
             completions = current.result()
             self._ahead = self._start(prompts)
             generation.learn_lengths(completions)
@@ -214,12 +201,9 @@ class OneStepAhead:
         generation = self._generation
         self._position = prompts.state()
         batch = next(prompts)
-        generation.reload_weights()
-        return self._thread.submit(
-            generation.actor.generate,
-            batch,
-            generation.current(),
-            expected_tokens_N=generation.expected_tokens(batch),
+        generation.load_weights()
+        return generation.actor.start_generating(
+            batch, generation.current(), expected_tokens_N=generation.expected_tokens(batch)
         )
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
@@ -231,10 +215,6 @@ class OneStepAhead:
         """Goes on from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
-
-    def close(self) -> None:
-        """Waits for what is being sampled."""
-        self._thread.shutdown()
 
 
 class PartialSampling:
@@ -308,9 +288,6 @@ class PartialSampling:
         self._generation.restore(record)
         stored = record["unfinished"]
         self._unfinished = None if stored is None else UnfinishedGroups.of_record(stored)
-
-    def close(self) -> None:
-        """Nothing is going on between two calls."""
 
 
 def check_same_prompts(prompts: Prompts, step: int) -> None:

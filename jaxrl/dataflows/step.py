@@ -86,5 +86,7 @@ class Step:
 
 
 def _declared(part: Part | None, role: str) -> Part:
-    assert part is not None, f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
+    assert part is not None, (
+        f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
+    )
     return part

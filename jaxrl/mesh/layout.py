@@ -43,7 +43,7 @@ class LayoutConfig:
       context: how many of the d replicas split each sequence instead of the batch.
       sharding: which of weights, gradients and moments are shared out over which replicas, a name of
         `mesh.groupings.ZERO`.
-      park_training_state: keep master weights, where sampling has its own, and moments in pinned host
+      offload_training_state: keep master weights, where sampling has its own, and moments in pinned host
         memory while it samples.
     """
 
@@ -54,7 +54,7 @@ class LayoutConfig:
     expert: int = 1
     context: int = 1
     sharding: str = "FSDP"
-    park_training_state: bool = False
+    offload_training_state: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,16 +36,19 @@ from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.protocols import rows_and_length
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings, shards_of
 from jaxrl.mesh.transition import Transition
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import Params
-from jaxrl.roles.actor import Actor
-from jaxrl.roles.learner import Objective, TrainState
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.roles.learner import TrainState
+from jaxrl.roles.objective import Objective
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.engine import Assignment, DecodeState, EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Assignment, DecodeState, Engine
 from jaxrl.rollout.sampling import untruncated
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import TrainBatch
 
 # Memory of one device, as vendors state it, in GB.
@@ -208,19 +211,20 @@ def dry_run(
     """
     # Stands in for a Mesh: it has axes and sizes, which is all that tracing asks for, and no devices.
     mesh: Any = abstract_mesh(layout)
+    backend = OfflineBackend(Engine(model, decoder_graph(model)[0], mesh, engine), _no_text)
     actor = Actor(
         model,
         mesh,
         train=train,
         optim=optim,
-        engine=engine,
         temperature=temperature,
         seed=0,
+        backend=backend,
         tables=tables,
     )
     state = actor.abstract_state()
     batch = _abstract_batch(actor, flow.shape)
-    rollout = _trace_rollout(actor)
+    rollout = _trace_rollout(actor, backend.engine)
     update = _trace_learning(actor, state, batch, objective)
     holdings = (
         *_weights(layout, state, rollout, engine),
@@ -244,16 +248,22 @@ def _abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
     return TrainBatch(**fields)
 
 
-def _trace_rollout(actor: Actor) -> _Rollout:
+def _no_text(tokens: np.ndarray) -> str:
+    raise AssertionError(f"shapes are not spelled, and {len(tokens)} tokens are")
+
+
+def _trace_rollout(actor: Actor, engine: Engine) -> _Rollout:
     """Traces the way to the generation layout and the programs there."""
-    engine, config = actor.engine, actor.engine.config
-    assert isinstance(actor.transition, Transition)
-    for bucket in actor.transition.buckets:
+    config = engine.config
+    assert isinstance(actor.resharding, Transition)
+    for bucket in actor.resharding.buckets:
         jax.eval_shape(bucket.gather_program, *bucket.gather_arguments())
     params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, config.dtype, sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.dtype(config.dtype), sharding=sharding
+        ),
         actor.shapes,
-        actor.generate_shardings,
+        shardings(actor.axes, actor.shapes, GENERATE_RULES, engine.mesh),
     )
     prefix = jax.eval_shape(
         engine.prefill,

@@ -1,4 +1,4 @@
-"""A judge that answers in words: a frozen language model with a tokenizer and an engine of its own."""
+"""A judge that answers in words: a frozen language model, with its own tokenizer and rollout backend."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl.data.messages import render_prompt
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.rollout.driver import sample
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.types import Prompts
+
+_GREEDY = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
 
 
 class GenerativeJudge:
@@ -23,28 +20,24 @@ class GenerativeJudge:
 
     def __init__(
         self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
+        backend: RolloutBackend,
         tokenizer: Tokenizer,
-        engine: EngineConfig,
+        *,
+        max_prompt_tokens: int,
         template: str = "{prompt}",
         chat: bool = False,
     ):
-        """Builds the programs; an assignment to `params` gives weights.
+        """Takes a language model that is ready to sample.
 
         Args:
-          model, mesh: the language model, and where it samples.
-          tokenizer: its own.
-          engine: how it samples; the longest prompt has to hold template, question and response.
+          backend: with the model's weights loaded; it turns tokens into text as `tokenizer` does.
+          tokenizer: the model's own.
+          max_prompt_tokens: has to hold template, question and response; longer prompts keep their end.
           template, chat: how a text becomes a prompt.
         """
-        self.mesh = mesh
-        graph, shapes, axes = decoder_graph(model)
-        self.generate_shardings = shardings(axes, shapes, GENERATE_RULES, mesh)
-        self.params: Params | None = None
-        self._engine = Engine(model, graph, mesh, engine)
+        self._backend = backend
         self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
         self._prompting: dict[str, Any] = {"template": template, "chat": chat}
 
     @property
@@ -54,10 +47,10 @@ class GenerativeJudge:
 
     def answer(self, texts: Sequence[str]) -> tuple[str, ...]:
         """The likeliest answer to each text. Prompts that are too long keep their end."""
-        assert self.params is not None, "an assignment to `params` comes first"
         rendered = [render_prompt(text, self._tokenizer, **self._prompting) for text in texts]
-        limit = self._engine.max_prefill_length
-        tokens = tuple(ids[-limit:] for ids in self._tokenizer.encode_batch(rendered))
+        tokens = tuple(
+            ids[-self._max_prompt_tokens :] for ids in self._tokenizer.encode_batch(rendered)
+        )
         prompts = Prompts(
             ids_N=np.arange(len(texts), dtype=np.int64),
             tokens=tokens,
@@ -65,14 +58,4 @@ class GenerativeJudge:
             answers=("",) * len(texts),
             sources=("judge",) * len(texts),
         )
-        completions = sample(
-            self._engine,
-            self.params,
-            prompts,
-            self._tokenizer.decode,
-            num_samples=1,
-            seed=0,
-            step=0,
-            temperature=0.0,
-        )
-        return completions.texts
+        return self._backend.generate(prompts, _GREEDY).texts

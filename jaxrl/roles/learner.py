@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,58 +16,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl.algos.aggregation import Aggregation, Counts, count, token_mean
+from jaxrl.algos.aggregation import Aggregation, Counts, count
 from jaxrl.algos.segments import masked
 from jaxrl.mesh.groupings import ZERO, StateTables
-from jaxrl.mesh.parking import park, unpark
+from jaxrl.mesh.offload import offload, onload
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import replicated, shardings
 from jaxrl.models import lora
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
+from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel, TrainConfig, micro_of
 from jaxrl.types import PackedBatch
-
-Stats = dict[str, jax.Array]
-# (what the role computes of a microbatch, the microbatch) -> (loss, stats), all [R, T].
-TokenLoss = Callable[[Any, Any], tuple[jax.Array, Stats]]
-
-
-def _as_it_is(batch: Any, key: jax.Array) -> Any:
-    del key
-    return batch
-
-
-def _nothing(outputs: Any, micro: Any) -> Stats:
-    del outputs, micro
-    return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What an update minimises. The same object must come back each step, or it is compiled again.
-
-    Attributes:
-      loss: (outputs, microbatch) -> (loss, stats) per token. Outputs are what the role computes, such as
-        `PolicyOutputs`; outside the mask everything is 0 before the loss sees it.
-      aggregation: how token losses add up to the loss of a minibatch.
-      stats: how stats do.
-      prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
-      keep: (outputs, microbatch) -> [R, T], 0 on tokens to leave out of everything that is to be computed,
-        where only the policy being trained can tell; None keeps all.
-      largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
-      needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
-    """
-
-    loss: TokenLoss
-    aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
-    stats: Aggregation = dataclasses.field(default_factory=token_mean)
-    prepare: Callable[[Any, jax.Array], Any] = _as_it_is
-    keep: Callable[[Any, Any], jax.Array] | None = None
-    largest: Callable[[Any, Any], Stats] = _nothing
-    needs_reference: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +91,7 @@ class Learner(PackedModel, abc.ABC):
         optim: OptimConfig,
         seed: int,
         tables: StateTables = ZERO["FSDP"],
-        park: bool = False,
+        offload: bool = False,
     ):
         """Builds the programs; `init` or an assignment to `state` gives weights.
 
@@ -138,7 +100,7 @@ class Learner(PackedModel, abc.ABC):
           train, optim: how it learns.
           seed: of random weights.
           tables: where weights, gradients and moments lie.
-          park: the state waits in pinned host memory while the role is idle.
+          offload: the state waits in pinned host memory while the role is idle.
         """
         super().__init__(model, mesh, train=train, tables=tables)
         self._optimizer = build_optimizer(optim)
@@ -148,8 +110,8 @@ class Learner(PackedModel, abc.ABC):
             for rules in (tables.gradients, tables.optimizer)
         )
         self._seed = seed
-        self._park = park
-        self._parked = False
+        self._may_offload = offload
+        self._offloaded = False
         self._updates: dict[tuple[Objective, ...], Any] = {}
         self._state: TrainState | None = None
 
@@ -173,26 +135,44 @@ class Learner(PackedModel, abc.ABC):
 
     @property
     def state(self) -> TrainState:
-        """Weights, optimiser and step; assigned to, initialised or trained, never changed in place."""
+        """Weights, optimiser and step; assigned to, initialised or trained, never changed in place.
+
+        Reading it moves nothing: where it may be offloaded or lent to sampling, `for_training` comes first.
+        """
         state = self._state
         assert state is not None, "init() or an assignment to `state` comes first"
-        if self._parked:
-            where = self.state_shardings()
-            state = unpark(state, where if state.params else where.replace(params=None))
-            self._parked = False
-        self._state = state
+        assert not self._offloaded and state.params is not None, (
+            "the training state waits on the host, or sampling has its weights: call for_training()"
+        )
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._parked = False
+        self._offloaded = False
         self._state = state
+        self._before_change()
 
-    def rest(self) -> None:
-        """Parks the state if the role was told to; reading `state` brings it back."""
-        if self._park and not self._parked:
-            self._state = park(self._state)
-            self._parked = True
+    def for_training(self) -> TrainState:
+        """The training state, brought back from wherever it waits."""
+        self._onload()
+        return self.state
+
+    def offload(self) -> None:
+        """Moves the state to the host's memory, if the role was told to; `for_training` brings it back."""
+        if self._may_offload and not self._offloaded:
+            self._state = offload(self._state)
+            self._offloaded = True
+
+    def _onload(self) -> None:
+        if self._offloaded:
+            assert self._state is not None, "only a state is offloaded"
+            where = self.state_shardings()
+            lent = self._state.params is None
+            self._state = onload(self._state, where.replace(params=None) if lent else where)
+            self._offloaded = False
+
+    def _before_change(self) -> None:
+        """What else was made of the weights does not hold any more."""
 
     def state_shardings(self) -> Any:
         """A TrainState of shardings of the training state."""
@@ -281,12 +261,10 @@ class Learner(PackedModel, abc.ABC):
                 out_shardings=(self.state_shardings(), None),
             )
         update = self._updates[objectives]
-        self.state, metrics = update(self._taken_state(), batches, reference)
+        state = self.for_training()
+        self._before_change()
+        self.state, metrics = update(state, batches, reference)
         return metrics
-
-    def _taken_state(self) -> TrainState:
-        """The state, about to be consumed by an update."""
-        return self.state
 
     # Pure functions
 

@@ -17,10 +17,10 @@ from jaxrl.algos.ratio import bounded_log_ratio
 from jaxrl.algos.registry import check_options, named, options_of
 from jaxrl.algos.segments import masked
 from jaxrl.algos.value_loss import clipped_value
-from jaxrl.roles.actor import PolicyOutputs
 from jaxrl.roles.correction import CorrectionConfig, not_rejected
-from jaxrl.roles.critic import ValueOutputs
-from jaxrl.roles.learner import Objective
+from jaxrl.roles.objective import Objective
+from jaxrl.roles.policy import PolicyOutputs
+from jaxrl.roles.value import ValueOutputs
 from jaxrl.types import TrainBatch, ValueBatch
 
 

@@ -24,9 +24,9 @@ from jaxrl.algos.registry import check_options, named
 from jaxrl.algos.segments import last_tokens, masked
 from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.data.preferences import Answer, PreferencePair
-from jaxrl.roles.actor import PolicyOutputs
-from jaxrl.roles.learner import Objective, Stats
-from jaxrl.roles.scorer import ScoreOutputs
+from jaxrl.roles.objective import Objective, Stats
+from jaxrl.roles.policy import PolicyOutputs
+from jaxrl.roles.reward_model import ScoreOutputs
 from jaxrl.types import PackedBatch
 
 
@@ -97,13 +97,13 @@ def pair_sums(x_RT: jax.Array, segment_ids_RT: jax.Array) -> tuple[jax.Array, ja
     return sums_RS[:, 1 : 2 * P : 2], sums_RS[:, 2 : 2 * P + 1 : 2]
 
 
-def scorer_objective(name: str, options: dict[str, Any]) -> Objective:
+def reward_model_objective(name: str, options: dict[str, Any]) -> Objective:
     """A loss of scores, "bradley_terry" or "cost_preference", its mean over the pairs of a minibatch.
 
     Raises:
       UserError: the name or an option is not known.
     """
-    labels_of = named(_SCORER_LABELS, name, "loss of scores")
+    labels_of = named(_SCORE_LABELS, name, "loss of scores")
     function = _checked(name, options)
 
     def loss(outputs: ScoreOutputs, micro: PairBatch) -> tuple[jax.Array, Stats]:
@@ -115,7 +115,7 @@ def scorer_objective(name: str, options: dict[str, Any]) -> Objective:
 
 
 # What each loss of scores wants to know of a pair besides its scores.
-_SCORER_LABELS: dict[str, Callable[[PairBatch], tuple[jax.Array, ...]]] = {
+_SCORE_LABELS: dict[str, Callable[[PairBatch], tuple[jax.Array, ...]]] = {
     "bradley_terry": lambda micro: pair_sums(micro.margin, micro.segment_ids)[:1],
     "cost_preference": lambda micro: pair_sums(micro.harm, micro.segment_ids),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def ladder(largest: int, smallest: int) -> tuple[int, ...]:
+def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
     """Sizes from about `smallest` to exactly `largest`, growing: 2^n and 3 * 2^(n-1), two per doubling.
 
     What needs any size in between is given at most two thirds as much again. There are at most
@@ -20,7 +20,7 @@ def ladder(largest: int, smallest: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def fit(sizes: Sequence[int], need: int) -> int:
+def round_up(sizes: Sequence[int], need: int) -> int:
     """The smallest of the growing `sizes` that is at least `need`."""
     return next(size for size in sizes if size >= need)
 

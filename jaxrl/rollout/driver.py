@@ -2,7 +2,7 @@
 
     plan (host)  ->  resize  ->  prefill, insert  ->  generate  ->  collect (host)  ->  plan ...
 
-Everything that decides comes from the requests and from what all processes read alike, so every process of a
+Everything that decides comes from the arguments and from what all processes read alike, so every process of a
 run takes the same way. Longest-expected samples go first; a prompt is prefilled once for all its samples.
 
 N prompts   G samples of each   B = N * G   W tokens of a dispatch
@@ -11,184 +11,157 @@ N prompts   G samples of each   B = N * G   W tokens of a dispatch
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
+from jaxrl.rollout.backend import (
+    DecodeText,
+    Enough,
+    SamplingOptions,
+    check_lengths,
+    expected_or_prompt_lengths,
+)
 from jaxrl.rollout.engine import Engine, Prefix
-from jaxrl.rollout.environment import Environment, Turn
-from jaxrl.rollout.samples import Carry, Rollout, Sample, completions_of
-from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.scheduler import Admission, Request, Scheduler
-from jaxrl.rollout.slots import Append, Drawn, Seat, Slots
+from jaxrl.rollout.environment import Turn
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
+from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.slots import DecodedTokens, Extension, SlotAssignment, Slots
 from jaxrl.types import Completions, Prompts
 
-DecodeText = Callable[[np.ndarray], str]
-# Of the groups finished so far, whether the others may be given up.
-Enough = Callable[[Completions], bool]
+
+class EngineBackend:
+    """An engine and its weights: what backends around our engine share."""
+
+    def __init__(self, engine: Engine, decode_text: DecodeText):
+        """Args: the compiled programs, and token ids to text. Weights come with `load`."""
+        self.engine = engine
+        self._decode_text = decode_text
+        self._params: Params | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where the engine runs."""
+        return self.engine.mesh
+
+    @property
+    def dtype(self) -> Any:
+        """Type of weights and activations."""
+        return jnp.dtype(self.engine.config.dtype)
+
+    @property
+    def params(self) -> Params:
+        """The weights that were loaded."""
+        assert self._params is not None, "load() comes first"
+        return self._params
+
+    def load(self, params: Params) -> None:
+        """Takes weights in the generation layout, in the place of those it has."""
+        self._params = params
+
+    def unload(self) -> Params | None:
+        """Gives the weights back; None without any."""
+        params, self._params = self._params, None
+        return params
+
+    def close(self) -> None:
+        """Nothing outlives a call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a batch is sampled.
+class OfflineBackend(EngineBackend):
+    """The engine and the offline driver; see `backend.RolloutBackend` for the methods."""
 
-    Attributes:
-      num_samples: G.
-      seed, step: with a prompt's id and the sample's index they determine each sample.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars; None is all.
-      stop_strings: texts that end a response as a stop id does; tokens after one are cut off.
-      environment: what answers a finished turn; None ends every sample at its first stop.
-      budget_tokens: most tokens that are added to a sample now; 0 is no such limit. What is unfinished then
-        is carried.
-    """
+    def generate(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Completions:
+        """Samples G responses to each prompt, all to their end."""
+        assert not options.budget_tokens, "a budget leaves samples unfinished: call `resume`"
+        batch = self._start(prompts, options, None, expected_tokens_N)
+        while batch.unfinished:
+            batch.dispatch()
+        return batch.completions(range(len(prompts)))
 
-    num_samples: int
-    seed: int
-    step: int
-    temperature: float
-    truncation: Truncation | None = None
-    stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
-    budget_tokens: int = 0
+    def resume(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        unfinished: UnfinishedGroups | None = None,
+        enough: Enough | None = None,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Rollout:
+        """Goes on with unfinished groups and samples `prompts`, until there is enough.
 
+        An unfinished sample is prefilled, prompt and tokens, under the present weights. `enough` is looked
+        at after each dispatch.
+        """
+        batch = self._start(prompts, options, unfinished, expected_tokens_N)
+        while batch.unfinished:
+            groups = batch.dispatch()
+            if enough is not None and any([enough(batch.completions([n])) for n in groups]):
+                break
+        return batch.rollout()
 
-def sample(
-    engine: Engine,
-    params: Params,
-    prompts: Prompts,
-    decode_text: DecodeText,
-    *,
-    expected_tokens_N: np.ndarray | None = None,
-    **options: Any,
-) -> Completions:
-    """Samples G responses to each prompt, all to their end.
-
-    Args:
-      engine: the compiled programs.
-      params: weights in the generation layout.
-      prompts: N prompts, none longer than the engine's limit.
-      decode_text: token ids to text.
-      expected_tokens_N: how long responses are thought to become; see `rollout`.
-      options: fields of `Options`, without a budget.
-
-    Returns:
-      Completions with B = N * G rows.
-
-    Raises:
-      UserError: a prompt is empty or too long.
-    """
-    settings = Options(**options)
-    assert not settings.budget_tokens, "a budget leaves samples unfinished: call `rollout`"
-    run = rollout(
-        engine, params, prompts, decode_text, settings, expected_tokens_N=expected_tokens_N
-    )
-    return run.completions
-
-
-def rollout(
-    engine: Engine,
-    params: Params,
-    prompts: Prompts,
-    decode_text: DecodeText,
-    options: Options,
-    *,
-    carry: Carry | None = None,
-    enough: Enough | None = None,
-    expected_tokens_N: np.ndarray | None = None,
-) -> Rollout:
-    """Samples G responses to each prompt, and goes on with those of an earlier step.
-
-    A carried sample is prefilled, prompt and tokens, under the present weights and goes on with the keys of
-    the step that began it: if the weights are the same, so are its tokens.
-
-    Args:
-      engine, params, prompts, decode_text: as of `sample`.
-      options: how.
-      carry: groups that an earlier call left unfinished; they come before `prompts`.
-      enough: called with each group as it is finished, as completions of one prompt; once it says True
-        nothing more is decoded, and unfinished groups are carried.
-      expected_tokens_N: how long responses to each of `prompts` are thought to become, from earlier steps
-        say; the longest start first. By default the length of the prompt is all there is to go by.
-
-    Returns:
-      The finished groups, and the others to be carried.
-
-    Raises:
-      UserError: a prompt is empty or too long, or the carried groups are of another size.
-    """
-    _check_lengths(prompts, engine.max_prefill_length)
-    prompts, samples = _joined(prompts, options, carry)
-    given = len(prompts) if carry is None else len(prompts) - len(carry.prompts)
-    if expected_tokens_N is None:
-        expected_tokens_N = np.array([len(tokens) for tokens in prompts.tokens[-given:]])
-    run = _Run(engine, params, prompts, decode_text, options, samples)
-    run.start(_order(samples, len(prompts) - given, expected_tokens_N))
-    while run.scheduler.unfinished:
-        groups = run.dispatch()
-        if enough is not None and any([enough(run.completions([n])) for n in groups]):
-            break
-    done = [n for n in range(len(prompts)) if run.group_finished(n)]
-    left = [n for n in range(len(prompts)) if not run.group_finished(n)]
-    return Rollout(
-        completions=run.completions(done),
-        prompt_indices=tuple(done),
-        versions=tuple(s.version for n in done for s in run.group(n)),
-        carry=Carry(
-            prompts.take(left),
-            options.num_samples,
-            tuple(s.at(i) for i, n in enumerate(left) for s in run.group(n)),
-        ),
-    )
-
-
-def _check_lengths(prompts: Prompts, limit: int) -> None:
-    for prompt_id, tokens in zip(prompts.ids_N, prompts.tokens, strict=True):
-        if not 0 < len(tokens) <= limit:
-            raise UserError(
-                f"prompt {prompt_id} has {len(tokens)} tokens; the engine takes 1 to {limit}: "
-                "raise data.max_prompt_tokens or drop the prompt"
-            )
+    def _start(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        unfinished: UnfinishedGroups | None,
+        expected_tokens_N: np.ndarray | None,
+    ) -> _Batch:
+        check_lengths(prompts, self.engine.max_prefill_length)
+        expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
+        num_resumed = 0 if unfinished is None else len(unfinished.prompts)
+        prompts, samples = _joined(prompts, options, unfinished)
+        batch = _Batch(self.engine, self.params, prompts, self._decode_text, options, samples)
+        batch.start(_order(samples, num_resumed, expected_N))
+        return batch
 
 
 def _joined(
-    prompts: Prompts, options: Options, carry: Carry | None
+    prompts: Prompts, options: SamplingOptions, unfinished: UnfinishedGroups | None
 ) -> tuple[Prompts, list[Sample]]:
-    """All prompts and all their samples, carried ones first."""
+    """All prompts and all their samples, unfinished groups first."""
     G = options.num_samples
-    if carry is None:
-        carried: tuple[Sample, ...] = ()
-    elif carry.num_samples != G:
+    if unfinished is None:
+        resumed: tuple[Sample, ...] = ()
+    elif unfinished.num_samples != G:
         raise UserError(
-            f"{len(carry.prompts)} groups of {carry.num_samples} samples are carried into a step with "
-            f"num_samples {G}; a run keeps one number: finish them first, or set it to {carry.num_samples}"
+            f"{len(unfinished.prompts)} unfinished groups have {unfinished.num_samples} samples each and "
+            f"would go on with num_samples {G}; a run keeps one number: finish them first, or set it to "
+            f"{unfinished.num_samples}"
         )
     else:
-        prompts = Prompts.concatenate([carry.prompts, prompts])
-        carried = tuple(s.at(s.prompt) for s in carry.samples)
-    first = len(carried) // G
+        prompts = Prompts.concatenate([unfinished.prompts, prompts])
+        resumed = tuple(s.at(s.prompt) for s in unfinished.samples)
+    first = len(resumed) // G
     fresh = [Sample(n, k, options.step) for n in range(first, len(prompts)) for k in range(G)]
-    return prompts, [*carried, *fresh]
+    return prompts, [*resumed, *fresh]
 
 
-def _order(samples: Sequence[Sample], num_carried: int, expected_N: np.ndarray) -> list[int]:
-    """Which of the samples to start, in which order: carried ones, then the longest expected."""
+def _order(samples: Sequence[Sample], num_resumed: int, expected_N: np.ndarray) -> list[int]:
+    """Which of the samples to start, in which order: resumed ones, then the longest expected."""
 
     def rank(i: int):
         prompt = samples[i].prompt
-        if prompt < num_carried:
+        if prompt < num_resumed:
             return (0, -len(samples[i]), i)
-        return (1, -expected_N[prompt - num_carried], i)
+        return (1, -expected_N[prompt - num_resumed], i)
 
     return sorted((i for i, s in enumerate(samples) if not s.finished), key=rank)
 
 
-class _Run:
-    """A batch being sampled: its samples on the host, their rows on the devices."""
+class _Batch:
+    """A batch being sampled: its samples on the host, their slots on the devices."""
 
     def __init__(
         self,
@@ -196,7 +169,7 @@ class _Run:
         params: Params,
         prompts: Prompts,
         decode_text: DecodeText,
-        options: Options,
+        options: SamplingOptions,
         samples: list[Sample],
     ):
         self._engine = engine
@@ -210,7 +183,6 @@ class _Run:
             else engine.config.max_response_tokens
             for s in samples
         ]
-        self._truncation = options.truncation or untruncated()
         self._slots = Slots(engine, params)
         self._prefix: Prefix | None = None
         self._replies: dict[int, np.ndarray] = {}
@@ -223,38 +195,57 @@ class _Run:
             # Samples that have not begun share their prompt's prefill.
             return (sample.prompt, i if len(sample) else -1)
 
-        self.scheduler = Scheduler(
-            [Request(i, source(i)) for i in order],
-            row_sizes=self._engine.slot_sizes,
+        self._scheduler = Scheduler(
+            [SampleRequest(i, source(i)) for i in order],
+            slot_sizes=self._engine.slot_sizes,
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
         )
 
-    def group(self, prompt: int) -> list[Sample]:
-        """The samples of a prompt."""
-        G = self._options.num_samples
-        return self._samples[prompt * G : (prompt + 1) * G]
-
-    def group_finished(self, prompt: int) -> bool:
-        """All of them are."""
-        return all(sample.finished for sample in self.group(prompt))
+    @property
+    def unfinished(self) -> bool:
+        """There is something to do for another dispatch."""
+        return self._scheduler.unfinished
 
     def completions(self, prompts: Sequence[int]) -> Completions:
         """The groups of finished prompts."""
-        samples = [sample for n in prompts for sample in self.group(n)]
+        samples = [sample for n in prompts for sample in self._group(n)]
         return completions_of(
             self._prompts.take(prompts), samples, self._options.num_samples, self._decode_text
         )
 
+    def rollout(self) -> Rollout:
+        """What is finished and what is not."""
+        finished = [self._group_finished(n) for n in range(len(self._prompts))]
+        done, left = np.flatnonzero(finished).tolist(), np.flatnonzero(np.invert(finished)).tolist()
+        return Rollout(
+            completions=self.completions(done),
+            prompt_indices=tuple(done),
+            versions=tuple(s.version for n in done for s in self._group(n)),
+            unfinished=UnfinishedGroups(
+                self._prompts.take(left),
+                self._options.num_samples,
+                tuple(s.at(i) for i, n in enumerate(left) for s in self._group(n)),
+            ),
+        )
+
+    def _group(self, prompt: int) -> list[Sample]:
+        """The samples of a prompt."""
+        G = self._options.num_samples
+        return self._samples[prompt * G : (prompt + 1) * G]
+
+    def _group_finished(self, prompt: int) -> bool:
+        return all(sample.finished for sample in self._group(prompt))
+
     def dispatch(self) -> list[int]:
         """Starts what can start, decodes up to W tokens, and returns prompts whose groups are finished."""
-        scheduler, slots = self.scheduler, self._slots
+        scheduler, slots = self._scheduler, self._slots
         moves = scheduler.resize()
         admissions = []
         while (admission := scheduler.admit()) is not None:
             admissions.append(admission)
         longest = max(self._length(i) for i in scheduler.running.values())
-        slots.make_room(scheduler.num_rows, moves, longest)
+        slots.make_room(scheduler.num_slots, moves, longest)
         self._go_on_after_replies()
         for admission in admissions:
             self._admit(admission)
@@ -269,7 +260,7 @@ class _Run:
         sample = self._samples[i]
         return np.concatenate([self._prompts.tokens[sample.prompt], sample.tokens])
 
-    # Rows
+    # Slots
 
     def _admit(self, admission: Admission) -> None:
         """Prefills the admitted batch, unless it is the one before, and inserts its samples."""
@@ -280,67 +271,68 @@ class _Run:
             ]
             self._prefix = self._slots.prefill(firsts)
         assert self._prefix is not None, "the first admission is of a fresh batch"
-        self._insert(self._prefix, admission.rows)
+        self._insert(self._prefix, admission.slots)
 
-    def _insert(self, prefix: Prefix, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Puts samples into (row, place in the prefix, sample), those of one step at a time."""
+    def _insert(self, prefix: Prefix, starts: Iterable[tuple[int, int, int]]) -> None:
+        """Puts samples into (slot, place in the prefix, sample), those of one step at a time."""
         of_step = collections.defaultdict(list)
-        for row, place, i in rows:
+        for slot, place, i in starts:
             sample = self._samples[i]
             prompt_id = int(self._prompts.ids_N[sample.prompt])
-            seat = Seat(row, place, prompt_id, sample.index, self._limits[i], len(sample))
-            of_step[sample.step].append(seat)
-        for step, seats in sorted(of_step.items()):
+            of_step[sample.step].append(
+                SlotAssignment(slot, place, prompt_id, sample.index, self._limits[i], len(sample))
+            )
+        for step, assignments in sorted(of_step.items()):
             self._slots.insert(
                 prefix,
-                seats,
+                assignments,
                 temperature=self._options.temperature,
-                truncation=self._truncation,
+                truncation=self._options.truncation,
                 seed=self._options.seed,
                 step=step,
             )
 
     def _go_on_after_replies(self) -> None:
-        """Appends what the environment said to the rows it spoke to, on top of what they have cached."""
-        appends = []
-        for row, i in self.scheduler.running.items():
+        """Extends the slots that the environment spoke to, on top of what they have cached."""
+        extensions = []
+        for slot, i in self._scheduler.running.items():
             if (reply := self._replies.pop(i, None)) is not None:
                 before = self._sequence(i)[: -len(reply)]
-                appends.append(Append(row, len(before), int(before[-1]), reply))
-        running = self.scheduler.running
-        for prefix, places in self._slots.append(appends):
-            self._insert(prefix, [(a.row, place, running[a.row]) for place, a in places.items()])
+                extensions.append(Extension(slot, len(before), int(before[-1]), reply))
+        running = self._scheduler.running
+        for prefix, places in self._slots.extend(extensions):
+            self._insert(prefix, [(e.slot, place, running[e.slot]) for place, e in places.items()])
 
     # Host side
 
-    def _collect(self, drawn: Drawn) -> list[int]:
-        """Takes in what the dispatch has drawn, frees the rows that are done; returns finished groups."""
+    def _collect(self, decoded: DecodedTokens) -> list[int]:
+        """Takes in what the dispatch has decoded, frees the slots that are done; returns finished groups."""
         still_active, done, groups = [], [], []
-        for row, i in self.scheduler.running.items():
+        for slot, i in self._scheduler.running.items():
             sample = self._samples[i]
-            sample.add_drawn(*drawn.of_row(row), version=self._options.step)
-            stopped = self._cut_at_stop(sample, int(drawn.count[row]))
-            if drawn.active[row] and not stopped:
+            sample.add_decoded(*decoded.of_slot(slot), version=self._options.step)
+            stopped = self._cut_at_stop(sample, int(decoded.count[slot]))
+            if decoded.active[slot] and not stopped:
                 continue
-            if drawn.active[row]:
-                still_active.append(row)
+            if decoded.active[slot]:
+                still_active.append(slot)
             if not self._goes_on(i, stopped):
-                done.append(row)
-                if self.group_finished(sample.prompt):
+                done.append(slot)
+                if self._group_finished(sample.prompt):
                     groups.append(sample.prompt)
         if still_active:
             self._slots.release(still_active)
-        self.scheduler.finish(done)
+        self._scheduler.finish(done)
         return groups
 
-    def _cut_at_stop(self, sample: Sample, drawn: int) -> bool:
-        """Whether the newest `drawn` tokens end a turn; a stop string cuts off what comes after it."""
+    def _cut_at_stop(self, sample: Sample, newest: int) -> bool:
+        """Whether the `newest` last tokens end a turn; a stop string cuts off what comes after it."""
         strings = self._options.stop_strings
-        if strings and drawn:
+        if strings and newest:
             # Every token is at least a byte of the text, but for those that spell nothing.
-            reach = drawn + max(len(s.encode()) for s in strings)
+            reach = newest + max(len(s.encode()) for s in strings)
             tail = sample.tail(reach)
-            for end in range(max(1, len(tail) - drawn + 1), len(tail) + 1):
+            for end in range(max(1, len(tail) - newest + 1), len(tail) + 1):
                 text = self._decode_text(tail[:end])
                 if any(s in text for s in strings):
                     sample.cut(len(sample) - (len(tail) - end))
@@ -349,7 +341,7 @@ class _Run:
         return bool(len(last)) and int(last[0]) in self._engine.config.stop_ids
 
     def _goes_on(self, i: int, stopped: bool) -> bool:
-        """What becomes of a sample whose row has fallen idle; True if the environment keeps it going."""
+        """What becomes of a sample whose slot has fallen idle; True if the environment keeps it going."""
         sample, limit = self._samples[i], self._engine.config.max_response_tokens
         full = len(sample) >= limit
         if stopped and self._options.environment is not None:
@@ -359,7 +351,7 @@ class _Run:
                 self._replies[i] = np.asarray(reply, np.int32)
                 return True
             stopped, full = reply is None, reply is not None
-        # At its budget, but neither stopped nor full, it is carried.
+        # At its budget, but neither stopped nor full, it stays unfinished.
         sample.finished = stopped or full
         sample.truncated = sample.finished and not stopped
         return False

@@ -64,7 +64,7 @@ from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.rollout import rows
-from jaxrl.rollout.buckets import ladder
+from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.layers import layers_apart
 from jaxrl.rollout.past_attention import PastAttention, past_attention
 from jaxrl.rollout.sampling import (
@@ -77,71 +77,12 @@ from jaxrl.rollout.sampling import (
     truncate,
     untruncated,
 )
+from jaxrl.rollout.settings import EngineConfig
 
 # The smallest sizes worth a program of their own.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
 # The longest cache is a multiple of so many tokens where a kernel reads it page by page.
 _PAGE = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Shapes of the compiled programs.
-
-    Attributes:
-      slots: S, samples decoded side by side at most.
-      fewest_rows: a state has so many rows at least, however few are in use. The more, the fewer programs are
-        compiled, and the slower the last samples of a batch are decoded.
-      prefill_prompts: P, prompts of one prefill.
-      max_prompt_tokens: T.
-      max_response_tokens: R, end-of-sequence included.
-      tokens_per_dispatch: W, tokens decoded between two looks of the host.
-      stop_ids: ids that end a response.
-      dtype: of weights and activations.
-      kv_dtype: of the cache, float32, bfloat16 or int8 (with a scale per token and head); None is `dtype`.
-      prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
-      unroll: layers per iteration of the layer scan. With all of them decoding has no scan, and every layer
-        its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
-        use them, that is twice as fast.
-      attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
-    """
-
-    slots: int
-    prefill_prompts: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    tokens_per_dispatch: int
-    stop_ids: tuple[int, ...]
-    dtype: Any = jnp.float32
-    kv_dtype: Any = None
-    prefill_chunk_tokens: int = 0
-    fewest_rows: int = 8
-    unroll: int = 1
-    attention: str = "auto"
-    decode_attention: str = "auto"
-
-    def __post_init__(self):
-        allowed = ("float32", "bfloat16", "int8")
-        if self.cache_dtype.name not in allowed:
-            raise UserError(
-                f"kv_dtype {self.cache_dtype.name}: a cache is kept in one of {', '.join(allowed)}"
-            )
-
-    @property
-    def cache_dtype(self) -> Any:
-        """Type of the cache."""
-        return jnp.dtype(self.kv_dtype if self.kv_dtype is not None else self.dtype)
-
-    @property
-    def max_context_tokens(self) -> int:
-        """T + R, the longest sequence."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Most tokens of one prefill program."""
-        return self.prefill_chunk_tokens or self.max_context_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -271,7 +212,7 @@ class Engine:
         self._graph = graph
         self._constrain = constraint(mesh, GENERATE_RULES)
         self._compute = Compute(
-            dtype=config.dtype,
+            dtype=jnp.dtype(config.dtype),
             constrain=self._constrain,
             experts=expert_parallel(apply_experts, mesh, GENERATE_RULES),
             layers=pipeline(scan_layers, mesh, GENERATE_RULES),
@@ -299,8 +240,8 @@ class Engine:
         longest = config.max_context_tokens + config.tokens_per_dispatch
         if self._past_attention is not None:
             longest += -longest % _PAGE
-        self.cache_sizes = ladder(longest, _SHORTEST_CACHE)
-        self.prompt_sizes = ladder(config.chunk_tokens, _SHORTEST_PROMPT)
+        self.cache_sizes = bucket_sizes(longest, _SHORTEST_CACHE)
+        self.prompt_sizes = bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT)
         self._idle = jax.jit(self._idle_state, static_argnums=(0, 1))
         self.prefill = jax.jit(self._prefill)
         self.extend = jax.jit(self._extend, donate_argnames="prefix")
@@ -313,7 +254,7 @@ class Engine:
 
     def _shared_out(self, largest: int, smallest: int) -> tuple[int, ...]:
         """Sizes of something that is shared out over the shards of the batch."""
-        each = ladder(max(1, largest // self.shards), max(1, smallest // self.shards))
+        each = bucket_sizes(max(1, largest // self.shards), max(1, smallest // self.shards))
         return tuple(size * self.shards for size in each)
 
     @property

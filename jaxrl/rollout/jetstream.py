@@ -2,7 +2,7 @@
 
     JetStreamEngine   our engine as a `jetstream.engine.engine_api.Engine`
     Driver            JetStream's own driver (prefill, transfer, generate and detokenize threads)
-    sample            `rollout.driver.sample`, driven by that driver; one host only
+    JetStreamBackend  a rollout backend, driven by that driver; one host only
     GrpcServer        JetStream's servicer and messages
 
 JetStream is archived: google-jetstream 0.2.2 is its last release and was written for jax 0.4. All that it
@@ -51,12 +51,18 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import num_processes
 from jaxrl.mesh.rules import replicated
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.driver import Options
+from jaxrl.rollout.backend import (
+    Enough,
+    SamplingOptions,
+    check_lengths,
+    expected_or_prompt_lengths,
+)
+from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import DecodeState, Engine, Prefix, host_inputs
 from jaxrl.rollout.online import ServingError, Stopped
-from jaxrl.rollout.samples import Sample, completions_of
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.slots import Seat, insert, prefilled, settings_on_device
+from jaxrl.rollout.slots import SlotAssignment, insert, prefilled, settings_on_device
 from jaxrl.rollout.text_stream import TextStream
 from jaxrl.types import Completions, Prompts
 
@@ -273,13 +279,15 @@ class JetStreamEngine(engine_api.Engine):
     ) -> DecodeState:
         """Starts a request's samples in a slot."""
         first = slot * self.samples_per_slot
-        seats = [
-            Seat(first + k, 0, prefix.prompt_id, prefix.first_sample + k, prefix.max_tokens)
+        assignments = [
+            SlotAssignment(
+                first + k, 0, prefix.prompt_id, prefix.first_sample + k, prefix.max_tokens
+            )
             for k in range(self.samples_per_slot)
         ]
         with self._lock:
             state = self.engine.init_decode_state() if decode_state is None else decode_state
-            return insert(self.engine, prefix.prefix, state, seats, self._settings)
+            return insert(self.engine, prefix.prefix, state, assignments, self._settings)
 
     def generate(
         self, params: Params, decode_state: DecodeState
@@ -535,68 +543,82 @@ _FIELDS = ("out_logprob", "out_entropy")
 _COLUMNS = 1 + len(_FIELDS)
 
 
-def sample(
-    engine: Engine,
-    params: Params,
-    prompts: Prompts,
-    decode_text: Callable[[np.ndarray], str],
-    *,
-    expected_tokens_N: np.ndarray | None = None,
-    **options: Any,
-) -> Completions:
-    """Samples G responses to each prompt by JetStream's driver: those that `rollout.driver.sample` would.
+class JetStreamBackend(EngineBackend):
+    """The engine and JetStream's driver: the samples that `rollout.driver.OfflineBackend` would give.
 
-    Arguments and result are the same. It keeps all slots at full length, and decodes past stop strings,
-    which are looked for afterwards.
-
-    Raises:
-      UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
-      ServingError: the engine has failed.
+    It keeps all slots at full length, and decodes past stop strings, which are looked for afterwards. There
+    are no several hosts, no environments and nothing is left unfinished.
     """
-    settings = Options(**options)
-    assert not settings.budget_tokens, "JetStream cannot leave a sample unfinished"
-    _check(engine, prompts, settings)
-    per_slot = math.gcd(settings.num_samples, engine.slot_sizes[-1])
-    adapter = JetStreamEngine(
-        engine,
-        params,
-        Tokenizer(_no_text, decode_text, stop_ids=()),
-        Settings(
-            settings.seed,
-            settings.step,
-            settings.temperature,
-            settings.truncation or untruncated(),
-        ),
-        samples_per_slot=per_slot,
-        columns=_FIELDS,
-    )
-    if expected_tokens_N is None:
-        expected_tokens_N = np.array([len(tokens) for tokens in prompts.tokens])
-    channels: dict[tuple[int, int], _Collected] = {}
-    driver = Driver(adapter)
-    try:
-        for n in np.argsort(-expected_tokens_N, kind="stable").tolist():
-            for first in range(0, settings.num_samples, per_slot):
-                channel = channels[n, first] = _Collected()
-                work = Work(
-                    prompts.tokens[n],
-                    engine.config.max_response_tokens,
-                    int(prompts.ids_N[n]),
-                    first,
-                )
-                driver.place_request_on_prefill_queue(_request(work, channel))
-        found = {at: channel.wait() for at, channel in channels.items()}
-    finally:
-        driver.stop()
-    samples = [
-        _sample_of(n, first + k, columns, settings, engine.config.stop_ids, decode_text)
-        for n, first in sorted(found)
-        for k, columns in enumerate(found[n, first])
-    ]
-    return completions_of(prompts, samples, settings.num_samples, decode_text)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Completions:
+        """See `RolloutBackend.generate`.
+
+        Raises:
+          UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
+          ServingError: the engine has failed.
+        """
+        assert not options.budget_tokens, "JetStream cannot leave a sample unfinished"
+        _check_options(options)
+        check_lengths(prompts, self.engine.max_prefill_length)
+        expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
+        found = self._collected(prompts, options, np.argsort(-expected_N, kind="stable").tolist())
+        stop_ids, decode_text = self.engine.config.stop_ids, self._decode_text
+        samples = [
+            _sample_of(n, first + k, columns, options, stop_ids, decode_text)
+            for n, first in sorted(found)
+            for k, columns in enumerate(found[n, first])
+        ]
+        return completions_of(prompts, samples, options.num_samples, decode_text)
+
+    def resume(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        unfinished: UnfinishedGroups | None = None,
+        enough: Enough | None = None,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Rollout:
+        """Raises UserError: JetStream samples to the end."""
+        raise UserError(
+            "rollout.driver=jetstream with rollout.partial: JetStream cannot leave a sample unfinished; use "
+            "the driver of our own"
+        )
+
+    def _collected(
+        self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
+    ) -> dict[tuple[int, int], list[np.ndarray]]:
+        """(prompt, first sample) -> [R, C] of each of the samples that share a slot."""
+        per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
+        adapter = JetStreamEngine(
+            self.engine,
+            self.params,
+            Tokenizer(_no_text, self._decode_text, stop_ids=()),
+            Settings(options.seed, options.step, options.temperature, options.truncation),
+            samples_per_slot=per_slot,
+            columns=_FIELDS,
+        )
+        longest = self.engine.config.max_response_tokens
+        channels: dict[tuple[int, int], _Collected] = {}
+        driver = Driver(adapter)
+        try:
+            for n in order:
+                for first in range(0, options.num_samples, per_slot):
+                    channel = channels[n, first] = _Collected()
+                    work = Work(prompts.tokens[n], longest, int(prompts.ids_N[n]), first)
+                    driver.place_request_on_prefill_queue(_request(work, channel))
+            return {at: channel.wait() for at, channel in channels.items()}
+        finally:
+            driver.stop()
 
 
-def _check(engine: Engine, prompts: Prompts, options: Options) -> None:
+def _check_options(options: SamplingOptions) -> None:
     if num_processes() > 1:
         raise UserError(
             f"rollout.driver=jetstream on {num_processes()} hosts: its threads would dispatch in another "
@@ -607,12 +629,6 @@ def _check(engine: Engine, prompts: Prompts, options: Options) -> None:
             "rollout.driver=jetstream with an environment: JetStream cannot continue a finished sample; use "
             "the driver of our own"
         )
-    for prompt_id, tokens in zip(prompts.ids_N, prompts.tokens, strict=True):
-        if not 0 < len(tokens) <= engine.max_prefill_length:
-            raise UserError(
-                f"prompt {prompt_id} has {len(tokens)} tokens; the engine takes 1 to "
-                f"{engine.max_prefill_length}: raise data.max_prompt_tokens or drop the prompt"
-            )
 
 
 def _no_text(text: str) -> np.ndarray:
@@ -630,7 +646,7 @@ def _sample_of(
     prompt: int,
     index: int,
     columns_RC: np.ndarray,
-    options: Options,
+    options: SamplingOptions,
     stop_ids: Sequence[int],
     decode_text: Callable[[np.ndarray], str],
 ) -> Sample:
@@ -638,7 +654,7 @@ def _sample_of(
     tokens_R = columns_RC[:, 0]
     logprob_R, entropy_R = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
     result = Sample(prompt, index, options.step)
-    result.add_drawn(tokens_R, logprob_R, entropy_R, version=options.step)
+    result.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
     result.finished = True
     result.truncated = int(tokens_R[-1]) not in stop_ids
     if options.stop_strings:

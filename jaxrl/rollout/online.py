@@ -28,8 +28,8 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.engine import Engine, Prefix
 from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.scheduler import Admission, Request, Scheduler
-from jaxrl.rollout.slots import Drawn, Seat, Slots
+from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.slots import DecodedTokens, SlotAssignment, Slots
 from jaxrl.rollout.text_stream import TextStream
 
 STOP, LENGTH = "stop", "length"
@@ -127,14 +127,14 @@ class _Queue(Scheduler):
     def __init__(self, engine: Engine):
         super().__init__(
             (),
-            row_sizes=engine.slot_sizes,
+            slot_sizes=engine.slot_sizes,
             prefill_batch=engine.batch_sizes[-1],
             shards=engine.shards,
         )
 
     def add(self, owner: _Owner) -> None:
         """Queues a sample; those of one ticket share a prefill."""
-        self._queue.append(Request(owner, owner[0]))
+        self._queue.append(SampleRequest(owner, owner[0]))
 
 
 class OnlineDriver:
@@ -336,7 +336,7 @@ class OnlineDriver:
             admissions.append(admission)
         running = scheduler.running
         longest = max(self._seated[owner].length for owner in running.values())
-        self._slots.make_room(scheduler.num_rows, moves, longest)
+        self._slots.make_room(scheduler.num_slots, moves, longest)
         for admission in admissions:
             self._admit(admission)
         self._collect(running, self._slots.generate(scheduler.enough_active))
@@ -349,26 +349,26 @@ class OnlineDriver:
             }
             self._prefix = self._slots.prefill([prompts[ticket] for ticket in admission.sources])
         assert self._prefix is not None, "the first batch is fresh"
-        seats = collections.defaultdict(list)
-        for row, place, owner in admission.rows:
+        assignments = collections.defaultdict(list)
+        for row, place, owner in admission.slots:
             sample = self._seated[owner]
             ask = sample.ask
             # The seed stands where training has a prompt's id, so that requests which differ in their
             # seeds alone are inserted together.
-            seat = Seat(row, place, ask.seed, sample.index, ask.max_tokens)
-            seats[ask.temperature, ask.truncation].append(seat)
-        for (temperature, truncation), alike in seats.items():
+            assignment = SlotAssignment(row, place, ask.seed, sample.index, ask.max_tokens)
+            assignments[ask.temperature, ask.truncation].append(assignment)
+        for (temperature, truncation), alike in assignments.items():
             self._slots.insert(self._prefix, alike, temperature=temperature, truncation=truncation)
 
-    def _collect(self, running: Mapping[int, Hashable], drawn: Drawn) -> None:
+    def _collect(self, running: Mapping[int, Hashable], decoded: DecodedTokens) -> None:
         ended, still_active = [], []
         for row, owner in running.items():
             sample = self._seated[owner]
-            tokens, logprob, _ = drawn.of_row(row)
-            delta = self._delta_of(sample, tokens, logprob, going_on=bool(drawn.active[row]))
+            tokens, logprob, _ = decoded.of_slot(row)
+            delta = self._delta_of(sample, tokens, logprob, going_on=bool(decoded.active[row]))
             if delta.finish:
                 ended.append(row)
-                if drawn.active[row]:
+                if decoded.active[row]:
                     still_active.append(row)
                 del self._seated[owner]
             self._tell(sample.ticket, delta)

@@ -56,7 +56,7 @@ class Sample:
         moved._pieces, moved._count = list(self._pieces), self._count
         return moved
 
-    def add_drawn(
+    def add_decoded(
         self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
     ) -> None:
         """Appends what the policy of that version said."""
@@ -122,7 +122,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carry:
+class UnfinishedGroups:
     """Groups that a step did not finish, for the next one.
 
     Attributes:
@@ -155,7 +155,7 @@ class Carry:
         }
 
     @staticmethod
-    def of_record(record: Mapping[str, Any]) -> Carry:
+    def of_record(record: Mapping[str, Any]) -> UnfinishedGroups:
         """The inverse of `record`."""
         with np.load(io.BytesIO(base64.b64decode(record["arrays"]))) as arrays:
             prompts = Prompts(
@@ -169,7 +169,7 @@ class Carry:
                 _restored(dict(zip(_OF_SAMPLE, numbers, strict=True)), *tokens)
                 for numbers, *tokens in zip(of_sample, *of_token, strict=True)
             )
-        return Carry(prompts, record["num_samples"], samples)
+        return UnfinishedGroups(prompts, record["num_samples"], samples)
 
 
 _TEXTS = ("texts", "answers", "sources")
@@ -191,7 +191,7 @@ def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, versio
     changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
     for run in np.split(np.arange(len(tokens)), changes):
         if len(run) and mask[run[0]]:
-            sample.add_drawn(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
+            sample.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
         elif len(run):
             sample.add_given(tokens[run], int(version[run[0]]))
     return sample
@@ -203,15 +203,15 @@ class Rollout:
 
     Attributes:
       completions: every group whose samples are all finished, in the order of their prompts.
-      prompt_indices: which prompts these are, of those carried in and then those given.
+      prompt_indices: which prompts these are, of the unfinished ones that came in and then those given.
       versions: int32 for each row of the completions, the policy version of each token.
-      carry: the other groups.
+      unfinished: the other groups.
     """
 
     completions: Completions
     prompt_indices: tuple[int, ...]
     versions: tuple[np.ndarray, ...]
-    carry: Carry
+    unfinished: UnfinishedGroups
 
 
 def completions_of(

@@ -1,10 +1,10 @@
-"""Which request goes into which row, and when. Plain Python: no device, no clock, no chance.
+"""Which sample goes into which slot, and when. Plain Python: no device, no clock, no chance.
 
-Requests are served in the order in which they are given. Those that start from the same sequence share its
-prefill, and sequences are prefilled in full batches, each once, ahead of the rows that will take them; the
-order depends on nothing but the requests and the lengths they turn out to have.
+Sample requests are served in the order in which they are given. Those that start from the same sequence
+share its prefill, and sequences are prefilled in full batches, each once, ahead of the slots that will take
+them; the order depends on nothing but the requests and the lengths they turn out to have.
 
-Rows are shared out over shards in equal runs. A request keeps its shard: `resize` moves it within.
+Slots are shared out over shards in equal runs. A sample keeps its shard: `resize` moves it within.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxrl.rollout.buckets import fit, next_below
+from jaxrl.rollout.buckets import next_below, round_up
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """One sample that is wanted.
 
     Attributes:
@@ -32,40 +32,40 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Requests that start now, all from one prefill batch.
+    """Samples that start now, all from one prefill batch.
 
     Attributes:
       sources: the batch.
       fresh: it is to be prefilled; otherwise it is the one before.
-      rows: for each started request (row, place in `sources`, owner).
+      slots: for each started sample (slot, place in `sources`, owner).
     """
 
     sources: tuple[Any, ...]
     fresh: bool
-    rows: tuple[tuple[int, int, Any], ...]
+    slots: tuple[tuple[int, int, Any], ...]
 
 
 class Scheduler:
-    """A queue of requests, and rows in which they run."""
+    """A queue of sample requests, and slots in which they run."""
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[SampleRequest],
         *,
-        row_sizes: Sequence[int],
+        slot_sizes: Sequence[int],
         prefill_batch: int,
         shards: int = 1,
     ):
-        """Nothing runs and there are no rows before `resize`.
+        """Nothing runs and there are no slots before `resize`.
 
         Args:
           requests: in order of service.
-          row_sizes: numbers of rows there may be, growing, all multiples of `shards`.
+          slot_sizes: numbers of slots there may be, growing, all multiples of `shards`.
           prefill_batch: sources of one prefill at most.
-          shards: over which rows are shared out.
+          shards: over which slots are shared out.
         """
         self._queue = collections.deque(requests)
-        self._row_sizes = tuple(row_sizes)
+        self._slot_sizes = tuple(slot_sizes)
         self._prefill_batch = prefill_batch
         self._shards: list[list[Any | None]] = [[] for _ in range(shards)]
         self._batch: dict[Any, int] = {}
@@ -76,52 +76,52 @@ class Scheduler:
         return bool(self._queue or self.running)
 
     @property
-    def num_rows(self) -> int:
-        """Rows there are."""
+    def num_slots(self) -> int:
+        """Slots there are."""
         return len(self._shards) * len(self._shards[0])
 
     @property
     def running(self) -> dict[int, Any]:
-        """Row -> owner."""
-        seats = (owner for shard in self._shards for owner in shard)
-        return {row: owner for row, owner in enumerate(seats) if owner is not None}
+        """Slot -> owner."""
+        owners = (owner for shard in self._shards for owner in shard)
+        return {slot: owner for slot, owner in enumerate(owners) if owner is not None}
 
     @property
     def enough_active(self) -> int:
-        """Active rows down to which a dispatch should go on before the host can do something of use.
+        """Active slots down to which a dispatch should go on before the host can do something of use.
 
-        While requests wait, an eighth of the rows may fall idle; after that, as many as a smaller number of
-        rows would do without. Always less than what runs, so that a dispatch does something.
+        While requests wait, an eighth of the slots may fall idle; after that, as many as a smaller number
+        of slots would do without. Always less than what runs, so that a dispatch does something.
         """
         if self._queue:
-            least = self.num_rows - max(1, self.num_rows // 8)
+            least = self.num_slots - max(1, self.num_slots // 8)
         else:
-            least = next_below(self._row_sizes, self.num_rows)
+            least = next_below(self._slot_sizes, self.num_slots)
         return least if len(self.running) > least else 0
 
     def resize(self) -> list[int] | None:
-        """Makes as many rows as there is work for.
+        """Makes as many slots as there is work for.
 
         Returns:
-          For each new row the old one that it takes over, counted within its shard, or -1; None if nothing
+          For each new slot the old one that it takes over, counted within its shard, or -1; None if nothing
           changes.
         """
         busiest = max(sum(owner is not None for owner in shard) for shard in self._shards)
-        wanted = min(len(self.running) + len(self._queue), self._row_sizes[-1])
-        size = fit(self._row_sizes, max(1, wanted, busiest * len(self._shards)))
-        if size == self.num_rows:
+        wanted = min(len(self.running) + len(self._queue), self._slot_sizes[-1])
+        size = round_up(self._slot_sizes, max(1, wanted, busiest * len(self._shards)))
+        if size == self.num_slots:
             return None
         moves: list[int] = []
         for s, shard in enumerate(self._shards):
-            kept = [row for row, owner in enumerate(shard) if owner is not None]
+            kept = [slot for slot, owner in enumerate(shard) if owner is not None]
             idle = size // len(self._shards) - len(kept)
-            self._shards[s] = [shard[row] for row in kept] + [None] * idle
+            self._shards[s] = [shard[slot] for slot in kept] + [None] * idle
             moves += kept + [-1] * idle
         return moves
 
     def admit(self) -> Admission | None:
-        """Starts queued requests in free rows, as many as one prefill batch serves; None when none can."""
-        free = self._free_rows()
+        """Starts queued requests in free slots, as many as one prefill batch serves; None when none can."""
+        free = self._free_slots()
         if not self._queue or not free:
             return None
         fresh = self._queue[0].source not in self._batch
@@ -129,14 +129,14 @@ class Scheduler:
             self._batch = self._next_batch()
         started = []
         while self._queue and free and self._queue[0].source in self._batch:
-            request, row = self._queue.popleft(), free.popleft()
-            shard, seat = divmod(row, len(self._shards[0]))
-            self._shards[shard][seat] = request.owner
-            started.append((row, self._batch[request.source], request.owner))
+            request, slot = self._queue.popleft(), free.popleft()
+            shard, place = divmod(slot, len(self._shards[0]))
+            self._shards[shard][place] = request.owner
+            started.append((slot, self._batch[request.source], request.owner))
         return Admission(tuple(self._batch), fresh, tuple(started))
 
-    def _free_rows(self) -> collections.deque[int]:
-        """Free rows, those of the emptiest shards first and turn by turn."""
+    def _free_slots(self) -> collections.deque[int]:
+        """Free slots, those of the emptiest shards first and turn by turn."""
         size = len(self._shards[0])
         each = [[i for i, owner in enumerate(shard) if owner is None] for shard in self._shards]
         ranked = sorted(
@@ -155,25 +155,25 @@ class Scheduler:
                 batch[request.source] = len(batch)
         return batch
 
-    def finish(self, rows: Iterable[int]) -> list[Any]:
-        """Frees `rows`; returns who ran in each."""
+    def finish(self, slots: Iterable[int]) -> list[Any]:
+        """Frees `slots`; returns who ran in each."""
         owners = []
-        for row in rows:
-            shard, seat = divmod(row, len(self._shards[0]))
-            owners.append(self._shards[shard][seat])
-            self._shards[shard][seat] = None
+        for slot in slots:
+            shard, place = divmod(slot, len(self._shards[0]))
+            owners.append(self._shards[shard][place])
+            self._shards[shard][place] = None
         return owners
 
     def cancel(self, owner: Any) -> int | None:
-        """Forgets a request; returns the row it ran in, which is free now, or None if it was queued.
+        """Forgets a request; returns the slot it ran in, which is free now, or None if it was queued.
 
         Raises:
           KeyError: it is neither queued nor running.
         """
-        for row, running in self.running.items():
+        for slot, running in self.running.items():
             if running == owner:
-                self.finish([row])
-                return row
+                self.finish([slot])
+                return slot
         for request in self._queue:
             if request.owner == owner:
                 self._queue.remove(request)

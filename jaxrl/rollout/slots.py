@@ -1,13 +1,13 @@
-"""The rows of an engine as drivers see them: host arrays in, host arrays out.
+"""The slots of an engine as drivers see them: host arrays in, host arrays out.
 
     prefilled(engine, params, sequences) -> Prefix     host sequences to keys and values
-    Slots(engine, params)                              the decode state: rows come, decode, go
+    Slots(engine, params)                              the decode state: samples come, decode, go
 
-Which request is in which row is the driver's affair. Two drivers may share an engine from two threads: on a
+Which sample is in which slot is the driver's affair. Two drivers may share an engine from two threads: on a
 mesh all devices must then get their programs in one order, so whoever dispatches holds the lock that both
 were given.
 
-    n rows   P sequences of a prefill   T tokens   W tokens of a dispatch
+    n slots   P sequences of a prefill   T tokens   W tokens of a dispatch
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.buckets import fit
+from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.engine import Assignment, DecodeState, Engine, Prefix, host_inputs
 from jaxrl.rollout.sampling import Truncation
 
@@ -30,18 +30,18 @@ from jaxrl.rollout.sampling import Truncation
 _KEPT_SETTINGS = 64
 
 
-class Seat(NamedTuple):
+class SlotAssignment(NamedTuple):
     """A sample that starts, or goes on.
 
     Attributes:
-      row: its row.
+      slot: its slot.
       place: of its sequence in the prefix.
       prompt_id, sample_index: what its sampling key is made of.
       max_tokens: of its response.
       count: tokens of its response that the prefix holds.
     """
 
-    row: int
+    slot: int
     place: int
     prompt_id: int
     sample_index: int
@@ -49,17 +49,17 @@ class Seat(NamedTuple):
     count: int = 0
 
 
-class Append(NamedTuple):
-    """Tokens that come on top of the sequence in a row.
+class Extension(NamedTuple):
+    """Tokens that come on top of the sequence in a slot.
 
     Attributes:
-      row: which.
+      slot: which.
       length: tokens of the sequence without them.
       last: the last of these.
       tokens: int32, the new ones.
     """
 
-    row: int
+    slot: int
     length: int
     last: int
     tokens: np.ndarray
@@ -69,12 +69,12 @@ class Append(NamedTuple):
 Settings: TypeAlias = tuple[Any, ...]
 
 
-class Drawn(NamedTuple):
-    """What a dispatch has drawn, on the host.
+class DecodedTokens(NamedTuple):
+    """What a dispatch has decoded, on the host.
 
     Attributes:
       active: bool [n], still decoding.
-      count: int32 [n], tokens drawn.
+      count: int32 [n], tokens decoded.
       token: int32 [n, W], of which `count` are real.
       logprob, entropy: float32 [n, W].
     """
@@ -85,10 +85,10 @@ class Drawn(NamedTuple):
     logprob: np.ndarray
     entropy: np.ndarray
 
-    def of_row(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and entropies that were drawn in a row."""
-        count = self.count[row]
-        return self.token[row, :count], self.logprob[row, :count], self.entropy[row, :count]
+    def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and entropies that were decoded in a slot."""
+        count = self.count[slot]
+        return self.token[slot, :count], self.logprob[slot, :count], self.entropy[slot, :count]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -99,14 +99,14 @@ def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -
       sequences: int32, one or more and no more than the largest prefill batch, none empty or too long.
     """
     chunk = engine.config.chunk_tokens
-    P = fit(engine.batch_sizes, len(sequences))
+    P = round_up(engine.batch_sizes, len(sequences))
     longest = max(len(s) for s in sequences)
     # A place that is left over holds one token, which nobody reads.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
     prefix = engine.prefill(params, *_padded(engine, heads))
     if longest <= chunk:
         return prefix
-    prefix = engine.widen(prefix, capacity=fit(engine.cache_sizes, longest))
+    prefix = engine.widen(prefix, capacity=round_up(engine.cache_sizes, longest))
     rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
     return _extended(engine, params, prefix, rests)
 
@@ -124,7 +124,7 @@ def _extended(
 
 def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
     """Tokens [P, T] of the smallest size that holds all parts, and their lengths [P]."""
-    T = fit(engine.prompt_sizes, max(len(part) for part in parts))
+    T = round_up(engine.prompt_sizes, max(len(part) for part in parts))
     tokens_PT = np.zeros((len(parts), T), np.int32)
     for row, part in zip(tokens_PT, parts, strict=True):
         row[: len(part)] = part
@@ -132,14 +132,14 @@ def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...
     return host_inputs(engine.mesh, tokens_PT, length_P)
 
 
-def assignment(engine: Engine, rows: int, seats: Sequence[Seat]) -> Assignment:
-    """The device's form of `seats` in a state of so many rows."""
-    source_n, id_n, index_n, limit_n, count_n = (np.zeros(rows, np.int32) for _ in range(5))
+def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignment]) -> Assignment:
+    """The device's form of `assignments` in a state of so many slots."""
+    source_n, id_n, index_n, limit_n, count_n = (np.zeros(num_slots, np.int32) for _ in range(5))
     source_n[:] = -1
-    for seat in seats:
-        source_n[seat.row], limit_n[seat.row] = seat.place, seat.max_tokens
-        count_n[seat.row] = seat.count
-        id_n[seat.row], index_n[seat.row] = seat.prompt_id, seat.sample_index
+    for each in assignments:
+        source_n[each.slot], limit_n[each.slot] = each.place, each.max_tokens
+        count_n[each.slot] = each.count
+        id_n[each.slot], index_n[each.slot] = each.prompt_id, each.sample_index
     return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
 
 
@@ -153,10 +153,14 @@ def settings_on_device(
 
 
 def insert(
-    engine: Engine, prefix: Prefix, state: DecodeState, seats: Sequence[Seat], settings: Settings
+    engine: Engine,
+    prefix: Prefix,
+    state: DecodeState,
+    assignments: Sequence[SlotAssignment],
+    settings: Settings,
 ) -> DecodeState:
     """`Engine.insert` of samples that share their settings; `state` is consumed."""
-    return engine.insert(prefix, state, assignment(engine, state.rows, seats), *settings)
+    return engine.insert(prefix, state, on_device(engine, state.rows, assignments), *settings)
 
 
 class Slots:
@@ -168,7 +172,7 @@ class Slots:
         params: Params,
         lock: contextlib.AbstractContextManager | None = None,
     ):
-        """No memory is taken before the first rows are.
+        """No memory is taken before there are slots.
 
         Args:
           engine, params: of the model.
@@ -188,25 +192,25 @@ class Slots:
         )
 
     def clear(self) -> None:
-        """Forgets all rows, and frees their memory."""
+        """Forgets all slots, and frees their memory."""
         self._state = None
 
-    def make_room(self, rows: int, moves: list[int] | None, longest: int) -> None:
-        """Makes so many rows, with capacity for another dispatch of a sequence of `longest` tokens.
+    def make_room(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
+        """Makes so many slots, with capacity for another dispatch of a sequence of `longest` tokens.
 
         Args:
-          rows: of `Scheduler.num_rows`.
+          num_slots: of `Scheduler.num_slots`.
           moves: as `Scheduler.resize` has returned it.
-          longest: tokens of the longest sequence that is in a row or comes into one.
+          longest: tokens of the longest sequence that is in a slot or comes into one.
         """
         engine = self.engine
-        capacity = fit(engine.cache_sizes, longest + engine.config.tokens_per_dispatch)
+        capacity = round_up(engine.cache_sizes, longest + engine.config.tokens_per_dispatch)
         state = self._state
         if state is None:
             with self._lock:
-                self._state = engine.init_decode_state(rows, capacity)
+                self._state = engine.init_decode_state(num_slots, capacity)
             return
-        # Less capacity is worth a copy if rows move anyway, or if it is much less.
+        # Less capacity is worth a copy if slots move anyway, or if it is much less.
         if moves is None and state.capacity // 2 < capacity <= state.capacity:
             return
         if moves is None:
@@ -224,7 +228,7 @@ class Slots:
     def insert(
         self,
         prefix: Prefix,
-        seats: Sequence[Seat],
+        assignments: Sequence[SlotAssignment],
         *,
         temperature: float,
         truncation: Truncation,
@@ -236,61 +240,63 @@ class Slots:
         assert state is not None, "make_room comes first"
         with self._lock:
             settings = self._settings(seed, step, temperature, truncation)
-            self._state = insert(self.engine, prefix, state, seats, settings)
+            self._state = insert(self.engine, prefix, state, assignments, settings)
 
-    def append(self, appends: Sequence[Append]) -> Iterator[tuple[Prefix, dict[int, Append]]]:
-        """What is in rows, with tokens on top: prefixes, to be inserted in these rows again.
+    def extend(
+        self, extensions: Sequence[Extension]
+    ) -> Iterator[tuple[Prefix, dict[int, Extension]]]:
+        """What is in slots, with tokens on top: prefixes, to be inserted in these slots again.
 
         Yields:
-          A prefix and, for its places in use, what was appended to which row. Only the new tokens are run.
+          A prefix and, for its places in use, which extension it holds. Only the new tokens are run.
         """
         engine = self.engine
         state, shards = self._state, engine.shards
-        assert state is not None, "there are no rows"
+        assert state is not None, "there are no slots"
         per_shard = engine.batch_sizes[-1] // shards
-        rows_of_shard = state.rows // shards
+        slots_of_shard = state.rows // shards
         # A prefix takes as many sequences from every shard.
-        waiting = [[a for a in appends if a.row // rows_of_shard == s] for s in range(shards)]
+        waiting = [[e for e in extensions if e.slot // slots_of_shard == s] for s in range(shards)]
         while any(waiting):
             places = {
-                s * per_shard + seat: append
+                s * per_shard + place: extension
                 for s, of_shard in enumerate(waiting)
-                for seat, append in enumerate(of_shard[:per_shard])
+                for place, extension in enumerate(of_shard[:per_shard])
             }
             waiting = [of_shard[per_shard:] for of_shard in waiting]
-            yield self._appended(places), places
+            yield self._extended(places), places
 
-    def _appended(self, places: dict[int, Append]) -> Prefix:
+    def _extended(self, places: dict[int, Extension]) -> Prefix:
         engine, state = self.engine, self._state
-        assert state is not None, "there are no rows"
+        assert state is not None, "there are no slots"
         P = engine.batch_sizes[-1]
-        row_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
+        slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
         parts = [np.zeros(0, np.int32)] * P
-        for place, append in places.items():
-            row_P[place] = append.row % (state.rows // engine.shards)
-            length_P[place], token_P[place] = append.length - 1, append.last
-            parts[place] = append.tokens
+        for place, extension in places.items():
+            slot_P[place] = extension.slot % (state.rows // engine.shards)
+            length_P[place], token_P[place] = extension.length - 1, extension.last
+            parts[place] = extension.tokens
         with self._lock:
-            prefix = engine.extract(state, *host_inputs(engine.mesh, row_P, length_P, token_P))
+            prefix = engine.extract(state, *host_inputs(engine.mesh, slot_P, length_P, token_P))
             return _extended(engine, self._params, prefix, parts)
 
-    def release(self, rows: Sequence[int]) -> None:
-        """Ends what is in `rows`."""
+    def release(self, slots: Sequence[int]) -> None:
+        """Ends what is in `slots`."""
         state, self._state = self._state, None
-        assert state is not None, "there are no rows"
+        assert state is not None, "there are no slots"
         keep_n = np.ones(state.rows, bool)
-        keep_n[list(rows)] = False
+        keep_n[list(slots)] = False
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
-    def generate(self, least_active: int) -> Drawn:
-        """Decodes up to W tokens in every active row, and waits for them; see `Engine.generate`."""
+    def generate(self, least_active: int) -> DecodedTokens:
+        """Decodes up to W tokens in every active slot, and waits for them; see `Engine.generate`."""
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         with self._lock:
             (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
             state = self.engine.generate(self._params, state, least)
-        drawn = (state.active, state.out_count, state.out_token, state.out_logprob)
-        drawn = fetch((*drawn, state.out_entropy))
+        decoded = (state.active, state.out_count, state.out_token, state.out_logprob)
+        decoded = fetch((*decoded, state.out_entropy))
         self._state = state
-        return Drawn(*drawn)
+        return DecodedTokens(*decoded)

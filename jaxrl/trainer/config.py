@@ -19,7 +19,9 @@ from jaxrl.rewards.judge import SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.rollout.drivers import check_driver
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.settings import EngineSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,8 @@ class WarmStartConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling of training data.
+class RolloutConfig(EngineSettings):
+    """Sampling of training data, and the engine that does it, whose settings come first.
 
     Attributes:
       num_prompts: prompts of a step.
@@ -136,17 +138,8 @@ class RolloutConfig:
         `rollout.environment.Turn` and the tokenizer whenever a response ends by itself; it returns token ids
         to append, or None. "" has none.
       partial: a step ends once its buffer of groups is full; what is unfinished goes on in the next.
-      driver: "offline", or "jetstream" for that package's orchestrator (extra `jetstream`; one process).
-      slots: samples decoded side by side.
-      fewest_rows: of a decode state, however few samples are left; fewer decode a tail faster, and compile
-        more programs.
-      prefill_prompts: prompts of one prefill.
-      prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
-      tokens_per_dispatch: tokens decoded between two looks of the host.
-      dtype: of weights and activations in generation.
-      kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
-      decode_attention: to the cache, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
-      unroll: layers per iteration of the layer scan.
+      driver: a name of `rollout.drivers.DRIVERS`: "offline", or "jetstream" for that package's orchestrator
+        (extra `jetstream`; one process); or a function that builds a backend, "package.module:function".
     """
 
     num_prompts: int = 32
@@ -164,22 +157,13 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     environment: str = ""
     partial: bool = False
-    driver: Literal["offline", "jetstream"] = "offline"
-    slots: int = 256
-    fewest_rows: int = 32
-    prefill_prompts: int = 32
-    prefill_chunk_tokens: int = 0
-    tokens_per_dispatch: int = 16
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
-    decode_attention: str = "auto"
-    unroll: int = 1
+    driver: str = "offline"
 
     def __post_init__(self):
+        super().__post_init__()
+        check_driver(self.driver, frozenset())
         require_at_least(1, self, "num_prompts", "generation_prompts", "max_generation_batches")
-        require_at_least(1, self, "max_response_tokens", "tokens_per_dispatch", "unroll")
-        require_at_least(1, self, "slots", "fewest_rows", "prefill_prompts")
-        require_at_least(0, self, "prefill_chunk_tokens")
+        require_at_least(1, self, "max_response_tokens")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature {self.temperature} is not positive: training divides logits by it; use 1.0"

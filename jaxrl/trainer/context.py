@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -31,7 +30,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.huggingface_config import read_adapter_config, read_config
 from jaxrl.planner.requirements import DataFile, require
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.config import Config, SourceConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.types import Prompts
@@ -184,21 +183,12 @@ def preference_stream(run: RunContext, *, held_out: bool, pairs_per_batch: int) 
 
 def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     """Shapes of the rollout programs."""
-    rollout = config.rollout
     return EngineConfig(
-        slots=rollout.slots,
-        fewest_rows=rollout.fewest_rows,
-        prefill_prompts=rollout.prefill_prompts,
+        **config.rollout.engine_settings(),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
-        tokens_per_dispatch=rollout.tokens_per_dispatch,
+        max_response_tokens=config.rollout.max_response_tokens,
         stop_ids=stop_ids,
-        dtype=jnp.dtype(rollout.dtype),
-        kv_dtype=jnp.dtype(rollout.kv_dtype or rollout.dtype),
-        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
-        unroll=rollout.unroll,
         attention=config.train.attention,
-        decode_attention=rollout.decode_attention,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
+from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import read_placement
-from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
-from jaxrl.roles.learner import Objective
+from jaxrl.roles.objective import Objective
+from jaxrl.rollout import drivers
 from jaxrl.trainer.config import Config
 
 # Roles of a dataflow that are there only where the config has a use for them.
@@ -110,22 +111,14 @@ def _check_rollout(config: Config) -> None:
             "rollout.partial and algorithm.one_step_off are two ways to keep the devices busy while long "
             "samples end, and do not go together; choose one"
         )
-    if options.driver == "jetstream":
-        _check_jetstream(config)
-
-
-def _check_jetstream(config: Config) -> None:
-    options = config.rollout
     asked = {
-        "rollout.partial": options.partial,
-        "rollout.environment": options.environment,
-        "hosts.num_processes above 1": config.hosts.num_processes > 1,
+        drivers.PARTIAL: options.partial,
+        drivers.ENVIRONMENT: options.environment,
+        drivers.SEVERAL_PROCESSES: config.hosts.num_processes > 1,
     }
-    for name, wanted in asked.items():
-        if wanted:
-            raise UserError(
-                f"rollout.driver 'jetstream' cannot do {name}; use rollout.driver='offline', which can"
-            )
+    drivers.check_driver(
+        options.driver, frozenset(name for name, wanted in asked.items() if wanted)
+    )
 
 
 def estimator_of(config: Config) -> Estimator:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import evaluation_metrics
 from jaxrl.rewards.score import grader, score_completions
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, evaluation_sampling
 from jaxrl.trainer.run_folder import keep_samples
 

@@ -198,7 +198,7 @@ class Stage:
         self._progress.message(text)
 
     def _save(self, learners: Mapping[str, Learner]) -> None:
-        states = {name: role.state for name, role in learners.items()}
+        states = {name: role.for_training() for name, role in learners.items()}
         self._checkpoints.save(self.step, states, self._record)
         self._saved_step = self.step
 

@@ -20,17 +20,17 @@ from jaxrl.mesh.groupings import state_tables
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.roles.actor import Actor
-from jaxrl.roles.frozen import Reference
-from jaxrl.roles.learner import Learner, Objective
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.objective import Objective
 from jaxrl.roles.pairs import (
     PairBatch,
     pack_pairs,
     pair_sums,
     policy_pair_objective,
-    scorer_objective,
+    reward_model_objective,
 )
-from jaxrl.roles.scorer import Scorer
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
@@ -136,10 +136,12 @@ class PairStage(TrainingStage, abc.ABC):
 class ScorerStage(PairStage):
     """Training of a reward or cost model."""
 
-    def __init__(self, run: RunContext, scorer: Scorer, clock: Clock, starting: StartingParams):
+    def __init__(
+        self, run: RunContext, scorer: RewardModelLearner, clock: Clock, starting: StartingParams
+    ):
         """Raises UserError where the loss is not one of scores."""
         options = run.config.preference
-        objective = scorer_objective(options.loss, dict(options.options))
+        objective = reward_model_objective(options.loss, dict(options.options))
         super().__init__(run, scorer, objective, clock, name="scorer")
         self._scorer = scorer
         self._starting = starting
@@ -177,7 +179,7 @@ class DpoStage(PairStage):
 
     def _begin_weights(self, *, resumed: bool) -> None:
         params = self._starting()
-        self._reference.params = copied(params, self._reference.train_shardings)
+        self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:
             self._actor.start_from(params)
 
@@ -197,7 +199,7 @@ def train_scorer(run: RunContext, stop: StopSignal, starting: StartingParams) ->
       UserError: the loss is not one of scores.
     """
     config = run.config
-    scorer = Scorer(
+    scorer = RewardModelLearner(
         lora.base_config(run.model),
         run.mesh_of("actor"),
         train=config.train,
@@ -217,7 +219,7 @@ def train_dpo(run: RunContext, stop: StopSignal, starting: StartingParams) -> No
       StopRequested: a signal arrived; the last finished step is saved.
       UserError: the loss is not one of policies.
     """
-    actor = build_actor(run, optim=run.config.preference.optim)
+    actor = build_actor(run, optim=run.config.preference.optim, samples=False)
     with _open_loop(run, stop) as loop:
         loop.run(DpoStage(run, actor, build_reference(run, "actor"), loop, starting))
 
@@ -235,13 +237,13 @@ def _open_loop(run: RunContext, stop: StopSignal):
     )
 
 
-def _save(scorer: Scorer, run: RunContext) -> None:
+def _save(scorer: RewardModelLearner, run: RunContext) -> None:
     """Writes the model as a Hugging Face directory, `<run>/scorer`, if it is not there yet."""
     directory = run.config.run_folder / "scorer"
     if directory.exists() or not hosts.is_first():
         return
     save_checkpoint(
-        scorer.state.params,
+        scorer.for_training().params,
         scorer.model,
         directory,
         dtype="float32",

@@ -32,7 +32,6 @@ from jaxrl.dataflows.sampling import (
     Sampling,
 )
 from jaxrl.dataflows.step import Step
-from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
@@ -40,9 +39,6 @@ from jaxrl.rewards.user import user_reward
 from jaxrl.roles.advantages import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
-from jaxrl.trainer.cross_checks import estimator_of, policy_objective
-from jaxrl.trainer.evaluation import Evaluation
-from jaxrl.trainer.loop import TrainingStage
 from jaxrl.trainer.context import (
     RunContext,
     prompt_options,
@@ -50,6 +46,9 @@ from jaxrl.trainer.context import (
     supervised_stream,
     training_sampling,
 )
+from jaxrl.trainer.cross_checks import estimator_of, policy_objective
+from jaxrl.trainer.evaluation import Evaluation
+from jaxrl.trainer.loop import TrainingStage
 from jaxrl.trainer.roles import Roles, keep_reference, start_from
 
 
@@ -133,8 +132,8 @@ class RlStage(TrainingStage):
         self._step.sampler.restore(record["sampling"], self._prompts)
 
     def close(self) -> None:
-        """Waits for what is being sampled."""
-        self._step.sampler.close()
+        """Waits for what is being sampled, and ends what samples."""
+        self._roles.actor.close()
 
     def _build_step(self) -> Step:
         config, roles, clock = self._run.config, self._roles, self._clock
@@ -174,9 +173,7 @@ class RlStage(TrainingStage):
                 multiplier=self._multiplier,
             ),
             critic_phase=roles.critic and CriticPhase("critic", roles.critic, values, clock),
-            reference_phase=ReferencePhase(
-                actor, roles.reference, clock, asked=needs_ref_logprobs
-            ),
+            reference_phase=ReferencePhase(actor, roles.reference, clock, asked=needs_ref_logprobs),
             cost_phase=roles.cost and CostPhase(sequence_scores(self._run, roles.cost), clock),
             cost_critic_phase=roles.cost_critic
             and CriticPhase("cost_critic", roles.cost_critic, values, clock),

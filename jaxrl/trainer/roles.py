@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
 
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import state_tables
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import load_params
-from jaxrl.roles.actor import Actor
-from jaxrl.roles.critic import Critic
-from jaxrl.roles.frozen import Judge, Reference
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
-from jaxrl.rollout import driver as offline
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.value import Critic
+from jaxrl.rollout.backend import RolloutBackend
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.context import RunContext, engine_config
 from jaxrl.trainer.cross_checks import roles_of
-from jaxrl.types import Completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Roles:
     critic: Critic | None = None
     cost_critic: Critic | None = None
     reference: Reference | None = None
-    reward: Judge | None = None
-    cost: Judge | None = None
+    reward: RewardModel | None = None
+    cost: RewardModel | None = None
     judge: GenerativeJudge | None = None
 
     @property
@@ -45,58 +44,55 @@ class Roles:
         return {name: role for name, role in roles.items() if role is not None}
 
 
-def build_actor(run: RunContext, *, optim) -> Actor:
-    """The actor with the programs of one stage; it has no weights yet."""
+def build_actor(run: RunContext, *, optim, samples: bool = True) -> Actor:
+    """The actor with the programs of one stage; it has no weights yet. Without `samples` it only learns."""
     config = run.config
     return Actor(
         run.model,
         run.mesh_of("actor"),
         **_shared(run, "actor"),
         optim=optim,
-        engine=engine_config(config, run.stop_ids),
         temperature=config.rollout.temperature,
         seed=config.seed,
-        rollout_mesh=_rollout_mesh(run),
-        sampler=_sampler(config.rollout.driver),
+        backend=_rollout_backend(run) if samples else None,
     )
 
 
-def _sampler(driver: str) -> Callable[..., Completions]:
-    if driver == "offline":
-        return offline.sample
-    from jaxrl.rollout import jetstream
-
-    return jetstream.sample
-
-
-def _rollout_mesh(run: RunContext):
-    """Where the actor samples, if not where it learns."""
-    if "rollout" not in roles_of(run.config):
-        return None
-    mesh = run.mesh_of("rollout")
-    return None if mesh is run.mesh_of("actor") else mesh
+def _rollout_backend(run: RunContext) -> RolloutBackend:
+    """What the actor samples with: where it learns, or where the role "rollout" is."""
+    config = run.config
+    role = "rollout" if "rollout" in roles_of(config) else "actor"
+    return build_backend(
+        config.rollout.driver,
+        run.model,
+        run.mesh_of(role),
+        engine_config(config, run.stop_ids),
+        run.tokenizer.decode,
+    )
 
 
 def build_roles(run: RunContext) -> Roles:
-    """All roles of the config's dataflow. Models that do not learn have their weights, the others none yet."""
+    """All roles of the config's dataflow. What scores and judges has its weights, the others have none yet."""
     config = run.config
     roles = roles_of(config)
-    reference = None
-    if "reference" in roles:
-        reference = Reference(
-            run.model,
-            run.mesh_of("reference"),
-            **_shared(run, "reference"),
-            temperature=config.rollout.temperature,
-        )
     return Roles(
         actor=build_actor(run, optim=config.optim),
         critic=_critic(run, "critic") if "critic" in roles else None,
         cost_critic=_critic(run, "cost_critic") if "cost_critic" in roles else None,
-        reference=reference,
-        reward=_judge(run, "reward", config.reward.model) if "reward" in roles else None,
-        cost=_judge(run, "cost", config.cost.model) if "cost" in roles else None,
+        reference=build_reference(run, "reference") if "reference" in roles else None,
+        reward=_reward_model(run, "reward", config.reward.model) if "reward" in roles else None,
+        cost=_reward_model(run, "cost", config.cost.model) if "cost" in roles else None,
         judge=_generative_judge(run) if "judge" in roles else None,
+    )
+
+
+def build_reference(run: RunContext, pool_of: str) -> Reference:
+    """A reference policy on the devices of a role; it has no weights yet."""
+    return Reference(
+        run.model,
+        run.mesh_of(pool_of),
+        **_shared(run, pool_of),
+        temperature=run.config.rollout.temperature,
     )
 
 
@@ -115,7 +111,7 @@ def _critic(run: RunContext, role: str) -> Critic:
     )
 
 
-def _judge(run: RunContext, role: str, directory: str) -> Judge:
+def _reward_model(run: RunContext, role: str, directory: str) -> RewardModel:
     model = read_config(directory)
     if not model.num_scores:
         raise UserError(
@@ -123,9 +119,9 @@ def _judge(run: RunContext, role: str, directory: str) -> Judge:
             "with a head of scores, such as launch/reward_model.py trains"
         )
     _check_vocabulary(model, run, directory)
-    judge = Judge(model, run.mesh_of(role), **_shared(run, role))
-    judge.params = load_params(directory, model, judge.train_shardings)
-    return judge
+    scorer = RewardModel(model, run.mesh_of(role), **_shared(run, role))
+    scorer.load(load_params(directory, model, scorer.train_shardings))
+    return scorer
 
 
 def _generative_judge(run: RunContext) -> GenerativeJudge:
@@ -138,24 +134,26 @@ def _generative_judge(run: RunContext) -> GenerativeJudge:
         )
     tokenizer = load_tokenizer(options.model)
     model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    mesh = run.mesh_of("judge")
     rollout = run.config.rollout
-    judge = GenerativeJudge(
-        model,
-        run.mesh_of("judge"),
-        tokenizer=tokenizer,
-        engine=EngineConfig(
-            slots=options.slots,
-            prefill_prompts=min(options.slots, rollout.prefill_prompts),
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_response_tokens=options.max_verdict_tokens,
-            tokens_per_dispatch=rollout.tokens_per_dispatch,
-            stop_ids=tokenizer.stop_ids,
-            dtype=jnp.dtype(rollout.dtype),
-        ),
-        chat=options.chat,
+    # It samples as the policy does, with as many slots as it has verdicts at a time.
+    settings = rollout.engine_settings(
+        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
     )
-    judge.params = load_params(options.model, model, judge.generate_shardings, dtype=rollout.dtype)
-    return judge
+    engine = EngineConfig(
+        **settings,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_response_tokens=options.max_verdict_tokens,
+        stop_ids=tokenizer.stop_ids,
+    )
+    # Not `rollout.driver`, which is the policy's.
+    backend = build_backend("offline", model, mesh, engine, tokenizer.decode)
+    _, shapes, axes = decoder_graph(model)
+    where = shardings(axes, shapes, GENERATE_RULES, mesh)
+    backend.load(load_params(options.model, model, where, dtype=backend.dtype))
+    return GenerativeJudge(
+        backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
+    )
 
 
 def _check_vocabulary(model, run: RunContext, directory: str) -> None:
@@ -173,5 +171,5 @@ def _shared(run: RunContext, role: str) -> dict[str, Any]:
     return {
         "train": run.config.train,
         "tables": state_tables(layout.sharding),
-        "park": layout.park_training_state,
+        "offload": layout.offload_training_state,
     }

@@ -16,10 +16,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,16 +30,17 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import load_params
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.online import Ask, Delta, OnlineDriver, ServingError
 from jaxrl.rollout.openai_api import Limits
+from jaxrl.rollout.settings import EngineConfig, EngineSettings
 
 _DTYPES = ("float32", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeConfig:
-    """A server.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineSettings):
+    """A server, and the engine behind it, whose other settings are those of `EngineSettings`.
 
     Attributes:
       model: Hugging Face directory.
@@ -66,26 +66,26 @@ class ServeConfig:
     grpc_port: int = 9000
     grpc: bool = True
     slots: int = 64
+    # Few requests at a time are the rule, and many short answers are not waited for.
+    fewest_rows: int = 8
     prefill_prompts: int = 8
     max_prompt_tokens: int = 1024
     max_response_tokens: int = 1024
     tokens_per_dispatch: int = 8
     mesh: str = "1-1-1"
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_waiting: int = 10_000
     max_body_bytes: int = 1 << 20
     grace_s: float = 10.0
 
     def __post_init__(self):
+        super().__post_init__()
         require_at_least(0, self, "http_port", "grpc_port", "grace_s")
         require_at_least(
             1,
             self,
-            "slots",
-            "prefill_prompts",
             "max_prompt_tokens",
             "max_response_tokens",
-            "tokens_per_dispatch",
             "max_waiting",
             "max_body_bytes",
         )
@@ -190,13 +190,10 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
         graph,
         mesh,
         EngineConfig(
-            slots=config.slots,
-            prefill_prompts=config.prefill_prompts,
+            **config.engine_settings(),
             max_prompt_tokens=config.max_prompt_tokens,
             max_response_tokens=config.max_response_tokens,
-            tokens_per_dispatch=config.tokens_per_dispatch,
             stop_ids=tokenizer.stop_ids,
-            dtype=jnp.dtype(config.dtype),
         ),
     )
     where = shardings(axes, shapes, GENERATE_RULES, mesh)

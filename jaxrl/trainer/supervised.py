@@ -14,10 +14,10 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_metrics import prefixed
 from jaxrl.mesh import hosts
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, row_limits, supervised_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
@@ -33,7 +33,7 @@ def fine_tuned(run: RunContext, stop: StopSignal) -> Actor:
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = run.config.warm_start
-    actor = build_actor(run, optim=options.optim)
+    actor = build_actor(run, optim=options.optim, samples=False)
     with open_loop(
         run,
         "SFT",
@@ -90,9 +90,7 @@ class SupervisedStage(TrainingStage):
                 f"the examples of step {self._clock.step + 1}",
                 [part for example in examples for part in example],
             )
-            shape = self._limits.shape(
-                self._run.config.warm_start.examples_per_step, minibatches=1
-            )
+            shape = self._limits.shape(self._run.config.warm_start.examples_per_step, minibatches=1)
             return self._actor.place(pack_examples(examples, shape))
 
     def _update(self, batch: TrainBatch) -> Metrics:

@@ -1,7 +1,7 @@
 """Where weights come from: a checkpoint's directory or a seed; and how they reach every role.
 
-    config.weights (+ adapter), or random -> [supervised learning, if the config asks for it] -> policy
-    policy -> reference (a copy), critics (its trunk and a new head, unless they have weights of their own)
+config.weights (+ adapter), or random -> [supervised learning, if the config asks for it] -> policy
+policy -> reference (a copy), critics (its trunk and a new head, unless they have weights of their own)
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import load_adapter, load_params
-from jaxrl.roles.critic import Critic
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.value import Critic
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.roles import Roles
 
@@ -51,7 +51,7 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
 def keep_reference(roles: Roles, params: Params) -> None:
     """Gives the reference, if there is one, a copy of the weights that training starts from."""
     if roles.reference is not None:
-        roles.reference.params = _copy(params, roles.reference.train_shardings)
+        roles.reference.load(copied(params, roles.reference.train_shardings))
 
 
 def _first_of_critic(critic: Critic, params: Params, run: RunContext) -> Params:
@@ -64,9 +64,9 @@ def _first_of_critic(critic: Critic, params: Params, run: RunContext) -> Params:
     trunk = lora.split(params)[1] if run.model.lora.rank else params
     trunk = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
     where = {name: critic.train_shardings[name] for name in trunk}
-    return _copy(trunk, where)
+    return copied(trunk, where)
 
 
-def _copy(params: Params, shardings: Any) -> Params:
+def copied(params: Params, shardings: Any) -> Params:
     """The same values in buffers of their own, on another mesh or on the same one."""
     return jax.tree.map(lambda x, where: put(jnp.copy(x), where), params, shardings)

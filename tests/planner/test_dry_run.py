@@ -17,11 +17,12 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, DryRun, dry_run
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.losses import clipped_policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config
 
@@ -69,13 +70,10 @@ def plan_recipe(config: Config) -> DryRun:
         train=config.train,
         optim=config.optim,
         engine=EngineConfig(
-            slots=rollout.slots,
-            prefill_prompts=rollout.prefill_prompts,
+            **rollout.engine_settings(),
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
-            tokens_per_dispatch=rollout.tokens_per_dispatch,
             stop_ids=(0,),
-            dtype=jnp.dtype(rollout.dtype),
         ),
         temperature=rollout.temperature,
         objective=LOSS,
@@ -174,11 +172,11 @@ def test_counts_what_real_arrays_take():
         mesh,
         train=TINY_TRAIN,
         optim=OptimConfig(),
-        engine=TINY_ENGINE,
         temperature=1.0,
         seed=0,
     )
     actor.init()
+    engine = Engine(TINY, actor.graph, mesh, TINY_ENGINE)
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
@@ -186,7 +184,7 @@ def test_counts_what_real_arrays_take():
     real = {
         "actor in training": actor.state.params,
         "optimiser state": actor.state.opt_state,
-        "KV cache and slots": actor.engine.init_decode_state(),
+        "KV cache and slots": engine.init_decode_state(),
     }
     for name, arrays in real.items():
         assert holding(plan, name).bytes_per_device == on_first_device(arrays), name

@@ -12,11 +12,13 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models import lora
 from jaxrl.models.config import LoraConfig, ModelConfig
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
 DENSE = ModelConfig(
@@ -39,13 +41,13 @@ R, T = 4, 12
 
 @functools.cache
 def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0) -> Actor:
-    layout = ParallelLayout(1, 1, 1, 1, 1)
+    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
     return Actor(
         model,
-        build_mesh(layout, jax.devices()[:1]),
+        mesh,
         train=TrainConfig(rows=R, row_tokens=T, load_balancing_coef=load_balancing_coef),
         optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
-        engine=ENGINE,
+        backend=build_backend("offline", model, mesh, ENGINE, str),
         temperature=1.0,
         seed=0,
     )
@@ -144,8 +146,8 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
         answers=("",) * 3,
         sources=("",) * 3,
     )
-    actor.load_rollout()
-    completions = actor.generate(prompts, str, num_samples=1, step=0)
+    options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
+    completions = actor.generate(prompts, options)
     blank = jax.tree.map(np.zeros_like, batch())
     for i, tokens in enumerate(completions.tokens):
         n = 3 + len(tokens)

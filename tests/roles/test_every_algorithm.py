@@ -13,10 +13,9 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.config import ModelConfig
-from jaxrl.roles.actor import Actor, PolicyOutputs
 from jaxrl.roles.advantages import VocabularyBatch
-from jaxrl.roles.learner import Objective
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.objective import Objective
+from jaxrl.roles.policy import Actor, PolicyOutputs
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
 from jaxrl.trainer.recipe import check_recipe, estimator_of, policy_objective
@@ -115,20 +114,11 @@ MODEL = ModelConfig(
 
 def tiny_actor() -> Actor:
     config = Config()
-    engine = EngineConfig(
-        slots=1,
-        prefill_prompts=1,
-        max_prompt_tokens=4,
-        max_response_tokens=4,
-        tokens_per_dispatch=1,
-        stop_ids=(1,),
-    )
     return Actor(
         MODEL,
         build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1]),
         train=config.train,
         optim=config.optim,
-        engine=engine,
         temperature=1.0,
         seed=0,
     )

@@ -13,17 +13,16 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.pairs import (
     pack_pairs,
     pair_sums,
     policy_pair_objective,
-    scorer_objective,
+    reward_model_objective,
 )
-from jaxrl.roles.scorer import Scorer
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.roles.reward_model import RewardModelLearner
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
@@ -31,7 +30,6 @@ MODEL = ModelConfig(
 ONE_EACH = PackedShape(minibatches=1, microbatches=1, rows=6, tokens=24)
 PACKED = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=48)
 OPTIM = OptimConfig(lr=1e-2, lr_warmup_steps=0, weight_decay=0.0)
-ENGINE = EngineConfig(4, 4, 4, 4, 4, (1,))
 
 
 def pair_of(prompt, chosen, rejected, margin=0.0, harms=(0, 0)) -> PreferencePair:
@@ -72,8 +70,8 @@ def mesh_of(train="1-1-1", fsdp=1):
 
 
 @pytest.fixture(scope="module")
-def scorer() -> Scorer:
-    return Scorer(MODEL, mesh_of(), train=TrainConfig(), optim=OPTIM, seed=0)
+def scorer() -> RewardModelLearner:
+    return RewardModelLearner(MODEL, mesh_of(), train=TrainConfig(), optim=OPTIM, seed=0)
 
 
 def random_weights():
@@ -84,7 +82,7 @@ def random_weights():
     "name", ["bradley_terry", pytest.param("cost_preference", marks=pytest.mark.slow)]
 )
 def test_scores_are_compared_pair_by_pair(name, scorer):
-    objective = scorer_objective(name, {})
+    objective = reward_model_objective(name, {})
     pairs = make_pairs()
     results = []
     for shape in (ONE_EACH, PACKED):
@@ -112,7 +110,7 @@ def test_scores_are_compared_pair_by_pair(name, scorer):
 
 def test_a_reward_model_learns_what_is_preferred(scorer):
     scorer.start_from(init_params(MODEL, jax.random.key(1)))
-    objective = scorer_objective("bradley_terry", {"center_coef": 0.01})
+    objective = reward_model_objective("bradley_terry", {"center_coef": 0.01})
     pairs = [pair._replace(margin=0.0) for pair in make_pairs(seed=1)]
     batch = pack_pairs(pairs, ONE_EACH)
     metrics = [scorer.update(batch, objective) for _ in range(60)]
@@ -129,7 +127,6 @@ def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
         mesh_of("1-2-2", 2),
         train=TrainConfig(rows=6, row_tokens=24),
         optim=OPTIM,
-        engine=ENGINE,
         temperature=1.0,
         seed=0,
     )
@@ -147,7 +144,7 @@ def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
 
 def test_refused():
     with pytest.raises(UserError, match="loss of scores 'bt' is not known; use one of bradley_te"):
-        scorer_objective("bt", {})
+        reward_model_objective("bt", {})
     with pytest.raises(UserError, match="loss of policies 'bradley_terry' is not known"):
         policy_pair_objective("bradley_terry", {})
     with pytest.raises(UserError, match="preference loss 'dpo' needs beta"):

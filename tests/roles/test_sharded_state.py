@@ -9,12 +9,11 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.groupings import ZERO, state_tables
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch, TrainBatch
 
 MODEL = ModelConfig(
@@ -31,7 +30,6 @@ def actor_of(name: str, **layout) -> Actor:
         train=TrainConfig(rows=R, row_tokens=T),
         # With epsilon far above any gradient a step of Adam shows the gradient itself.
         optim=OptimConfig(lr=1e4, epsilon=1e4, lr_warmup_steps=0, weight_decay=0.0, grad_clip=1e9),
-        engine=EngineConfig(8, 8, 4, 4, 4, (1,)),
         temperature=1.0,
         seed=0,
         tables=state_tables(name),

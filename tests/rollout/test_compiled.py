@@ -19,7 +19,8 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
 layout = ParallelLayout.from_config(LayoutConfig(train="1-2-2", generate="1-2-1-2"))
@@ -28,8 +29,8 @@ model = ModelConfig(vocab_size=1024, num_layers=4, d_model=512, d_ff=1024, num_h
 graph, shapes, axes = decoder_graph(model)
 def engine_of(kv_dtype):
     return Engine(model, graph, mesh, EngineConfig(
-        slots=64, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
-        tokens_per_dispatch=64, stop_ids=(1,), dtype=jnp.bfloat16, kv_dtype=kv_dtype,
+        slots=64, fewest_rows=8, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
+        tokens_per_dispatch=64, stop_ids=(1,), dtype="bfloat16", kv_dtype=kv_dtype,
     ))
 
 params = jax.tree.map(
@@ -54,7 +55,7 @@ def found(kv_dtype):
         "kernels": programs["generate"].as_text().count("tpu_custom_call"),
     }
 
-print(json.dumps({name: found(jnp.dtype(name)) for name in ("bfloat16", "int8")}))
+print(json.dumps({name: found(name) for name in ("bfloat16", "int8")}))
 """
 
 

@@ -1,4 +1,4 @@
-"""What the driver does beyond sampling a batch to its end: carrying, stopping, conversations, sizes."""
+"""What the driver does beyond sampling a batch to its end: unfinished samples, conversations, sizes."""
 
 import dataclasses
 import functools
@@ -18,9 +18,11 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.roles.batches import pack_completions
-from jaxrl.rollout.driver import Options, rollout, sample
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
 MODEL = ModelConfig(
@@ -35,6 +37,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=16,
+    fewest_rows=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=40,
@@ -68,7 +71,7 @@ def make_prompts(lengths=(1, 20, 7, 24, 3)) -> Prompts:
 
 
 PROMPTS = make_prompts()
-OPTIONS = Options(num_samples=G, seed=7, step=3, temperature=0.8)
+OPTIONS = SamplingOptions(num_samples=G, seed=7, step=3, temperature=0.8)
 
 
 def spell(tokens) -> str:
@@ -76,8 +79,13 @@ def spell(tokens) -> str:
 
 
 def run(engine=None, prompts=PROMPTS, **changes) -> Completions:
-    options = vars(dataclasses.replace(OPTIONS, **changes))
-    return sample(engine or engine_of(), weights(), prompts, spell, **options)
+    return backend_of(engine).generate(prompts, OPTIONS.replace(**changes))
+
+
+def backend_of(engine=None) -> OfflineBackend:
+    backend = OfflineBackend(engine or engine_of(), spell)
+    backend.load(weights())
+    return backend
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +134,9 @@ def test_sizes_follow_what_is_needed(monkeypatch):
         return Engine.init_decode_state(engine, rows, capacity)
 
     monkeypatch.setattr(engine, "init_decode_state", watched)
-    options = dataclasses.replace(OPTIONS, budget_tokens=16)
+    options = OPTIONS.replace(budget_tokens=16)
     for _ in range(2):
-        rollout(engine, weights(), make_prompts((4, 5)), spell, options)
+        backend_of(engine).resume(make_prompts((4, 5)), options)
         assert engine.generate._cache_size() == 1
     assert sizes == [(8, 64)] * 2
 
@@ -137,7 +145,7 @@ def test_sizes_follow_what_is_needed(monkeypatch):
     "kv_dtype, tolerance", [("float32", 1e-6), ("bfloat16", 0.1), ("int8", 0.1)]
 )
 def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, tolerance, whole):
-    narrow = run(engine_of(kv_dtype=jnp.dtype(kv_dtype)))
+    narrow = run(engine_of(kv_dtype=kv_dtype))
     gaps = []
     for a, b, x, y in zip(
         narrow.tokens, whole.tokens, narrow.rollout_logprob, whole.rollout_logprob, strict=True
@@ -153,26 +161,26 @@ def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, t
 
 def test_an_unknown_cache_type_is_refused():
     with pytest.raises(UserError, match="kv_dtype float16: a cache is kept in one of float32"):
-        dataclasses.replace(BASE, kv_dtype=jnp.float16)
+        dataclasses.replace(BASE, kv_dtype="float16")
 
 
-# Carrying
+# Unfinished groups
 
 
-def test_a_sample_that_is_carried_goes_on_as_if_it_had_not_been(whole):
-    first = dataclasses.replace(OPTIONS, budget_tokens=7)
-    part = rollout(engine_of(), weights(), PROMPTS, spell, first)
-    assert len(part.carry.prompts) > 0
-    assert max(len(s) for s in part.carry.samples) == 7
+def test_an_unfinished_sample_goes_on_as_if_it_had_not_been_left(whole):
+    first = OPTIONS.replace(budget_tokens=7)
+    part = backend_of().resume(PROMPTS, first)
+    assert len(part.unfinished.prompts) > 0
+    assert max(len(s) for s in part.unfinished.samples) == 7
     parts = {
         int(part.completions.prompts.ids_N[i]): part for i in range(len(part.completions.prompts))
     }
     nothing = PROMPTS.take([])
     step = OPTIONS.step
-    while len(part.carry.prompts):
+    while len(part.unfinished.prompts):
         step += 1
-        now = dataclasses.replace(first, step=step, budget_tokens=11)
-        part = rollout(engine_of(), weights(), nothing, spell, now, carry=part.carry)
+        now = first.replace(step=step, budget_tokens=11)
+        part = backend_of().resume(nothing, now, unfinished=part.unfinished)
         parts |= {int(i): part for i in part.completions.prompts.ids_N}
     assert sorted(parts) == list(range(N))
     for n, part in parts.items():
@@ -185,17 +193,17 @@ def test_a_sample_that_is_carried_goes_on_as_if_it_had_not_been(whole):
     assert set(versions.tolist()) == {3, 4, 5, 6}
 
 
-def test_new_prompts_join_carried_groups_and_groups_keep_their_size(whole):
-    short = dataclasses.replace(OPTIONS, budget_tokens=7)
-    part = rollout(engine_of(), weights(), PROMPTS.take([0, 1, 2]), spell, short)
-    rest = rollout(engine_of(), weights(), PROMPTS.take([3, 4]), spell, OPTIONS, carry=part.carry)
+def test_new_prompts_join_unfinished_groups_and_groups_keep_their_size(whole):
+    short = OPTIONS.replace(budget_tokens=7)
+    part = backend_of().resume(PROMPTS.take([0, 1, 2]), short)
+    rest = backend_of().resume(PROMPTS.take([3, 4]), OPTIONS, unfinished=part.unfinished)
     both = Completions.concatenate([part.completions, rest.completions])
     order = np.argsort(both.prompts.ids_N)
     assert_same_samples(both.take(order), whole)
-    assert not len(rest.carry.prompts)
-    with pytest.raises(UserError, match=f"of {G} samples are carried .* num_samples 2"):
-        two = dataclasses.replace(OPTIONS, num_samples=2)
-        rollout(engine_of(), weights(), PROMPTS, spell, two, carry=part.carry)
+    assert not len(rest.unfinished.prompts)
+    with pytest.raises(UserError, match=f"unfinished groups have {G} samples .* num_samples 2"):
+        two = OPTIONS.replace(num_samples=2)
+        backend_of().resume(PROMPTS, two, unfinished=part.unfinished)
 
 
 def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
@@ -206,11 +214,11 @@ def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
         return len(seen) == 2
 
     engine = engine_of(slots=8)
-    part = rollout(engine, weights(), PROMPTS, spell, OPTIONS, enough=enough)
+    part = backend_of(engine).resume(PROMPTS, OPTIONS, enough=enough)
     assert sorted(seen) == sorted(part.completions.prompts.ids_N.tolist())
     assert 2 <= len(seen) < N
     assert sorted(part.prompt_indices) == sorted(seen)
-    rest = rollout(engine, weights(), PROMPTS.take([]), spell, OPTIONS, carry=part.carry)
+    rest = backend_of(engine).resume(PROMPTS.take([]), OPTIONS, unfinished=part.unfinished)
     both = Completions.concatenate([part.completions, rest.completions])
     assert_same_samples(both.take(np.argsort(both.prompts.ids_N)), whole)
 
@@ -225,9 +233,7 @@ def test_the_longest_expected_start_first():
     # One row after the other, and one token each, so that groups finish in the order of their start.
     engine = engine_of(slots=1, prefill_prompts=1, max_response_tokens=1)
     for expected, first in [(None, 3), (np.array([5, 9, 2, 1, 30]), 4)]:
-        rollout(
-            engine, weights(), PROMPTS, spell, OPTIONS, enough=enough, expected_tokens_N=expected
-        )
+        backend_of(engine).resume(PROMPTS, OPTIONS, enough=enough, expected_tokens_N=expected)
         assert started.pop() == first
 
 

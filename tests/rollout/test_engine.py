@@ -19,14 +19,16 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.logprobs import log_softmax_entropy
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout import driver
+from jaxrl.roles.policy import Actor
 from jaxrl.rollout import engine as engine_module
-from jaxrl.rollout.engine import Assignment, EngineConfig, host_inputs
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Assignment, Engine, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
 
 T, R = 6, 10
@@ -42,6 +44,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=8,
+    fewest_rows=8,
     prefill_prompts=4,
     max_prompt_tokens=T,
     max_response_tokens=R,
@@ -77,18 +80,20 @@ def weights(model=MODEL):
 def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL) -> Actor:
     """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
     layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    engine = Engine(model, decoder_graph(model)[0], mesh, config)
     actor = Actor(
         model,
-        build_mesh(layout, jax.devices()[: layout.num_devices]),
+        mesh,
         train=TrainConfig(logprob_chunk_tokens=8),
         optim=OptimConfig(),
-        engine=config,
         temperature=TEMPERATURE,
         seed=SEED,
+        backend=OfflineBackend(engine, spell),
     )
     params = jax.device_put(weights(model), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
-    actor.load_rollout()
+    actor.for_sampling()
     return actor
 
 
@@ -97,7 +102,8 @@ def spell(tokens: np.ndarray) -> str:
 
 
 def sample(actor: Actor, prompts=PROMPTS, *, num_samples=3, step=0, **options) -> Completions:
-    return actor.generate(prompts, spell, num_samples=num_samples, step=step, **options)
+    given = {"seed": SEED, "temperature": TEMPERATURE, **options}
+    return actor.generate(prompts, SamplingOptions(num_samples=num_samples, step=step, **given))
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +287,7 @@ def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
 def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     """An engine that takes this machine for a TPU, its kernel interpreted."""
     model = dataclasses.replace(MODEL, head_dim=128)
-    config = dataclasses.replace(
-        BASE, kv_dtype=jnp.bfloat16, attention="xla", decode_attention="xla"
-    )
+    config = dataclasses.replace(BASE, kv_dtype="bfloat16", attention="xla", decode_attention="xla")
     by_xla = sample(actor_of(config=config, model=model), num_samples=1)
     cache_shapes = set()
 
@@ -383,7 +387,7 @@ def test_half_precision_rollout_stays_close_to_the_trainer():
 
 def test_slots_keep_their_own_limit_and_temperature_while_others_start():
     """The engine by itself: a greedy sample of 9 tokens, and beside it a hot one of 2, twice."""
-    engine, params = actor_of().engine, actor_of()._rollout_params
+    engine, params = actor_of().backend.engine, actor_of().backend.params
     greedy = sample(actor_of(), make_prompts([4]), num_samples=1, temperature=0.0)
 
     def insert(state, slot, limit, temperature):
@@ -418,7 +422,7 @@ def test_slots_keep_their_own_limit_and_temperature_while_others_start():
 
 
 def test_an_idle_engine_generates_nothing():
-    engine, params = actor_of().engine, actor_of()._rollout_params
+    engine, params = actor_of().backend.engine, actor_of().backend.params
     before, after = jax.device_get(
         (engine.init_decode_state(), engine.generate(params, engine.init_decode_state()))
     )
@@ -444,6 +448,4 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs(length):
     with pytest.raises(
         UserError, match=rf"prompt 506 has {length} tokens; the engine takes 1 to {T}"
     ):
-        driver.sample(
-            actor_of().engine, None, prompts, spell, num_samples=1, seed=0, step=0, temperature=1.0
-        )
+        sample(actor_of(), prompts, num_samples=1)

@@ -23,11 +23,13 @@ from jaxrl.mesh.devices import build_mesh  # noqa: E402
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout  # noqa: E402
 from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
-from jaxrl.rollout import driver as offline  # noqa: E402
 from jaxrl.rollout import jetstream  # noqa: E402
-from jaxrl.rollout.engine import Engine, EngineConfig  # noqa: E402
+from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
+from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
+from jaxrl.rollout.engine import Engine  # noqa: E402
 from jaxrl.rollout.online import Ask, OnlineDriver, ServingError, Stopped  # noqa: E402
 from jaxrl.rollout.sampling import truncation_of  # noqa: E402
+from jaxrl.rollout.settings import EngineConfig  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
 # Importable since our module is.
@@ -48,6 +50,7 @@ MODEL = ModelConfig(
 )
 CONFIG = EngineConfig(
     slots=8,
+    fewest_rows=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=20,
@@ -97,15 +100,23 @@ PROMPTS = Prompts(
     answers=("",) * 5,
     sources=("",) * 5,
 )
-OPTIONS = {"seed": 7, "step": 3, "temperature": 0.5}
+OPTIONS = SamplingOptions(num_samples=1, seed=7, step=3, temperature=0.5)
 CHOICE = truncation_of(top_k=0, top_p=0.9, min_p=0.0)
+
+
+def loaded(kind, train="1-1-1"):
+    backend = kind(engine_of(train), decode)
+    backend.load(weights())
+    return backend
+
+
+OFFLINE, JETSTREAM = OfflineBackend, jetstream.JetStreamBackend
 
 
 @pytest.mark.parametrize("num_samples, train", [(4, "1-1-1"), (3, "1-1-1"), (2, "1-2-4")])
 def test_its_driver_gives_the_samples_of_ours(num_samples, train):
-    given = (engine_of(train), weights(), PROMPTS, decode)
-    options = {**OPTIONS, "num_samples": num_samples, "truncation": CHOICE}
-    ours, theirs = offline.sample(*given, **options), jetstream.sample(*given, **options)
+    options = OPTIONS.replace(num_samples=num_samples, truncation=CHOICE)
+    ours, theirs = (loaded(k, train).generate(PROMPTS, options) for k in (OFFLINE, JETSTREAM))
     assert 0 < ours.truncated_B.sum() < len(ours)
     assert [t.tolist() for t in theirs.tokens] == [t.tolist() for t in ours.tokens]
     assert theirs.texts == ours.texts
@@ -116,27 +127,27 @@ def test_its_driver_gives_the_samples_of_ours(num_samples, train):
 
 
 def test_stop_strings_cut_as_in_our_driver():
-    options = {**OPTIONS, "num_samples": 1}
-    given = (engine_of(), weights(), PROMPTS, decode)
-    whole = offline.sample(*given, **options)
+    whole = loaded(OFFLINE).generate(PROMPTS, OPTIONS)
     stop = next(c for text in whole.texts for c in text[3:8] if c != "\N{REPLACEMENT CHARACTER}")
-    ours = offline.sample(*given, **options, stop_strings=(stop,))
-    theirs = jetstream.sample(*given, **options, stop_strings=(stop,))
+    options = OPTIONS.replace(stop_strings=(stop,))
+    ours, theirs = (loaded(k).generate(PROMPTS, options) for k in (OFFLINE, JETSTREAM))
     assert [t.tolist() for t in theirs.tokens] == [t.tolist() for t in ours.tokens]
     assert any(len(t) < len(w) for t, w in zip(theirs.tokens, whole.tokens, strict=True))
     np.testing.assert_array_equal(theirs.truncated_B, ours.truncated_B)
 
 
 def test_what_it_cannot_do_is_refused(monkeypatch):
-    given = (engine_of(), weights(), PROMPTS, decode)
+    backend = loaded(JETSTREAM)
     with pytest.raises(UserError, match="cannot continue a finished sample"):
-        jetstream.sample(*given, **OPTIONS, num_samples=1, environment=lambda turn: None)
+        backend.generate(PROMPTS, OPTIONS.replace(environment=lambda turn: None))
+    with pytest.raises(UserError, match="cannot leave a sample unfinished"):
+        backend.resume(PROMPTS, OPTIONS)
     long = dataclasses.replace(PROMPTS, tokens=(np.zeros(25, np.int32),) * 5)
     with pytest.raises(UserError, match="prompt 3 has 25 tokens; the engine takes 1 to 24"):
-        jetstream.sample(engine_of(), weights(), long, decode, **OPTIONS, num_samples=1)
+        backend.generate(long, OPTIONS)
     monkeypatch.setattr(jetstream, "num_processes", lambda: 2)
     with pytest.raises(UserError, match="on 2 hosts"):
-        jetstream.sample(*given, **OPTIONS, num_samples=1)
+        backend.generate(PROMPTS, OPTIONS)
 
 
 @pytest.mark.parametrize("method", ["prefill", "insert", "generate"])
@@ -147,7 +158,7 @@ def test_an_engine_failure_is_raised_and_nothing_is_killed(method, monkeypatch, 
     monkeypatch.setattr(engine_of(), method, out_of_memory)
     before = threading.active_count()
     with pytest.raises(ServingError, match="the engine has failed: JaxRuntimeError") as caught:
-        jetstream.sample(engine_of(), weights(), PROMPTS, decode, **OPTIONS, num_samples=4)
+        loaded(JETSTREAM).generate(PROMPTS, OPTIONS.replace(num_samples=4))
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     assert threading.active_count() == before
     assert "driver has failed" in caplog.text
@@ -173,9 +184,7 @@ def test_the_contract_by_hand():
         assert slot.lengths.tolist() == [len(tokens)]
         assert not result.convert_to_numpy().get_result_at_slot(4).valid.any()
     one = PROMPTS.take([2])
-    ours = offline.sample(
-        engine_of(), weights(), one, decode, num_samples=1, **{**OPTIONS, "temperature": 0.0}
-    )
+    ours = loaded(OFFLINE).generate(one, OPTIONS.replace(temperature=0.0))
     assert tokens == ours.tokens[0].tolist()
     assert adapter.max_concurrent_decodes == 8
     assert adapter.build_tokenizer(adapter.get_tokenizer()).encode("ab")[1] == 2
@@ -269,8 +278,7 @@ def samples_of(responses):
 @functools.cache
 def greedy(prompt: str) -> np.ndarray:
     one = dataclasses.replace(PROMPTS.take([0]), tokens=(encode(prompt),))
-    options = {**OPTIONS, "temperature": 0.0, "num_samples": 1}
-    return offline.sample(engine_of(), weights(), one, decode, **options).tokens[0]
+    return loaded(OFFLINE).generate(one, OPTIONS.replace(temperature=0.0)).tokens[0]
 
 
 def test_tokens_and_texts_stream_over_grpc(stub):

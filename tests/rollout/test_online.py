@@ -14,10 +14,12 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.rollout.driver import sample
-from jaxrl.rollout.engine import Engine, EngineConfig
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.online import Ask, OnlineDriver, Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.text_stream import TextStream
 from jaxrl.types import Prompts
 
@@ -33,6 +35,7 @@ MODEL = ModelConfig(
 )
 CONFIG = EngineConfig(
     slots=8,
+    fewest_rows=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=40,
@@ -150,17 +153,10 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
     for ask, online in zip(ASKS, alone, strict=True):
         blank = ("",)
         prompts = Prompts(np.array([ask.seed]), (ask.prompt,), blank, blank, blank)
-        offline = sample(
-            engine,
-            weights(),
-            prompts,
-            spell,
-            num_samples=ask.num_samples,
-            seed=0,
-            step=0,
-            temperature=ask.temperature,
-            truncation=ask.truncation,
-        )
+        backend = OfflineBackend(engine, spell)
+        backend.load(weights())
+        options = SamplingOptions(ask.num_samples, 0, 0, ask.temperature, ask.truncation)
+        offline = backend.generate(prompts, options)
         for k in range(ask.num_samples):
             expected = offline.tokens[k][: ask.max_tokens]
             assert online.tokens(k) == expected.tolist()

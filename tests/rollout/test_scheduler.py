@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rollout.buckets import fit, ladder, next_below
-from jaxrl.rollout.scheduler import Admission, Request, Scheduler
+from jaxrl.rollout.buckets import bucket_sizes, next_below, round_up
+from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 
 
 def requests(num_prompts, num_samples):
-    return [Request((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
+    return [SampleRequest((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
 
 
 def scheduler_of(wanted, rows, prefill_batch, shards=1):
-    sizes = [n * shards for n in ladder(rows, 1)]
-    return Scheduler(wanted, row_sizes=sizes, prefill_batch=prefill_batch, shards=shards)
+    sizes = [n * shards for n in bucket_sizes(rows, 1)]
+    return Scheduler(wanted, slot_sizes=sizes, prefill_batch=prefill_batch, shards=shards)
 
 
 def run(num_prompts, num_samples, rows, prefill_batch, shards, luck: random.Random):
@@ -29,12 +29,12 @@ def run(num_prompts, num_samples, rows, prefill_batch, shards, luck: random.Rand
     admissions: list[Admission] = []
     finished: list = []
     while scheduler.unfinished:
-        before, size = scheduler.running, scheduler.num_rows
+        before, size = scheduler.running, scheduler.num_slots
         moves = scheduler.resize()
         check_moves(moves, before, size, scheduler, shards)
         before = scheduler.running
         while (admission := scheduler.admit()) is not None:
-            assert not {row for row, *_ in admission.rows} & set(before)
+            assert not {row for row, *_ in admission.slots} & set(before)
             admissions.append(admission)
             before = scheduler.running
         running = scheduler.running
@@ -54,7 +54,7 @@ def check_moves(moves, before, size, scheduler, shards):
     if moves is None:
         assert scheduler.running == before
         return
-    assert len(moves) == scheduler.num_rows
+    assert len(moves) == scheduler.num_slots
     old_each, each = size // shards, len(moves) // shards
     arrived = {
         row: before[row // each * old_each + old] for row, old in enumerate(moves) if old >= 0
@@ -79,7 +79,7 @@ def test_every_sample_runs_exactly_once_in_order(case):
     admissions, finished = run(*sizes, random.Random(seed))
     everything = [r.owner for r in requests(*sizes[:2])]
     # Served in order, whatever order they finish in.
-    assert [owner for a in admissions for _, _, owner in a.rows] == everything
+    assert [owner for a in admissions for _, _, owner in a.slots] == everything
     assert sorted(finished) == everything
 
 
@@ -94,7 +94,7 @@ def test_every_prompt_is_prefilled_once_in_full_batches(case):
     for admission in admissions:
         latest = admission.sources if admission.fresh else latest
         assert admission.sources == latest
-        assert all(latest[place] == owner[0] for _, place, owner in admission.rows)
+        assert all(latest[place] == owner[0] for _, place, owner in admission.slots)
 
 
 @given(runs)
@@ -104,7 +104,7 @@ def test_the_order_depends_on_nothing_but_requests_and_lengths(case):
 
 
 def test_the_samples_of_a_prompt_share_a_prefill():
-    """Two prompts, three samples each, four rows: by hand."""
+    """Two prompts, three samples each, four slots: by hand."""
     scheduler = scheduler_of(requests(2, 3), 4, prefill_batch=2)
     assert scheduler.resize() == [-1] * 4
     first = ((0, 0, (0, 0)), (1, 0, (0, 1)), (2, 0, (0, 2)), (3, 1, (1, 0)))
@@ -114,7 +114,7 @@ def test_the_samples_of_a_prompt_share_a_prefill():
     assert scheduler.resize() is None
     assert scheduler.admit() == Admission((0, 1), False, ((1, 1, (1, 1)), (3, 1, (1, 2))))
     assert scheduler.finish([0, 1]) == [(0, 0), (1, 1)]
-    # Two run on, in two rows.
+    # Two run on, in two slots.
     assert scheduler.resize() == [2, 3]
     assert scheduler.finish([0, 1]) == [(0, 2), (1, 2)]
     assert not scheduler.unfinished
@@ -124,11 +124,11 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
     scheduler = scheduler_of(requests(20, 1), 16, prefill_batch=16)
     scheduler.resize()
     scheduler.admit()
-    # Four wait: two free rows of sixteen are worth a look.
+    # Four wait: two free slots of sixteen are worth a look.
     assert scheduler.enough_active == 14
     scheduler.finish(range(4))
     scheduler.admit()
-    # None waits: twelve rows are the next smaller state.
+    # None waits: twelve slots are the next smaller state.
     assert scheduler.enough_active == 12
     # What two shards would do without may still be too much for one of them.
     lopsided = scheduler_of(requests(12, 1), 8, prefill_batch=16, shards=2)
@@ -136,7 +136,7 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
     lopsided.admit()
     lopsided.finish([row for row in lopsided.running if row < 6])
     lopsided.resize()
-    assert (lopsided.num_rows, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
+    assert (lopsided.num_slots, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
 
 
 def test_ten_thousand_requests():
@@ -166,16 +166,16 @@ def test_nothing_asked_is_finished_at_once():
 
 @given(st.integers(1, 5000), st.integers(1, 300))
 def test_sizes_are_few_and_close(largest, smallest):
-    sizes = ladder(largest, smallest)
+    sizes = bucket_sizes(largest, smallest)
     assert sizes[-1] == largest
     assert all(a < b <= 2 * a for a, b in itertools.pairwise(sizes))
     assert len(sizes) <= 2 * np.log2(max(1, largest / smallest)) + 3
     for need in range(1, largest + 1, 7):
-        size = fit(sizes, need)
+        size = round_up(sizes, need)
         assert need <= size and next_below(sizes, size) < need
 
 
 def test_sizes_by_hand():
-    assert ladder(20, 8) == (8, 12, 20)
-    assert ladder(64, 16) == (16, 24, 32, 48, 64)
-    assert ladder(5, 8) == (5,)
+    assert bucket_sizes(20, 8) == (8, 12, 20)
+    assert bucket_sizes(64, 16) == (16, 24, 32, 48, 64)
+    assert bucket_sizes(5, 8) == (5,)

@@ -14,9 +14,9 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.config import ModelConfig
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
 from jaxrl.trainer import program
 from jaxrl.trainer.config import (
     Config,

@@ -13,7 +13,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import score_config, score_params, values_before
 from jaxrl.models.mixture import Routing
-from jaxrl.roles.learner import Learner, Stats
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.objective import Stats
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
 from jaxrl.types import PackedBatch
@@ -41,11 +42,17 @@ class Critic(Learner):
         optim: OptimConfig,
         seed: int,
         tables: StateTables = ZERO["FSDP"],
-        park: bool = False,
+        offload: bool = False,
     ):
         """Args as for `Learner`; `model` may be a language model, whose unembedding the head replaces."""
         super().__init__(
-            score_config(model), mesh, train=train, optim=optim, seed=seed, tables=tables, park=park
+            score_config(model),
+            mesh,
+            train=train,
+            optim=optim,
+            seed=seed,
+            tables=tables,
+            offload=offload,
         )
         self._values = jax.jit(self._packed_values)
 
@@ -58,7 +65,7 @@ class Critic(Learner):
     @protocol(PER_TOKEN)
     def values(self, batch: PackedBatch) -> jax.Array:
         """Value of the state before every token, float32 [U, M, R, T]; 0 at a sequence's first token."""
-        return self._values(self.state.params, batch)
+        return self._values(self.for_training().params, batch)
 
     def _packed_values(self, params: Params, batch: PackedBatch) -> jax.Array:
         return each_micro(lambda micro: self._outputs(params, micro)[0].value, batch)

@@ -13,14 +13,17 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.correction import CorrectionConfig, not_rejected
-from jaxrl.roles.learner import Objective, TrainState
+from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, clipped_policy, policy
+from jaxrl.roles.objective import Objective
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.engine import EngineConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
 MODEL = ModelConfig(
@@ -66,14 +69,15 @@ def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
     sizes = ParallelLayout.from_config(
         LayoutConfig(train=train_layout, generate=generate, fsdp=fsdp)
     )
+    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
     return Actor(
         MODEL,
-        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
+        mesh,
         train=train,
         optim=optim,
-        engine=ENGINE,
         temperature=0.9,
         seed=0,
+        backend=build_backend("offline", MODEL, mesh, ENGINE, str),
     )
 
 
@@ -334,7 +338,8 @@ def test_microbatches_beyond_the_count_are_not_computed():
 def test_the_ratio_is_one_at_the_first_update(layout):
     """On policy: sampled by the engine, old log-probabilities recomputed as the update computes them."""
     actor = fresh(layout, ADAM)
-    completions = actor.generate(PROMPTS, str, num_samples=4, step=0)
+    options = SamplingOptions(num_samples=4, seed=0, step=0, temperature=0.9)
+    completions = actor.generate(PROMPTS, options)
     batch = actor.place(pack_completions(completions, TWO_UPDATES))
     advantage = np.linspace(-1, 1, batch.tokens.size, dtype=np.float32)
     batch = batch.replace(
@@ -544,8 +549,8 @@ def test_nothing_compiles_twice_over_varied_batches(layout, caplog):
 
     def one_step(batch):
         actor.update(batch.replace(old_logprob=actor.logprobs(batch)), CLIPPED)
-        actor.load_rollout()
-        assert actor.state  # the way back, too
+        actor.for_sampling()
+        assert actor.for_training()  # the way back, too
 
     one_step(batches[0])
     with jax.log_compiles():
@@ -566,11 +571,11 @@ def test_rows_that_do_not_divide_over_the_mesh_are_refused():
 def test_sampling_after_an_update_uses_the_new_weights(layout):
     """The old ones may have shared the buffers that the update consumed."""
     actor = fresh(layout)
-    actor.load_rollout()
-    greedy = functools.partial(actor.generate, PROMPTS, str, num_samples=1, step=0, temperature=0.0)
-    before = greedy()
+    actor.for_sampling()
+    greedy = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
+    before = actor.generate(PROMPTS, greedy)
     step(actor, packed(sequences(), TWO_ROWS))
-    after = greedy()
+    after = actor.generate(PROMPTS, greedy)
     assert any(
         (a[:1] != b[:1]).any()
         for a, b in zip(after.rollout_logprob, before.rollout_logprob, strict=True)

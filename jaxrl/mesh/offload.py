@@ -1,4 +1,4 @@
-"""Parking arrays in pinned host memory: optimiser state, or a role, that waits for its turn."""
+"""Arrays in pinned host memory: optimiser state, or a role, that waits for its turn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 
 from jaxrl.errors import UserError
 
-_PARKED = "pinned_host"
+_HOST = "pinned_host"
 
 
-def park(tree: Any) -> Any:
+def offload(tree: Any) -> Any:
     """Moves every array to pinned memory of its device's host, split as it is; consumes `tree`.
 
     Raises:
@@ -20,22 +20,22 @@ def park(tree: Any) -> Any:
     leaves = jax.tree.leaves(tree)
     for device in {d for leaf in leaves for d in leaf.sharding.addressable_devices}:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
-        if _PARKED not in kinds:
+        if _HOST not in kinds:
             raise UserError(
-                f"{device.device_kind} cannot park arrays: it reaches {', '.join(kinds)} memory, but not "
-                f"{_PARKED}; keep them on the device"
+                f"{device.device_kind} cannot offload arrays: it reaches {', '.join(kinds)} memory, but not "
+                f"{_HOST}; keep them on the device"
             )
-    shardings = [leaf.sharding.with_memory_kind(_PARKED) for leaf in leaves]
+    shardings = [leaf.sharding.with_memory_kind(_HOST) for leaf in leaves]
     return _move(tree, shardings)
 
 
-def unpark(tree: Any, shardings: Any) -> Any:
-    """Moves parked arrays to `shardings`, a tree of the same structure; consumes `tree`."""
+def onload(tree: Any, shardings: Any) -> Any:
+    """Moves offloaded arrays to `shardings`, a tree of the same structure; consumes `tree`."""
     return _move(tree, jax.tree.leaves(shardings))
 
 
-def borrow(tree: Any, shardings: Any) -> Any:
-    """Copies of parked arrays at `shardings`; the parked ones stay."""
+def onloaded_copy(tree: Any, shardings: Any) -> Any:
+    """Copies of offloaded arrays at `shardings`; the offloaded ones stay."""
     return jax.device_put(tree, shardings)
 
 

@@ -1,4 +1,4 @@
-"""Critics, references and judges: what they compute, and that the mesh does not change it."""
+"""Critics, references and reward models: what they compute, and that the mesh does not change it."""
 
 import functools
 
@@ -12,11 +12,12 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
-from jaxrl.roles.critic import Critic
-from jaxrl.roles.frozen import Judge, Reference
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Reference
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.value import Critic
 from jaxrl.types import ValueBatch
 
 MODEL = ModelConfig(
@@ -105,14 +106,14 @@ def test_a_critic_starts_from_a_language_model_at_0_and_learns():
     assert loss < 0.02 * before
 
 
-@pytest.mark.parametrize("park", [False, True])
-def test_a_judge_scores_each_sequence_on_its_last_token(park):
-    judge = Judge(score_config(MODEL), mesh_of(ONE), train=TrainConfig(), park=park)
-    judge.params = jax.device_put(score_weights(), judge.train_shardings)
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reward_model_scores_each_sequence_on_its_last_token(offload):
+    model = RewardModel(score_config(MODEL), mesh_of(ONE), train=TrainConfig(), offload=offload)
+    model.load(jax.device_put(score_weights(), model.train_shardings))
     packing, batch = packed(ROWS, SHAPES["packed"])
     alone_packing, alone = packed(ROWS, SHAPES["one each"])
-    scores = packing.unpack(np.asarray(judge.scores_of(batch)))
-    expected = alone_packing.unpack(np.asarray(judge.scores_of(alone)))
+    scores = packing.unpack(np.asarray(model.scores_of(batch)))
+    expected = alone_packing.unpack(np.asarray(model.scores_of(alone)))
     for ours, theirs in zip(scores, expected, strict=True):
         assert not ours[:-1].any() and ours[-1] != 0
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
@@ -124,7 +125,7 @@ def test_a_reference_on_other_devices_is_the_same():
     found = []
     for layout in (ONE, EIGHT):
         reference = Reference(MODEL, mesh_of(layout), train=TrainConfig(), temperature=0.9)
-        reference.params = jax.device_put(params, reference.train_shardings)
+        reference.load(jax.device_put(params, reference.train_shardings))
         found.append(np.asarray(reference.logprobs(batch)))
     assert found[0].min() < -1
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)

@@ -1,4 +1,7 @@
-"""A reward or cost model that learns: a score for every token, of which a sequence's last one counts."""
+"""Reward and cost models: one score for each sequence, as they are used and as they are trained.
+
+A score is computed for every token, of which a sequence's last one counts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import last_scores, score_config, score_params
 from jaxrl.models.mixture import Routing
-from jaxrl.roles.learner import Learner, Stats
+from jaxrl.roles.frozen import Frozen
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.objective import Stats
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
 from jaxrl.types import PackedBatch
 
 
 class ScoreOutputs(NamedTuple):
-    """What losses of a scorer are made of.
+    """What losses of a reward model are made of.
 
     Attributes:
       score: [R, T], of a sequence as a whole on its last token, 0 elsewhere.
@@ -29,8 +34,37 @@ class ScoreOutputs(NamedTuple):
     score: jax.Array
 
 
-class Scorer(Learner):
-    """A model that scores whole sequences, in training."""
+class RewardModel(Frozen):
+    """A reward or cost model: one score for each sequence. It reads the policy's tokens as they are."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        train: TrainConfig,
+        tables: StateTables = ZERO["FSDP"],
+        offload: bool = False,
+    ):
+        """Args as for `Frozen`; `model` has a head of scores, of which the first counts."""
+        super().__init__(model, mesh, train=train, tables=tables, offload=offload)
+        self._scores = jax.jit(self._packed_scores)
+
+    @protocol(PER_TOKEN)
+    def scores_of(self, batch: PackedBatch) -> jax.Array:
+        """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
+        return self._scores(self.onloaded(), batch)
+
+    def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
+        def of_micro(micro: PackedBatch) -> jax.Array:
+            scores_RTS, _ = self.scores(params, micro)
+            return last_scores(scores_RTS, micro.segment_ids)[..., 0]
+
+        return each_micro(of_micro, batch)
+
+
+class RewardModelLearner(Learner):
+    """A reward or cost model in training."""
 
     def __init__(
         self,
@@ -57,7 +91,7 @@ class Scorer(Learner):
     @protocol(PER_TOKEN)
     def scores_of(self, batch: PackedBatch) -> jax.Array:
         """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
-        return self._scores(self.state.params, batch)
+        return self._scores(self.for_training().params, batch)
 
     def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
         return each_micro(lambda micro: self._outputs(params, micro)[0].score, batch)

@@ -1,0 +1,53 @@
+"""What an update minimises: a loss per token, and how its values add up.
+
+R rows   T tokens of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+from jaxrl.algos.aggregation import Aggregation, token_mean
+
+Stats: TypeAlias = dict[str, jax.Array]
+# (what the role computes of a microbatch, the microbatch) -> (loss, stats), all [R, T].
+TokenLoss: TypeAlias = Callable[[Any, Any], tuple[jax.Array, Stats]]
+
+
+def _as_it_is(batch: Any, key: jax.Array) -> Any:
+    del key
+    return batch
+
+
+def _nothing(outputs: Any, micro: Any) -> Stats:
+    del outputs, micro
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What an update minimises. The same object must come back each step, or it is compiled again.
+
+    Attributes:
+      loss: (outputs, microbatch) -> (loss, stats) per token. Outputs are what the role computes, such as
+        `PolicyOutputs`; outside the mask everything is 0 before the loss sees it.
+      aggregation: how token losses add up to the loss of a minibatch.
+      stats: how stats do.
+      prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
+      keep: (outputs, microbatch) -> [R, T], 0 on tokens to leave out of everything that is to be computed,
+        where only the policy being trained can tell; None keeps all.
+      largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
+      needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
+    """
+
+    loss: TokenLoss
+    aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
+    stats: Aggregation = dataclasses.field(default_factory=token_mean)
+    prepare: Callable[[Any, jax.Array], Any] = _as_it_is
+    keep: Callable[[Any, Any], jax.Array] | None = None
+    largest: Callable[[Any, Any], Stats] = _nothing
+    needs_reference: bool = False

@@ -1,0 +1,90 @@
+"""Settings of the engine: what a user chooses, and what the caller adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxrl.errors import UserError, require_at_least
+
+_CACHE_TYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a user chooses of an engine. Configs that have an engine inherit these settings.
+
+    Attributes:
+      slots: S, samples decoded side by side at most.
+      fewest_rows: a decode state has so many slots at least, however few are in use. The more, the fewer
+        programs are compiled, and the slower the last samples of a batch are decoded.
+      prefill_prompts: P, prompts of one prefill.
+      prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
+      tokens_per_dispatch: W, tokens decoded between two looks of the host.
+      dtype: of weights and activations.
+      kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
+      unroll: layers per iteration of the layer scan. With all of them decoding has no scan, and every layer
+        its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
+        use them, that is twice as fast.
+      decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
+    """
+
+    slots: int = 256
+    fewest_rows: int = 32
+    prefill_prompts: int = 32
+    prefill_chunk_tokens: int = 0
+    tokens_per_dispatch: int = 16
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+    unroll: int = 1
+    decode_attention: str = "auto"
+
+    def __post_init__(self):
+        require_at_least(1, self, "slots", "fewest_rows", "prefill_prompts")
+        require_at_least(1, self, "tokens_per_dispatch", "unroll")
+        require_at_least(0, self, "prefill_chunk_tokens")
+        if self.kv_dtype and self.kv_dtype not in _CACHE_TYPES:
+            raise UserError(
+                f"kv_dtype {self.kv_dtype}: a cache is kept in one of {', '.join(_CACHE_TYPES)}"
+            )
+
+    def engine_settings(self, **changes: Any) -> dict[str, Any]:
+        """These settings alone, with the given ones changed, whatever a config has besides them."""
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineSettings)}
+        return settings | changes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineSettings):
+    """Everything that the compiled programs depend on, besides the model and its mesh.
+
+    Example: `EngineConfig(**config.rollout.engine_settings(), max_prompt_tokens=..., ...)`.
+
+    Attributes:
+      max_prompt_tokens: T.
+      max_response_tokens: R, end-of-sequence included.
+      stop_ids: ids that end a response.
+      attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
+    """
+
+    max_prompt_tokens: int
+    max_response_tokens: int
+    stop_ids: tuple[int, ...]
+    attention: str = "auto"
+
+    @property
+    def cache_dtype(self) -> Any:
+        """Type of the cache."""
+        return jnp.dtype(self.kv_dtype or self.dtype)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """T + R, the longest sequence."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of one prefill program."""
+        return self.prefill_chunk_tokens or self.max_context_tokens

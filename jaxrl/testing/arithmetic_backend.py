@@ -1,0 +1,217 @@
+"""A rollout backend without a model: its responses are simple arithmetic of prompt and sample.
+
+It keeps the whole contract of `rollout.backend`, so that what stands above it (samplers, rewards, a trainer's
+step) can be tested in milliseconds. The weights that it is given matter to nothing.
+
+N prompts   G samples of each   R tokens of a response
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Params
+from jaxrl.rollout.backend import DecodeText, Enough, SamplingOptions, check_lengths
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import Completions, Prompts
+
+# (tokens of a prompt, which sample of it) -> int32 [R], the response, its stop id included.
+Respond: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
+
+ENTROPY = 1.0
+
+
+class ArithmeticBackend:
+    """Answers each prompt as `respond` says, W tokens at a time.
+
+    Token t of a response has the log-probability -1 / (t + 1) and an entropy of 1.
+
+    Attributes:
+      weights: those that `load` was given, for a test to look at.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: EngineConfig,
+        decode_text: DecodeText,
+        respond: Respond | None = None,
+    ):
+        """Takes limits and stop ids from an engine's config.
+
+        Args:
+          mesh: where it says it wants weights.
+          config: prompts, responses and dispatches are as long as this allows.
+          decode_text: token ids to text.
+          respond: the responses; by default `counting`.
+        """
+        self.mesh = mesh
+        self.weights: Params | None = None
+        self._config = config
+        self._decode_text = decode_text
+        self._respond = counting(config.stop_ids) if respond is None else respond
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the weights, which are not looked at."""
+        return np.dtype(self._config.dtype)
+
+    def load(self, params: Params) -> None:
+        """Keeps the weights."""
+        self.weights = params
+
+    def unload(self) -> Params | None:
+        """Gives them back."""
+        params, self.weights = self.weights, None
+        return params
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Completions:
+        """See `RolloutBackend.generate`; nothing starts before anything else."""
+        return self.resume(prompts, options.replace(budget_tokens=0)).completions
+
+    def resume(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        unfinished: UnfinishedGroups | None = None,
+        enough: Enough | None = None,
+        expected_tokens_N: np.ndarray | None = None,
+    ) -> Rollout:
+        """See `RolloutBackend.resume`; every sample gets W tokens in every round."""
+        self._check(prompts, options, unfinished)
+        G = options.num_samples
+        before = () if unfinished is None else unfinished.samples
+        if unfinished is not None:
+            prompts = Prompts.concatenate([unfinished.prompts, prompts])
+        groups = [list(before[n * G : (n + 1) * G]) for n in range(len(before) // G)]
+        for n in range(len(groups), len(prompts)):
+            groups.append([Sample(n, k, options.step) for k in range(G)])
+        self._decode(prompts, groups, options, enough)
+        finished = [n for n, group in enumerate(groups) if _finished(group)]
+        left = [n for n, group in enumerate(groups) if not _finished(group)]
+        return Rollout(
+            completions=self._completions(prompts, groups, finished, G),
+            prompt_indices=tuple(finished),
+            versions=tuple(s.version for n in finished for s in groups[n]),
+            unfinished=UnfinishedGroups(
+                prompts.take(left), G, tuple(s.at(i) for i, n in enumerate(left) for s in groups[n])
+            ),
+        )
+
+    def _check(
+        self, prompts: Prompts, options: SamplingOptions, unfinished: UnfinishedGroups | None
+    ) -> None:
+        check_lengths(prompts, self._config.max_prompt_tokens)
+        if options.environment is not None or options.stop_strings:
+            raise UserError(
+                "the arithmetic backend knows neither environments nor stop strings; leave them out"
+            )
+        if unfinished is not None and unfinished.num_samples != options.num_samples:
+            raise UserError(
+                f"unfinished groups have {unfinished.num_samples} samples each and would go on with "
+                f"num_samples {options.num_samples}; keep one number"
+            )
+
+    def _decode(
+        self,
+        prompts: Prompts,
+        groups: list[list[Sample]],
+        options: SamplingOptions,
+        enough: Enough | None,
+    ) -> None:
+        """Rounds of W tokens, until all is finished, over its budget, or enough."""
+        W, G = self._config.tokens_per_dispatch, options.num_samples
+        starts = {id(s): len(s) for s in itertools.chain(*groups)}
+        running = [n for n, group in enumerate(groups) if not _finished(group)]
+        while running:
+            for n in running:
+                for sample in groups[n]:
+                    room = options.budget_tokens - len(sample) + starts[id(sample)]
+                    count = min(W, room) if options.budget_tokens else W
+                    self._add(sample, prompts.tokens[n], count, options.step)
+            done = [n for n in running if _finished(groups[n])]
+            running = [
+                n for n in running if n not in done and self._has_room(groups[n], starts, options)
+            ]
+            if enough is not None and any(
+                [enough(self._completions(prompts, groups, [n], G)) for n in done]
+            ):
+                return
+
+    @staticmethod
+    def _has_room(group: list[Sample], starts: dict[int, int], options: SamplingOptions) -> bool:
+        if not options.budget_tokens:
+            return True
+        return any(not s.finished and len(s) - starts[id(s)] < options.budget_tokens for s in group)
+
+    def _add(self, sample: Sample, prompt: np.ndarray, count: int, step: int) -> None:
+        """Up to `count` tokens more."""
+        if sample.finished:
+            return
+        most = self._config.max_response_tokens
+        whole = np.asarray(self._respond(prompt, sample.index), np.int32)
+        start, end = len(sample), min(len(sample) + count, len(whole), most)
+        logprob = (-1.0 / np.arange(start + 1, end + 1)).astype(np.float32)
+        sample.add_decoded(
+            whole[start:end], logprob, np.full(end - start, ENTROPY, np.float32), step
+        )
+        sample.finished = end == min(len(whole), most)
+        sample.truncated = sample.finished and int(whole[end - 1]) not in self._config.stop_ids
+
+    def _completions(
+        self, prompts: Prompts, groups: list[list[Sample]], which: list[int], num_samples: int
+    ) -> Completions:
+        samples = [sample for n in which for sample in groups[n]]
+        return completions_of(prompts.take(which), samples, num_samples, self._decode_text)
+
+
+def _finished(group: list[Sample]) -> bool:
+    return all(sample.finished for sample in group)
+
+
+def counting(stop_ids: tuple[int, ...]) -> Respond:
+    """Responses that count on from the prompt's last token, past ids that stop.
+
+    Example, with stop id 1: prompt [5, 7], sample 2 -> [8, 9, 10, 1]. Sample k has k + 1 tokens and the stop.
+    """
+
+    def respond(prompt: np.ndarray, index: int) -> np.ndarray:
+        after = int(prompt[-1]) + 1
+        ids = (i for i in itertools.count(after) if i not in stop_ids)
+        return np.array([*itertools.islice(ids, index + 1), *stop_ids[:1]], np.int32)
+
+    return respond
+
+
+def build_arithmetic_backend(
+    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
+) -> ArithmeticBackend:
+    """For a config: `rollout.driver = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"`.
+
+    What it counts stays below the model's vocabulary.
+    """
+    count = counting(config.stop_ids)
+    vocabulary = model.num_tokens or model.vocab_size
+
+    def respond(prompt: np.ndarray, index: int) -> np.ndarray:
+        return count(prompt, index) % vocabulary
+
+    return ArithmeticBackend(mesh, config, decode_text, respond)
