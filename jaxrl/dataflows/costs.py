@@ -50,7 +50,7 @@ class Multiplier:
         self._learning_rate = learning_rate
 
     def update(self, costs: Costs) -> Metrics:
-        """Moves it by how far the step's mean cost is over the limit; reports what the step was taken with."""
+        """Moves it by how far the step's mean cost is over the limit; reports the one that the step had."""
         used = self.value
         excess = jnp.float32(costs.cost_B.mean() - self._limit)
         self.value = float(

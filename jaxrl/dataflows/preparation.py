@@ -1,4 +1,4 @@
-"""What happens to a step's groups before anything is learned: packing, log-probabilities, values, advantages."""
+"""Before anything is learned: packing, the reference's log-probabilities, advantages."""
 
 from __future__ import annotations
 

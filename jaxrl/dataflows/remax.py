@@ -10,7 +10,7 @@ from jaxrl.dataflows.step import Step
 def remax(step: Step, prompts: PromptSource) -> Metrics:
     """Rewards less that of the likeliest response to the same prompt."""
     sampled = step.sample(prompts)
-    greedy = step.greedy(sampled)
+    greedy = step.greedy(sampled.completions.prompts)
     batch = step.pack(sampled)
     batch = step.reference.logprobs(step.actor.logprobs(batch))
     batch = step.advantages.with_baseline(batch, greedy)

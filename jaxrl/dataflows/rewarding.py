@@ -38,10 +38,14 @@ class RewardTerm(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """See above."""
+        ...
 
     @property
-    def weight(self) -> float: ...
+    def weight(self) -> float:
+        """See above."""
+        ...
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Scores of B responses, float [B], and metrics."""

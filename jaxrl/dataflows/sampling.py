@@ -22,9 +22,8 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.mesh import hosts
-from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.samples import UnfinishedGroups
+from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
 # Whether a step has enough, asked of each group once it is graded.
@@ -69,6 +68,43 @@ class Sampler(Protocol):
         ...
 
 
+class Policy(Protocol):
+    """What samplers need of an actor; see `roles.policy.Actor`."""
+
+    @property
+    def can_sample(self) -> bool:
+        """It has its current weights where it samples."""
+        ...
+
+    def for_sampling(self) -> None:
+        """Brings them there."""
+        ...
+
+    def generate(
+        self, prompts: Prompts, options: SamplingOptions, *, expected_tokens_N: np.ndarray | None
+    ) -> Completions:
+        """Every response to its end."""
+        ...
+
+    def start_generating(
+        self, prompts: Prompts, options: SamplingOptions, *, expected_tokens_N: np.ndarray | None
+    ) -> concurrent.futures.Future[Completions]:
+        """The same beside whatever comes next."""
+        ...
+
+    def resume(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        unfinished: UnfinishedGroups | None,
+        enough: Callable[[Completions], bool] | None,
+        expected_tokens_N: np.ndarray | None,
+    ) -> Rollout:
+        """Goes on with unfinished groups, and may leave some."""
+        ...
+
+
 class Generation:
     """Responses from the actor, with what earlier steps teach about their lengths.
 
@@ -77,7 +113,7 @@ class Generation:
       options: how it samples; `step` is set for each call.
     """
 
-    def __init__(self, actor: Actor, options: SamplingOptions, clock: Clock):
+    def __init__(self, actor: Policy, options: SamplingOptions, clock: Clock):
         self.actor = actor
         self.options = options
         self.clock = clock

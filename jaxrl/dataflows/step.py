@@ -15,13 +15,15 @@ evaluation, checkpoints, logs) is the same for all and lies in the trainer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeVar
 
 from jaxrl.dataflows.costs import CostPhase, Multiplier
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase
 from jaxrl.dataflows.preparation import Advantages, Packer, ReferencePhase
-from jaxrl.dataflows.sampling import GreedySampling, PromptSource, Sampler
+from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.types import Prompts
 
 Part = TypeVar("Part")
 
@@ -31,8 +33,8 @@ class Step:
     """One step's roles and what connects them. Roles that the dataflow has not declared are not there.
 
     Attributes:
-      sampler: from prompts to groups with rewards.
-      greedy_sampling: the likeliest response to each prompt, with its reward.
+      sample: a step's groups with their rewards, by one of `dataflows.sampling`.
+      greedy: the likeliest response to each prompt, with its reward.
       pack: groups to `Experience`.
       actor: log-probabilities and updates of the policy.
       advantages: from rewards to advantages.
@@ -40,8 +42,8 @@ class Step:
         `reference`, `cost`, `cost_critic` and `multiplier` return.
     """
 
-    sampler: Sampler
-    greedy_sampling: GreedySampling
+    sample: Callable[[PromptSource], Sampled]
+    greedy: Callable[[Prompts], Sampled]
     pack: Packer
     actor: ActorPhase
     advantages: Advantages
@@ -50,14 +52,6 @@ class Step:
     cost_phase: CostPhase | None = None
     cost_critic_phase: CriticPhase | None = None
     multiplier_phase: Multiplier | None = None
-
-    def sample(self, prompts: PromptSource) -> Sampled:
-        """A step's groups: G responses to each prompt, with rewards."""
-        return self.sampler.sample(prompts)
-
-    def greedy(self, sampled: Sampled) -> Sampled:
-        """The likeliest response to each of the same prompts, with its reward."""
-        return self.greedy_sampling(sampled.completions.prompts)
 
     @property
     def critic(self) -> CriticPhase:

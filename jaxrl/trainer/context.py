@@ -30,9 +30,12 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.huggingface_config import read_adapter_config, read_config
 from jaxrl.planner.requirements import DataFile, require
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.config import Config, SourceConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
+from jaxrl.trainer.user_environment import environment_of
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.

@@ -43,7 +43,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         roles.append("rollout")
     if "cost" in roles and not config.cost.model:
         raise UserError(
-            f"dataflow {algorithm.dataflow!r} needs a cost model; set cost.model to its Hugging Face directory"
+            f"dataflow {algorithm.dataflow!r} needs a cost model; set cost.model to its directory"
         )
     return tuple(roles)
 

@@ -103,6 +103,7 @@ class RlStage(TrainingStage):
             learning_rate=config.cost.multiplier_lr,
         )
         self._pretraining = _pretraining(run) if config.cost.pretrain_coef else None
+        self._sampler = self._build_sampler()
         self._step = self._build_step()
         self._evaluation = Evaluation(run)
         if record is not None:
@@ -123,13 +124,13 @@ class RlStage(TrainingStage):
         record: dict[str, Any] = {"kl_coef": self._kl.value, "multiplier": self._multiplier.value}
         if self._pretraining is not None:
             record["pretraining"] = self._pretraining.stream.state()
-        return record | {"sampling": self._step.sampler.record(self._prompts)}
+        return record | {"sampling": self._sampler.record(self._prompts)}
 
     def _restore(self, record: Mapping[str, Any]) -> None:
         self._kl.value, self._multiplier.value = record["kl_coef"], record["multiplier"]
         if self._pretraining is not None:
             self._pretraining.stream.restore(record["pretraining"])
-        self._step.sampler.restore(record["sampling"], self._prompts)
+        self._sampler.restore(record["sampling"], self._prompts)
 
     def close(self) -> None:
         """Waits for what is being sampled, and ends what samples."""
@@ -143,8 +144,8 @@ class RlStage(TrainingStage):
         needs_ref_logprobs = algorithm.kl.needs_ref_logprobs
         values = clipped_values(clip=config.critic.clip)
         return Step(
-            sampler=self._sampler(),
-            greedy_sampling=GreedySampling(self._generation, self._rewards),
+            sample=self._sampler.sample,
+            greedy=GreedySampling(self._generation, self._rewards),
             pack=Packer(
                 actor,
                 row_limits(config).shape(
@@ -180,7 +181,7 @@ class RlStage(TrainingStage):
             multiplier_phase=self._multiplier,
         )
 
-    def _sampler(self) -> Sampler:
+    def _build_sampler(self) -> Sampler:
         options, generation, rewards = self._run.config.rollout, self._generation, self._rewards
         if options.partial:
             sampler: Sampler = PartialSampling(

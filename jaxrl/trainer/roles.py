@@ -72,7 +72,7 @@ def _rollout_backend(run: RunContext) -> RolloutBackend:
 
 
 def build_roles(run: RunContext) -> Roles:
-    """All roles of the config's dataflow. What scores and judges has its weights, the others have none yet."""
+    """All roles of the config's dataflow. Models that do not learn have their weights, others none yet."""
     config = run.config
     roles = roles_of(config)
     return Roles(

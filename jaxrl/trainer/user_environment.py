@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.rollout.environment import Environment, Turn
-from jaxrl.trainer.setup import Parts
 from jaxrl.user_code import load_function
 
 
-def environment_of(parts: Parts) -> Environment | None:
-    """The environment that the config names, or None.
+def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
+    """The environment at `path`, "package.module:function" or "path/to/file.py:function"; None for "".
 
     The first process alone asks it, as tools need not answer twice alike. It raises UserError where the
     answer is no list of token ids; what the user's function raises passes through, with a note of its path.
@@ -22,11 +22,9 @@ def environment_of(parts: Parts) -> Environment | None:
     Raises:
       UserError: the function cannot be loaded.
     """
-    path = parts.config.rollout.environment
     if not path:
         return None
     function = load_function(path, "environment")
-    tokenizer = parts.tokenizer
 
     def ask(turn: Turn) -> list[int] | None:
         try:
