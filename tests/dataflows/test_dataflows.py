@@ -2,56 +2,117 @@
 
 import ast
 import inspect
+import types
 
 import pytest
 
-from jaxrl.recipes.registry import RECIPES
+from jaxrl.dataflows.dataflow import ROLES, dataflow
+from jaxrl.dataflows.registry import DATAFLOWS, find_dataflow
+from jaxrl.dataflows.step import Step
+from jaxrl.errors import UserError
 
 
-def body(recipe: str) -> list[str]:
-    """Lines of code of a recipe, its signature and docstring left out."""
-    source = inspect.getsource(RECIPES[recipe])
+def body(name: str) -> list[str]:
+    """Lines of code of a dataflow, its decorator, signature and docstring left out."""
+    source = inspect.getsource(DATAFLOWS[name].function)
     (function,) = ast.parse(source).body
     statements = function.body[1:]
     return source.splitlines()[statements[0].lineno - 1 :]
 
 
 def test_lines_of_the_dataflows():
-    assert len(body("ppo")) <= 10
-    assert len(body("safe_rlhf")) <= len(body("ppo")) + 6
+    assert len(body("ppo")) <= 5
+    assert len(body("safe_rlhf")) <= len(body("ppo")) + 5
     assert not any("critic" in line or "values" in line for line in body("remax"))
 
 
 class Recorder:
-    """Events that note their order; each returns a name."""
+    """A part of a step whose every method notes that it was called."""
 
-    def __init__(self):
-        self.order = []
+    def __init__(self, name: str, order: list[str]):
+        self._name = name
+        self._order = order
 
-    def __getattr__(self, name):
-        def event(*args):
-            self.order.append(name)
-            if name == "hooks":
-                return len([event for event in self.order if event == "hooks"]) < 2
-            if name.startswith(("update", "raise")):
-                return {name: 0.0}
-            return (name, name) if name.endswith(("critic_advantages", "cost_advantages")) else name
+    def __getattr__(self, method):
+        def call(*args):
+            self._order.append(f"{self._name}.{method}".removesuffix(".__call__"))
+            batch = types.SimpleNamespace(metrics={"seen": 1.0}, completions=Recorder("c", []))
+            if method == "update":
+                return {self._name: 0.0}
+            return (batch, "targets") if method in ("with_values", "with_costs") else batch
 
-        return event
+        return call
+
+    def __call__(self, *args):
+        return self.__getattr__("__call__")(*args)
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo", "remax", "safe_rlhf"])
-def test_a_step_generates_prepares_and_learns_in_this_order(recipe):
-    recorder = Recorder()
-    events = list(inspect.signature(RECIPES[recipe]).parameters)[1:]
-    RECIPES[recipe](range(5), **{name: getattr(recorder, name) for name in events})
-    first = recorder.order[: len(recorder.order) // 2]
-    # `hooks` ended it after the second step, which was like the first.
-    assert recorder.order == first * 2
-    # ReMax scores twice; otherwise each event happens once.
-    assert set(first) == set(events)
-    learning = [i for i, name in enumerate(first) if name.startswith("update")]
-    advantages = [i for i, name in enumerate(first) if name.endswith("advantages")]
-    assert first[0] == "generate" and first[-1] == "hooks"
-    assert max(advantages) < min(learning)
-    assert first.index("with_old_logprobs") < min(advantages)
+def recorded_step(roles) -> tuple[Step, list[str]]:
+    """A step with the roles of a dataflow and no others."""
+    order: list[str] = []
+    part = lambda name: Recorder(name, order)  # noqa: E731
+    optional = {
+        "critic_phase": "critic",
+        "reference_phase": "reference",
+        "cost_phase": "cost",
+        "cost_critic_phase": "cost_critic",
+    }
+    given = {field: part(role) for field, role in optional.items() if role in roles}
+    if "cost" in roles:
+        given["multiplier_phase"] = part("multiplier")
+    step = Step(
+        sample=part("sample"),
+        greedy=part("greedy"),
+        pack=part("pack"),
+        actor=part("actor"),
+        advantages=part("advantages"),
+        **given,
+    )
+    return step, order
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_a_step_samples_prepares_and_learns_in_this_order(name):
+    flow = DATAFLOWS[name]
+    step, order = recorded_step(flow.roles)
+    metrics = flow(step, iter(()))
+    assert order[0] == "sample"
+    learning = [i for i, call in enumerate(order) if call in ("actor.update", "critic.update")]
+    advantages = [i for i, call in enumerate(order) if call.startswith("advantages")]
+    assert order.index("actor.logprobs") < min(advantages) <= max(advantages) < min(learning)
+    assert order[-1] == "actor.update", "critics learn before the actor"
+    # Nothing that was measured is lost.
+    assert {"seen", "actor"} <= set(metrics)
+    # Every role that is declared is used, the reward model inside the rewards of `sample`.
+    used = {call.split(".")[0] for call in order}
+    assert set(flow.roles) - {"reward"} <= used
+
+
+def test_a_role_that_is_not_declared_is_not_there():
+    step, _ = recorded_step(("actor",))
+    with pytest.raises(AssertionError, match="uses critic, which its @dataflow"):
+        _ = step.critic
+
+
+def test_a_dataflow_of_ones_own_by_its_path(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxrl.dataflows.dataflow import dataflow\n"
+        "@dataflow(roles=('actor', 'critic'))\n"
+        "def mine(step, prompts):\n"
+        "    return {'n': len(step.sample(prompts))}\n"
+        "def bare(step, prompts):\n"
+        "    return {}\n"
+    )
+    flow = find_dataflow(f"{file}:mine")
+    assert flow.name == "mine" and flow.roles == ("actor", "critic")
+    with pytest.raises(UserError, match="does not say which roles it has"):
+        find_dataflow(f"{file}:bare")
+    with pytest.raises(UserError, match="dataflow 'dpao' is not known"):
+        find_dataflow("dpao")
+
+
+@pytest.mark.parametrize("roles", [("critic",), ("actor", "oracle")])
+def test_roles_that_no_run_has(roles):
+    with pytest.raises(UserError, match=f"others of {', '.join(ROLES)}"):
+        dataflow(roles=roles)

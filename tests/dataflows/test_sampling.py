@@ -1,0 +1,178 @@
+"""Samplers without a model: what they take from the prompts, when, and with which weights."""
+
+import numpy as np
+import pytest
+
+from jaxrl.dataflows.clock import Unclocked
+from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
+from jaxrl.dataflows.sampling import (
+    Generation,
+    GreedySampling,
+    OneStepAhead,
+    PartialSampling,
+    Sampling,
+)
+from jaxrl.errors import UserError
+from jaxrl.rollout.backend import SamplingOptions
+from steps import CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
+
+OPTIONS = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
+NO_PUNISHMENT = OverlongPunishment(12, 0, 0.0)
+
+
+def first_sample_of_even_prompts(number: int, response: str) -> bool:
+    """Mixed are the groups of even prompts: their first sample, which is the shorter one, is right."""
+    return number % 2 == 0 and len(response.split()) == 2
+
+
+class Bench:
+    """A sampler with all that is around it."""
+
+    def __init__(self, kind, *, grader=None, per_batch=4, **settings):
+        self.clock = Unclocked()
+        self.policy = SamplingPolicy(make_backend())
+        self.generation = Generation(self.policy, OPTIONS, self.clock)
+        self.grader = grader or CountingGrader()
+        self.rewards = Rewards(self.grader, NO_PUNISHMENT, self.clock)
+        self.prompts = NumberedPrompts(per_batch)
+        self.sampler = kind(self.generation, self.rewards, **settings)
+
+    def step(self, sampler=None, **arguments):
+        """Samples, and then learns: the weights change, and the clock goes on."""
+        sampled = (sampler or self.sampler).sample(self.prompts, **arguments)
+        self.policy.update()
+        self.clock.step += 1
+        return sampled
+
+
+def ids_of(sampled) -> list[int]:
+    return sampled.completions.prompts.ids_N.tolist()
+
+
+def test_a_generation_batch_with_the_weights_and_keys_of_its_step():
+    bench = Bench(Sampling)
+    assert ids_of(bench.step()) == [0, 1, 2, 3]
+    assert ids_of(bench.step()) == [4, 5, 6, 7]
+    # (prompt, version of the weights, step)
+    assert bench.policy.sampled == [(n, n // 4, n // 4) for n in range(8)]
+
+
+def test_rewards_come_with_the_groups():
+    bench = Bench(Sampling, grader=CountingGrader(first_sample_of_even_prompts))
+    sampled = bench.step()
+    assert sampled.scored.correct_NG.tolist() == [[True, False], [False] * 2] * 2
+    assert sampled.scored.reward_B.tolist() == [1, -1, -1, -1] * 2
+    assert sampled.metrics["reward/grader/mean"] == pytest.approx(-0.5)
+
+
+def test_the_next_batch_is_sampled_before_this_one_is_learned_from():
+    bench = Bench(OneStepAhead)
+    assert [ids_of(bench.step())[0] for _ in range(3)] == [0, 4, 8]
+    versions = {n: version for n, version, _ in bench.policy.sampled}
+    # The first two batches are sampled by the first weights, every other by those of one update ago.
+    assert [versions[n] for n in (0, 4, 8, 12)] == [0, 0, 1, 2]
+
+
+def test_what_was_sampled_ahead_is_sampled_again_after_a_restart():
+    bench = Bench(OneStepAhead)
+    bench.step()
+    record = bench.sampler.record(bench.prompts)
+    again = Bench(OneStepAhead)
+    again.sampler.restore(record, again.prompts)
+    assert ids_of(again.step()) == ids_of(bench.step()) == [4, 5, 6, 7]
+
+
+def test_the_greedy_response_is_one_for_each_prompt():
+    bench = Bench(Sampling)
+    greedy = GreedySampling(bench.generation, bench.rewards)(next(bench.prompts))
+    assert greedy.completions.num_samples == 1 and len(greedy.completions) == 4
+
+
+def test_lengths_that_were_met_decide_who_starts_first():
+    bench = Bench(Sampling)
+    sampled = bench.step()
+    expected_N = bench.generation.expected_tokens(sampled.completions.prompts)
+    # Two samples of 2 and 3 tokens: 2.5, rounded to even; the rest is the prompt's own length.
+    assert np.floor(expected_N).tolist() == [2, 2, 2, 2]
+    unknown = NumberedPrompts()
+    unknown.restore({"next": 100})
+    assert np.floor(bench.generation.expected_tokens(next(unknown))).tolist() == [3] * 4
+
+
+# Partial rollouts
+
+
+def test_a_step_ends_when_there_is_enough_and_the_rest_goes_on():
+    bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+    first = bench.step(enough=lambda group: True)
+    unfinished = 4 - len(ids_of(first))
+    assert first.counts == {"rollout/carried_groups": 0, "rollout/stale_tokens": 0}
+    second = bench.step(enough=lambda group: False)
+    assert second.counts["rollout/carried_groups"] == unfinished
+    # A generation batch is filled up with new prompts, and nothing is lost or done twice.
+    assert sorted(ids_of(first) + ids_of(second)) == list(range(4 + 4 - unfinished))
+
+
+def test_a_finished_group_is_graded_once():
+    bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+    seen = []
+    sampled = bench.step(enough=lambda group: seen.append(group) or False)
+    assert len(seen) == 4 and all(len(group) == 2 for group in seen)
+    assert bench.grader.calls == len(sampled.completions) == 8
+
+
+def test_unfinished_groups_go_through_a_record():
+    def cut_short(kind):
+        bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+        bench.step(enough=lambda group: True)
+        return bench
+
+    bench, again = cut_short(0), Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+    again.sampler.restore(bench.sampler.record(bench.prompts), again.prompts)
+    again.clock.step, again.policy.version = bench.clock.step, bench.policy.version
+    ours, theirs = again.step(), bench.step()
+    assert ids_of(ours) == ids_of(theirs)
+    assert ours.completions.texts == theirs.completions.texts
+    assert ours.counts == theirs.counts
+
+
+# Dynamic sampling around another sampler
+
+
+def dynamic(bench: Bench, groups: int, batches: int = 3) -> DynamicSampling:
+    return DynamicSampling(bench.sampler, groups, max_generation_batches=batches)
+
+
+def test_batches_are_taken_until_enough_groups_are_mixed():
+    bench = Bench(Sampling, grader=CountingGrader(first_sample_of_even_prompts))
+    sampled = bench.step(dynamic(bench, 3))
+    # Of 0 1 2 3 and 4 5 6 7 the even ones are mixed; the surplus, 6, is thrown away.
+    assert ids_of(sampled) == [0, 2, 4]
+    assert sampled.metrics["train/num_gen_batches"] == 2
+    assert sampled.metrics["training/filter_groups/discarded_surplus_prompts"] == 1
+
+
+def test_partial_sampling_stops_once_the_step_is_full():
+    bench = Bench(
+        PartialSampling,
+        grader=CountingGrader(first_sample_of_even_prompts),
+        per_batch=1,
+        prompts_per_batch=6,
+    )
+    sampled = bench.step(dynamic(bench, 3))
+    assert len(ids_of(sampled)) == 3 and all(n % 2 == 0 for n in ids_of(sampled))
+    # Every group was looked at once, in all that was sampled.
+    assert bench.grader.calls == 2 * sampled.metrics["train/num_prompts_sampled"]
+
+
+def test_one_step_ahead_inside_dynamic_sampling():
+    bench = Bench(OneStepAhead, grader=CountingGrader(first_sample_of_even_prompts))
+    sampler = dynamic(bench, 2)
+    assert [ids_of(bench.step(sampler)) for _ in range(3)] == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_too_few_mixed_groups_end_the_run():
+    bench = Bench(Sampling, grader=CountingGrader(lambda number, response: True))
+    with pytest.raises(UserError, match=r"3 generation batches \(12 prompts\) gave 0 of the 2 groups"):
+        bench.step(dynamic(bench, 2))
