@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
-from jaxrl.recipes.dynamic_sampling import GroupBuffer, keep_mixed_groups
+from jaxrl.dataflows.dynamic_sampling import GroupBuffer, keep_mixed_groups
 
 MIXED = range(1, 15)
 
