@@ -77,7 +77,7 @@ class Actor(Learner):
         Args:
           model, mesh: what is trained, where.
           train, optim: how it learns.
-          temperature: divides the logits wherever a token's probability is taken in training; that of sampling.
+          temperature: divides the logits wherever training takes a token's probability; that of sampling.
           seed: of random weights and of what an objective draws.
           backend: what it samples with; the actor's from now on. None for an actor that never samples.
           tables: where weights, gradients and moments lie in training.
@@ -143,8 +143,8 @@ class Actor(Learner):
     def for_sampling(self) -> None:
         """The current weights, in the backend; nothing moves if they are there.
 
-        Where both layouts have one type the training copy is given up for it. A backend that is still sampling
-        from weights of a while ago ends that first.
+        Where both layouts have one type the training copy is given up for it. What is still being sampled, from
+        weights of a while ago, ends first.
         """
         if self._can_sample:
             return

@@ -104,8 +104,8 @@ OPTIONS = SamplingOptions(num_samples=1, seed=7, step=3, temperature=0.5)
 CHOICE = truncation_of(top_k=0, top_p=0.9, min_p=0.0)
 
 
-def loaded(kind, train="1-1-1"):
-    backend = kind(engine_of(train), decode)
+def loaded(kind, *layout):
+    backend = kind(engine_of(*layout), decode)
     backend.load(weights())
     return backend
 
