@@ -143,8 +143,8 @@ class Actor(Learner):
     def for_sampling(self) -> None:
         """The current weights, in the backend; nothing moves if they are there.
 
-        Where both layouts have one type the training copy is given up for it. What is still being sampled, from
-        weights of a while ago, ends first.
+        Where both layouts have one type the training copy is given up for it. What is still being sampled
+        from weights of a while ago ends first.
         """
         if self._can_sample:
             return

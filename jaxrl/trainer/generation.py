@@ -98,10 +98,10 @@ class Generation:
         """Goes on with what the last call left, and with `prompts`, until there is enough.
 
         Returns:
-          The finished groups; and counts of groups that were carried in, and of tokens that weights of
+          The finished groups; and counts of groups that were unfinished before, and of tokens that weights of
           earlier steps have drawn.
         """
-        carried = 0 if self._unfinished is None else len(self._unfinished.prompts)
+        resumed = 0 if self._unfinished is None else len(self._unfinished.prompts)
         rollout = self._actor.resume(
             prompts,
             self._options.replace(step=step),
@@ -112,20 +112,20 @@ class Generation:
         self._unfinished = rollout.unfinished
         self._learn_lengths(rollout.completions)
         return rollout.completions, {
-            "rollout/carried_groups": carried,
+            "rollout/carried_groups": resumed,
             "rollout/stale_tokens": sum(int((v < step).sum()) for v in rollout.versions),
         }
 
     def batches(self, stream: Iterable[Prompts]) -> Iterator[Prompts]:
-        """Prompts for `sample_until`: as many as make a generation batch of what is carried.
+        """Prompts for `sample_until`: as many as make a generation batch of what is unfinished.
 
         Args:
           stream: prompts one by one.
         """
         each = iter(stream)
         while True:
-            carried = 0 if self._unfinished is None else len(self._unfinished.prompts)
-            wanted = max(1, self._batch - carried)
+            resumed = 0 if self._unfinished is None else len(self._unfinished.prompts)
+            wanted = max(1, self._batch - resumed)
             yield Prompts.concatenate([next(each) for _ in range(wanted)])
 
     # Lengths
