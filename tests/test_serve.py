@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import import_extra
 
-openai = pytest.importorskip("openai")
-grpc = pytest.importorskip("grpc")
 for package in ("starlette", "uvicorn", "jetstream"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed", allow_module_level=True)
+    import_extra("dev", package)
+openai = import_extra("dev", "openai")
+grpc = import_extra("dev", "grpc")
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402

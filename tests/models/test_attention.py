@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import needs_extra
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -240,7 +240,7 @@ print(temp_bytes(8192), temp_bytes(16384))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@needs_extra("aot", "libtpu")
 def test_splash_compiles_ahead_of_time_for_a_tpu_mesh_in_linear_memory():
     environment = {
         **os.environ,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
@@ -77,8 +78,8 @@ def test_scores_count_at_the_last_token_of_a_sequence():
 @pytest.mark.parametrize("family", ["Qwen2", "Llama", "Qwen3Moe"])
 def test_reward_models_of_transformers(tmp_path, family, num_scores):
     """Their verdict on a right-padded batch is our score at the last real token, both ways."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = import_extra("parity", "torch")
+    transformers = import_extra("parity", "transformers")
     sizes = dict(
         vocab_size=24,
         hidden_size=16,

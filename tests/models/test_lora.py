@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
@@ -144,9 +145,9 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    peft = import_extra("parity", "peft")
+    torch = import_extra("parity", "torch")
+    transformers = import_extra("parity", "transformers")
     if config.num_experts:
         # Since Transformers 5 its experts are one fused tensor, which PEFT has no such adapters for.
         config = dataclasses.replace(

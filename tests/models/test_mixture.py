@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
@@ -156,8 +157,8 @@ def test_routing_metrics_by_hand():
 
 
 def test_the_load_balancing_loss_is_transformers_for_one_layer():
-    torch = pytest.importorskip("torch")
-    moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch = import_extra("parity", "torch")
+    moe = import_extra("parity", "transformers.models.qwen3_moe.modeling_qwen3_moe")
     x, live = normal(B, T, D), np.arange(T)[None] < np.array([[4], [7]])
     _, routing = layer()(x, live, Compute())
     logits = torch.from_numpy(x @ np.asarray(layer().router[...])).reshape(-1, E)

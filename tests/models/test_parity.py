@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
@@ -18,8 +19,8 @@ from jaxrl.models.huggingface_export import save_checkpoint
 from jaxrl.models.huggingface_weights import load_params
 from jaxrl.models.logprobs import token_logprobs
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = import_extra("parity", "torch")
+transformers = import_extra("parity", "transformers")
 
 SIZES = dict(
     vocab_size=48,

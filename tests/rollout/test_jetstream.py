@@ -14,9 +14,10 @@ import threading
 import jax
 import numpy as np
 import pytest
+from extras import import_extra
 
-pytest.importorskip("jetstream")
-grpc = pytest.importorskip("grpc")
+import_extra("dev", "jetstream")
+grpc = import_extra("dev", "grpc")
 
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.mesh.devices import build_mesh  # noqa: E402

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from extras import import_extra
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import (
@@ -245,8 +246,8 @@ def test_what_is_kept_is_unchanged():
     ids=str,
 )
 def test_truncation_is_that_of_transformers(limits, seed):
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_extra("parity", "torch")
+    process = import_extra("parity", "transformers.generation.logits_process")
     logits = 2 * np.random.default_rng(seed).normal(size=60).astype(np.float32)
     warpers = {
         "top_k": process.TopKLogitsWarper,
@@ -260,8 +261,8 @@ def test_truncation_is_that_of_transformers(limits, seed):
 
 
 def test_the_repetition_penalty_is_that_of_transformers():
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_extra("parity", "torch")
+    process = import_extra("parity", "transformers.generation.logits_process")
     logits = 2 * np.random.default_rng(0).normal(size=20).astype(np.float32)
     said = np.array([3, 3, 7, 0])
     theirs = process.RepetitionPenaltyLogitsProcessor(1.3)(

@@ -10,6 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from extras import import_extra
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
@@ -281,7 +282,7 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
 
 
 def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whole):
-    pytest.importorskip("jetstream")
+    import_extra("dev", "jetstream")
     rollout = dataclasses.replace(whole.rollout, driver="jetstream")
     config = warm(make_config(tmp_path, problems, num_steps=1, rollout=rollout), whole)
     program.train(config, devices=one_device())
