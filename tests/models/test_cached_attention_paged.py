@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.errors import UserError
 from jaxrl.models.cached_attention import KVCache, cache_of, cached_attention
@@ -59,10 +60,9 @@ def test_the_tpu_kernel_agrees_with_xla(group):
     """Empty rows, one token, a page of 512 tokens, one token more, and a full row; the rest is not read."""
     new, cache = make(kv_heads=2, group=group, head_dim=128, kv_dtype=jnp.bfloat16, capacity=1024)
     length_B = jnp.array([0, 1, 512, 513, 1024, 0], jnp.int32)
-    np.testing.assert_allclose(
+    assert_close(
         by_kernel(paged_attention_tpu, new, poisoned(cache, length_B, 512), length_B),
         by_xla(new, cache, length_B),
-        atol=1e-5,
     )
 
 
@@ -72,10 +72,9 @@ def test_the_tpu_kernel_agrees_with_xla(group):
 def test_the_gpu_kernel_agrees_with_xla(kv_dtype, group):
     new, cache = make(kv_heads=2, group=group, head_dim=16, kv_dtype=kv_dtype, capacity=192)
     length_B = jnp.array([0, 1, 64, 65, 192, 130], jnp.int32)
-    np.testing.assert_allclose(
+    assert_close(
         by_kernel(paged_attention_gpu, new, poisoned(cache, length_B, 64), length_B),
         by_xla(new, cache, length_B),
-        atol=1e-5,
     )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -72,9 +73,7 @@ def test_merged_weights_compute_the_same(config):
     params = trained(config)
     base = lora.base_config(config)
     with_adapters = logits(config, params)
-    np.testing.assert_allclose(
-        logits(base, lora.merge(params, config)), with_adapters, rtol=0, atol=2e-5
-    )
+    assert_close(logits(base, lora.merge(params, config)), with_adapters)
     without = logits(base, lora.split(params)[1])
     assert np.abs(with_adapters - without).max() > 0.1
 
@@ -163,4 +162,4 @@ def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     with torch.no_grad():
         expected = theirs(torch.from_numpy(TOKENS.astype(np.int64))).logits.numpy()
-    np.testing.assert_allclose(logits(config, params), expected, rtol=0, atol=2e-5)
+    assert_close(logits(config, params), expected)
