@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxrl.errors import UserError
 from jaxrl.models.cached_attention import KVCache, cache_of, cached_attention
@@ -103,10 +104,12 @@ def test_the_gpu_kernel_lowers_for_cuda(kv_dtype):
     new, cache = make(
         kv_heads=2, group=6, head_dim=128, kv_dtype=kv_dtype, dtype=jnp.bfloat16, capacity=384
     )
-    traced = jax.jit(paged_attention_gpu).trace(
-        new[0], cache, jnp.int32(LAYER), jnp.zeros(6, jnp.int32)
-    )
-    assert "gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    arguments = new[0], cache, jnp.int32(LAYER), jnp.zeros(6, jnp.int32)
+    # From jax 0.11 on lowering asks which GPU it is for.
+    gpu = AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        traced = jax.jit(paged_attention_gpu).trace(*arguments)
+        assert "gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
