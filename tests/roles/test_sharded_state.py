@@ -90,7 +90,7 @@ def shares(state: TrainState) -> tuple[float, float]:
 def test_the_same_step_with_another_share(one_device, name, weights, moments):
     start, expected, expected_loss, _ = one_device
     _, params, loss, state = stepped(actor_of(name, train="1-1-8", fsdp=2), start)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(params, expected, scale=1)
     # Biases are whole everywhere: they have no width to split.
     assert shares(state) == (

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from extras import import_extra
 
 from jaxrl.errors import UserError
@@ -178,7 +179,7 @@ def test_noise_is_the_same_compiled_and_split_over_devices():
     sharded = jax.jit(lambda k, p: gumbel_noise(k, p, V), out_shardings=split)(
         keys_S2, jnp.arange(8)
     )
-    np.testing.assert_allclose(sharded, plain, rtol=1e-6)
+    assert_close(sharded, plain, rtol=1e-6)
 
 
 def test_without_noise_the_likeliest_token_is_taken():
