@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 from typing import Any, Literal
 
 from jaxrl.algos.kl import FULL
@@ -20,6 +21,7 @@ from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.trainer.collapse import CollapseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,11 @@ class WarmStartConfig:
     def __post_init__(self):
         require_at_least(0, self, "num_steps")
         require_at_least(1, self, "examples_per_step", "save_every", "log_every")
+        if self.run and not self.num_steps:
+            raise ValueError(
+                f"run {self.run!r} names a warm start to begin with, and num_steps 0 skips it; set num_steps "
+                "as that run has it, or leave run empty"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +249,7 @@ class RewardConfig:
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
+      functions_timeout_s: seconds that each of them may take for the responses of a step.
       model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
         tokenizer; "" has none.
       model_weight: of its score in the reward.
@@ -255,6 +263,7 @@ class RewardConfig:
     grader: str = "answer"
     grader_weight: float = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    functions_timeout_s: float = 600.0
     model: str = ""
     model_weight: float = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -264,6 +273,11 @@ class RewardConfig:
 
     def __post_init__(self):
         require_at_least(0, self, "overlong_buffer_tokens", "overlong_penalty")
+        if not 0 < self.functions_timeout_s <= threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"functions_timeout_s {self.functions_timeout_s} is not between 0 and "
+                f"{threading.TIMEOUT_MAX:.0f} seconds; use 600"
+            )
         for name, function in self.functions.items():
             if name in ("grader", "model", "judge"):
                 raise ValueError(
@@ -496,8 +510,11 @@ class RunConfig:
       output: folder under which each run has its own, <output>/<name>/seed<seed>.
       num_steps: rollout steps.
       save_every: steps between checkpoints; the last step is always saved.
-      keep_checkpoints: how many of them stay.
-      resume: go on from the newest intact checkpoint; False refuses a folder that holds a run.
+      keep_checkpoints: how many of the newest stay, besides one from before a collapse.
+      collapse: what counts as one.
+      resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
+        none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
+        folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: held-out problems whose answers the report shows before and after.
     """
@@ -506,7 +523,8 @@ class RunConfig:
     num_steps: int = 100
     save_every: int = 10
     keep_checkpoints: int = 2
-    resume: bool = True
+    collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
+    resume: Literal["auto", "or_restart", "never"] = "auto"
     wandb_project: str = ""
     report_samples: int = 8
 
