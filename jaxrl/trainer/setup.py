@@ -170,7 +170,7 @@ def preference_stream(parts: Parts, *, held_out: bool, pairs_per_batch: int) -> 
         )
     else:
         records = _read(config.data.held_out, "data.held_out") if held_out else parts.train
-        preferences = named(MADE_PAIRS, options.made, "way to make pairs")(records)
+        preferences = named(MADE_PAIRS, options.made, "preference.made")(records)
     return PreferenceStream(
         preferences,
         parts.tokenizer,

@@ -355,7 +355,7 @@ def test_adapters_of_peft_are_read(tmp_path):
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"target_modules": "all-linear"}, "target_modules is 'all-linear'; it must be a list"),
-        ({"target_modules": ["lm_head"]}, "targets are some of q, k"),
+        ({"target_modules": ["lm_head"]}, "'lm_head' is not one of q, k"),
         ({"r": 0}, "r is 0; it must be a positive number"),
     ],
 )
