@@ -159,6 +159,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
         return text_of(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
+    # A whole number may be longer than a float holds.
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
     return str(int(value)) if value == int(value) else str(value)

@@ -30,6 +30,9 @@ AXES = (
     "tensor_micro",
 )
 
+# Each has threads of its own.
+MAX_SIMULATED_DEVICES = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class LayoutConfig:
@@ -49,7 +52,7 @@ class LayoutConfig:
         memory while it samples.
     """
 
-    simulated_devices: Annotated[int, at_least(0, at_most=4096)] = 0
+    simulated_devices: Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] = 0
     train: str = "1-1-1"
     generate: str = ""
     fsdp: Annotated[int, count(1)] = 1

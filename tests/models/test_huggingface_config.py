@@ -251,7 +251,7 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
         (
             LLAMA,
             {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
-            "high_freq_factor 1.0, not above low_freq_factor",
+            "high_freq_factor 1.0 is not above low_freq_factor",
         ),
         (
             LLAMA,
