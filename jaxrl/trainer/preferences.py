@@ -119,11 +119,12 @@ def _train(
         if stage.finished:
             return
         stream = preference_stream(parts, held_out=False, pairs_per_batch=options.pairs_per_step)
+        # Before the warm start: it reads files, too.
+        accuracy = _held_out(parts, learner, rank)
         if record is None:
             start()
         else:
             stream.restore(record["stream"])
-        accuracy = _held_out(parts, learner, rank)
         stage.begin()
         if record is None:
             stage.log_start({"val-core/pairs/accuracy": accuracy()})
