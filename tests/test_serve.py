@@ -285,7 +285,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens is '9'; it must be an integer"),
         ({"prompt": "x", "temperature": 3}, 400, "temperature 3 is not from 0 to 2"),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
-        ({"prompt": "x", "top_p": 0}, 400, "top_p in (0, 1]"),
+        ({"prompt": "x", "top_p": 0}, 400, "top_p 0 is not positive"),
         ({"prompt": "x", "stop": [""]}, 400, "stop must be a text or up to 16"),
         ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
         ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),

@@ -19,6 +19,13 @@ from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.metrics import ensure_writable
+from jaxrl.trainer.needs import (
+    Needs,
+    of_evaluation,
+    of_preferences,
+    of_reinforcement,
+    of_training,
+)
 from jaxrl.trainer.recipe import check_recipe, policy_objective
 from jaxrl.trainer.reinforce import reinforce
 from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
@@ -52,7 +59,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can mend is missing or does not fit.
     """
-    return _run(config, devices, reinforce)
+    return _run(config, devices, reinforce, needs=of_reinforcement)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -71,17 +78,25 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
 
-    return _run(config, devices, stage, needs_problems=not config.warm_start.path)
+    needs_problems = not config.warm_start.path
+    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
+    return _run(
+        config,
+        devices,
+        stage,
+        needs=of_evaluation if evaluates else of_training,
+        needs_problems=needs_problems,
+    )
 
 
 def train_scorer(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_scorer)
+    return _run(config, devices, preferences.train_scorer, needs=of_preferences)
 
 
 def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_dpo)
+    return _run(config, devices, preferences.train_dpo, needs=of_preferences)
 
 
 def _run(
@@ -89,6 +104,7 @@ def _run(
     devices: Sequence[Any] | None,
     stages: Callable[[Parts, StopSignal], None],
     *,
+    needs: Needs,
     needs_problems: bool = True,
 ) -> int:
     """What every run has around its stages: checks, its folder, an orderly end, the report."""
@@ -98,7 +114,7 @@ def _run(
     hosts.check_same("the settings", [format_config(shared)])
     with only_run_in(config.run_folder):
         hosts.on_first(lambda: check_folder(config))
-        parts = build_parts(config, devices, needs_problems=needs_problems)
+        parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:
             try:
                 stages(parts, stop)
