@@ -1,4 +1,4 @@
-"""The cache that compiled programs are kept in from run to run of the tests, which a killed run may damage."""
+"""The cache that compiled programs are kept in between runs of the tests, which a killed run may damage."""
 
 import warnings
 
