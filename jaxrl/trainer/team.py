@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
@@ -26,6 +24,7 @@ from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.trainer.needs import critic_model, judge_model, score_model
 from jaxrl.trainer.recipe import roles_of
 from jaxrl.trainer.setup import Parts, engine_config
 
@@ -149,8 +148,7 @@ def _critic(parts: Parts, role: str) -> Critic:
     model = lora.base_config(parts.model)
     directory = parts.config.critic.weights
     if directory:
-        model = dataclasses.replace(read_config(directory), num_tokens=parts.model.num_tokens)
-        _check_vocabulary(model, parts, directory)
+        model = dataclasses.replace(critic_model(directory), num_tokens=parts.model.num_tokens)
     return Critic(
         model,
         parts.mesh_of(role),
@@ -161,13 +159,7 @@ def _critic(parts: Parts, role: str) -> Critic:
 
 
 def _reward_model(parts: Parts, role: str, directory: str) -> RewardModel:
-    model = read_config(directory)
-    if not model.num_scores:
-        raise UserError(
-            f"{role}.model {directory} is a language model; it must be a ...ForSequenceClassification, "
-            "with a head of scores, such as launch/reward_model.py trains"
-        )
-    _check_vocabulary(model, parts, directory)
+    model = score_model(f"{role}.model", directory)
     scorer = RewardModel(model, parts.mesh_of(role), **_shared(parts, role))
     scorer.load(load_params(directory, model, scorer.train_shardings))
     return scorer
@@ -175,14 +167,7 @@ def _reward_model(parts: Parts, role: str, directory: str) -> RewardModel:
 
 def _generative_judge(parts: Parts) -> GenerativeJudge:
     options = parts.config.reward.judge
-    model = read_config(options.model)
-    if model.num_scores:
-        raise UserError(
-            f"reward.judge.model {options.model} is a model of scores, which says nothing in words; set "
-            "reward.model to it, or name a language model"
-        )
-    tokenizer = load_tokenizer(options.model)
-    model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    model, tokenizer = judge_model(parts.config)
     mesh = parts.mesh_of("judge")
     rollout = parts.config.rollout
     # It samples as the policy does, with as many slots as it has verdicts at a time.
@@ -203,15 +188,6 @@ def _generative_judge(parts: Parts) -> GenerativeJudge:
     return GenerativeJudge(
         backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
     )
-
-
-def _check_vocabulary(model, parts: Parts, directory: str) -> None:
-    if model.vocab_size < parts.tokenizer.vocab_size:
-        raise UserError(
-            f"the tokenizer has {parts.tokenizer.vocab_size} tokens, the model in {directory} "
-            f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
-            "tokenizer"
-        )
 
 
 def _shared(parts: Parts, role: str) -> dict[str, Any]:
