@@ -91,7 +91,8 @@ def test_what_is_left_goes_on_to_the_same_samples(backend, how):
     again = backend.generate(PROMPTS.take([3]), OPTIONS.replace(step=6))
     found |= by_prompt(last.completions)
     assert found == whole | by_prompt(again)
-    assert {int(v) for version in last.versions for v in version} == {5, 6}
+    versions = {int(v) for version in last.versions for v in version}
+    assert versions == {5, 6} if how == "budget" else 6 in versions
 
 
 def test_it_gives_back_the_weights_it_was_given(backend):
