@@ -149,9 +149,10 @@ class ArithmeticBackend:
 
         while waiting := [n for n in range(len(groups)) if running(n)]:
             now = waiting[: max(1, self._config.slots // G)]
-            for n, sample in ((n, sample) for n in now for sample in groups[n]):
-                count = min(W, ends[id(sample)] - len(sample))
-                self._add(sample, prompts.tokens[n], count, options.step)
+            for n in now:
+                for sample in groups[n]:
+                    count = min(W, ends[id(sample)] - len(sample))
+                    self._add(sample, prompts.tokens[n], count, options.step)
             done = [n for n in now if _finished(groups[n])]
             if enough is not None and any(
                 [enough(self._completions(prompts, groups, [n], G)) for n in done]

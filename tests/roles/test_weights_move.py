@@ -114,6 +114,11 @@ def test_the_training_state_waits_in_host_memory(dtype):
     assert_same(actor.for_training(), before)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(actor.state)}
     assert "pinned_host" not in kinds
+    # Looked at between two batches that the same weights sample, it goes back for the second.
+    actor.for_sampling()
+    actor.for_training()
+    actor.for_sampling()
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(actor._state)} == waiting
 
 
 def test_one_device_shares_what_needs_no_move():
