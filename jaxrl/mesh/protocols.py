@@ -14,9 +14,9 @@ A protocol of one's own is three lines:
 
     HALVES = Protocol("HALVES", lambda mesh, shape: P("data"), lambda mesh, shape: P())
 
-    class Judge:
+    class RewardModel:
         @protocol(HALVES)
-        def verdicts(self, batch): ...
+        def scores(self, batch): ...
 """
 
 from __future__ import annotations

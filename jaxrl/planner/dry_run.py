@@ -203,7 +203,8 @@ def dry_run(
     Args:
       title: of the run.
       model, layout: what is trained, and how it would be spread.
-      train, optim, engine, temperature, objective, tables: as the actor takes them.
+      train, optim, temperature, objective, tables: as the actor takes them.
+      engine: what it samples with.
       flow: batches of a step.
 
     Raises:
@@ -230,7 +231,7 @@ def dry_run(
         *_weights(layout, state, rollout, engine),
         *_activations(actor, layout, train, flow.shape, batch, update),
     )
-    return DryRun(title, layout, holdings, _describe_flow(flow, actor, train))
+    return DryRun(title, layout, holdings, _describe_flow(flow, actor, engine, train))
 
 
 # Tracing: each runs the real methods on shapes, so that whatever does not fit raises here.
@@ -463,9 +464,8 @@ def _holding(
 
 
 def _describe_flow(
-    flow: BatchFlow, actor: Actor, train: TrainConfig
+    flow: BatchFlow, actor: Actor, engine: EngineConfig, train: TrainConfig
 ) -> tuple[tuple[str, str], ...]:
-    engine = actor.engine.config
     U, M, R, T = dataclasses.astuple(flow.shape)
     sampled = flow.generation_prompts * flow.num_samples
     sequences = flow.num_prompts * flow.num_samples
@@ -496,16 +496,15 @@ def _describe_flow(
             f"{U} updates x {sequences // U:,} sequences, each in at most {M} microbatches of {R} rows x "
             f"{T:,} tokens",
         ),
-        *_describe_pipelines(flow, actor, train),
+        *_describe_pipelines(flow, actor, engine, train),
         ("programs", "to_generate, prefill, insert, generate, logprobs, update: all traced"),
     )
 
 
 def _describe_pipelines(
-    flow: BatchFlow, actor: Actor, train: TrainConfig
+    flow: BatchFlow, actor: Actor, engine: EngineConfig, train: TrainConfig
 ) -> Iterator[tuple[str, str]]:
     """A line for each program that has stages."""
-    engine = actor.engine.config
     for program, rules, rows, requested in (
         ("prefill", GENERATE_RULES, engine.prefill_prompts, 0),
         ("decoding", GENERATE_RULES, engine.slots, 0),

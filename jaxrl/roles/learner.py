@@ -114,6 +114,7 @@ class Learner(PackedModel, abc.ABC):
         self._offloaded = False
         self._updates: dict[tuple[Objective, ...], Any] = {}
         self._state: TrainState | None = None
+        self._num_updates = 0
 
     # What a role is
 
@@ -151,6 +152,11 @@ class Learner(PackedModel, abc.ABC):
         self._offloaded = False
         self._state = state
         self._before_change()
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that this object has begun: while it stays the same, so does the state."""
+        return self._num_updates
 
     def for_training(self) -> TrainState:
         """The training state, brought back from wherever it waits."""
@@ -263,6 +269,8 @@ class Learner(PackedModel, abc.ABC):
         update = self._updates[objectives]
         state = self.for_training()
         self._before_change()
+        # Before, since an update that fails has consumed the state.
+        self._num_updates += 1
         self.state, metrics = update(state, batches, reference)
         return metrics
 

@@ -77,7 +77,7 @@ class Actor(Learner):
         Args:
           model, mesh: what is trained, where.
           train, optim: how it learns.
-          temperature: divides the logits wherever a token's probability is taken in training; that of sampling.
+          temperature: divides the logits wherever training takes a token's probability; that of sampling.
           seed: of random weights and of what an objective draws.
           backend: what it samples with; the actor's from now on. None for an actor that never samples.
           tables: where weights, gradients and moments lie in training.
@@ -141,20 +141,19 @@ class Actor(Learner):
         return self.state
 
     def for_sampling(self) -> None:
-        """The current weights, in the backend; nothing moves if they are there.
+        """The current weights, in the backend, and the training state offloaded if the role was told to.
 
-        Where both layouts have one type the training copy is given up for it. A backend that is still sampling
-        from weights of a while ago ends that first.
+        Weights that are there already do not move. Where both layouts have one type the training copy is
+        given up for it. What is still being sampled from weights of a while ago ends first.
         """
-        if self._can_sample:
-            return
-        state = self.for_training()
-        # Before the new ones are made: two copies need not fit.
-        self._unloaded()
-        self.backend.load(self.resharding.to_generate(state.params))
-        if self.resharding.donate:
-            self._state = state.replace(params=None)
-        self._can_sample = True
+        if not self._can_sample:
+            state = self.for_training()
+            # Before the new ones are made: two copies need not fit.
+            self._unloaded()
+            self.backend.load(self.resharding.to_generate(state.params))
+            if self.resharding.donate:
+                self._state = state.replace(params=None)
+            self._can_sample = True
         self.offload()
 
     def _before_change(self) -> None:

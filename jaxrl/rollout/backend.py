@@ -6,7 +6,7 @@
 
 What holds for a whole run is given when a backend is built: the model, its devices, how tokens become text.
 How a batch is sampled travels as one `SamplingOptions` from the caller to the decoder; what belongs to a
-single call is an argument. Backends are named in `rollout.drivers`; a small one to test with is in `jaxrl.testing`.
+single call is an argument. Backends are named in `rollout.drivers`; one to test with is in `jaxrl.testing`.
 
 A backend is used from one thread at a time, which `roles.policy.Actor` sees to.
 

@@ -31,10 +31,12 @@ class Driver:
     Attributes:
       build: makes one.
       cannot: settings that it has to refuse.
+      package: that has to be installed for it, "" for none.
     """
 
     build: Build
     cannot: frozenset[str] = frozenset()
+    package: str = ""
 
 
 PARTIAL, ENVIRONMENT = "rollout.partial", "rollout.environment"
@@ -57,7 +59,9 @@ def _jetstream(
 
 DRIVERS = {
     "offline": Driver(_offline),
-    "jetstream": Driver(_jetstream, frozenset({PARTIAL, ENVIRONMENT, SEVERAL_PROCESSES})),
+    "jetstream": Driver(
+        _jetstream, frozenset({PARTIAL, ENVIRONMENT, SEVERAL_PROCESSES}), package="jetstream"
+    ),
 }
 
 
@@ -68,7 +72,9 @@ def lookup_driver(name: str) -> Driver:
       UserError: there is none.
     """
     if ":" in name:
-        return Driver(load_function(name, "rollout.driver"))
+        return Driver(
+            load_function(name, "rollout.driver", takes=("model", "mesh", "config", "decode_text"))
+        )
     if name not in DRIVERS:
         raise UserError(
             f"rollout.driver {name!r} is not one of {', '.join(DRIVERS)}; name one of these, or a function "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxrl.errors import UserError, require_at_least
-
-_CACHE_TYPES = ("float32", "bfloat16", "int8")
+from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
+from jaxrl.models.attention import IMPLEMENTATIONS
+from jaxrl.models.cached_attention_paged import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,24 +31,18 @@ class EngineSettings:
       decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
     """
 
-    slots: int = 256
-    fewest_rows: int = 32
-    prefill_prompts: int = 32
-    prefill_chunk_tokens: int = 0
-    tokens_per_dispatch: int = 16
+    slots: Annotated[int, count(1)] = 256
+    fewest_rows: Annotated[int, count(1)] = 32
+    prefill_prompts: Annotated[int, count(1)] = 32
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    tokens_per_dispatch: Annotated[int, token_count(1)] = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
-    unroll: int = 1
-    decode_attention: str = "auto"
+    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
+    decode_attention: Annotated[str, one_of("auto", *DECODE_IMPLEMENTATIONS)] = "auto"
 
     def __post_init__(self):
-        require_at_least(1, self, "slots", "fewest_rows", "prefill_prompts")
-        require_at_least(1, self, "tokens_per_dispatch", "unroll")
-        require_at_least(0, self, "prefill_chunk_tokens")
-        if self.kv_dtype and self.kv_dtype not in _CACHE_TYPES:
-            raise UserError(
-                f"kv_dtype {self.kv_dtype}: a cache is kept in one of {', '.join(_CACHE_TYPES)}"
-            )
+        check_fields(self)
 
     def engine_settings(self, **changes: Any) -> dict[str, Any]:
         """These settings alone, with the given ones changed, whatever a config has besides them."""
@@ -69,10 +63,10 @@ class EngineConfig(EngineSettings):
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
     """
 
-    max_prompt_tokens: int
-    max_response_tokens: int
-    stop_ids: tuple[int, ...]
-    attention: str = "auto"
+    max_prompt_tokens: Annotated[int, token_count(1)]
+    max_response_tokens: Annotated[int, token_count(1)]
+    stop_ids: tuple[Annotated[int, at_least(0)], ...]
+    attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
 
     @property
     def cache_dtype(self) -> Any:

@@ -95,13 +95,15 @@ class ArithmeticBackend:
         enough: Enough | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """See `RolloutBackend.resume`; every sample gets W tokens in every round."""
+        """See `RolloutBackend.resume`; group after group gets W tokens at a time."""
         self._check(prompts, options, unfinished)
         G = options.num_samples
-        before = () if unfinished is None else unfinished.samples
+        before: list[Sample] = []
         if unfinished is not None:
+            # Copies: what the caller has stays as it is.
+            before = [sample.at(sample.prompt) for sample in unfinished.samples]
             prompts = Prompts.concatenate([unfinished.prompts, prompts])
-        groups = [list(before[n * G : (n + 1) * G]) for n in range(len(before) // G)]
+        groups = [before[n * G : (n + 1) * G] for n in range(len(before) // G)]
         for n in range(len(groups), len(prompts)):
             groups.append([Sample(n, k, options.step) for k in range(G)])
         self._decode(prompts, groups, options, enough)
@@ -137,30 +139,25 @@ class ArithmeticBackend:
         options: SamplingOptions,
         enough: Enough | None,
     ) -> None:
-        """Rounds of W tokens, until all is finished, over its budget, or enough."""
+        """Rounds of W tokens for as many groups as have slots, until all have had theirs, or enough."""
         W, G = self._config.tokens_per_dispatch, options.num_samples
-        starts = {id(s): len(s) for s in itertools.chain(*groups)}
-        running = [n for n, group in enumerate(groups) if not _finished(group)]
-        while running:
-            for n in running:
+        budget = options.budget_tokens or self._config.max_response_tokens
+        ends = {id(sample): len(sample) + budget for sample in itertools.chain(*groups)}
+
+        def running(n: int) -> bool:
+            return any(not s.finished and len(s) < ends[id(s)] for s in groups[n])
+
+        while waiting := [n for n in range(len(groups)) if running(n)]:
+            now = waiting[: max(1, self._config.slots // G)]
+            for n in now:
                 for sample in groups[n]:
-                    room = options.budget_tokens - len(sample) + starts[id(sample)]
-                    count = min(W, room) if options.budget_tokens else W
+                    count = min(W, ends[id(sample)] - len(sample))
                     self._add(sample, prompts.tokens[n], count, options.step)
-            done = [n for n in running if _finished(groups[n])]
-            running = [
-                n for n in running if n not in done and self._has_room(groups[n], starts, options)
-            ]
+            done = [n for n in now if _finished(groups[n])]
             if enough is not None and any(
                 [enough(self._completions(prompts, groups, [n], G)) for n in done]
             ):
                 return
-
-    @staticmethod
-    def _has_room(group: list[Sample], starts: dict[int, int], options: SamplingOptions) -> bool:
-        if not options.budget_tokens:
-            return True
-        return any(not s.finished and len(s) - starts[id(s)] < options.budget_tokens for s in group)
 
     def _add(self, sample: Sample, prompt: np.ndarray, count: int, step: int) -> None:
         """Up to `count` tokens more."""

@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.errors import UserError
+import jax
+import jax.numpy as jnp
+
 from jaxrl.mesh.groupings import state_tables
+from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface_weights import load_adapter, load_params
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
+from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.trainer.needs import critic_model, judge_model, score_model
 from jaxrl.trainer.context import RunContext, engine_config
 from jaxrl.trainer.cross_checks import roles_of
 
@@ -100,8 +104,7 @@ def _critic(run: RunContext, role: str) -> Critic:
     model = lora.base_config(run.model)
     directory = run.config.critic.weights
     if directory:
-        model = dataclasses.replace(read_config(directory), num_tokens=run.model.num_tokens)
-        _check_vocabulary(model, run, directory)
+        model = dataclasses.replace(critic_model(directory), num_tokens=run.model.num_tokens)
     return Critic(
         model,
         run.mesh_of(role),
@@ -112,13 +115,7 @@ def _critic(run: RunContext, role: str) -> Critic:
 
 
 def _reward_model(run: RunContext, role: str, directory: str) -> RewardModel:
-    model = read_config(directory)
-    if not model.num_scores:
-        raise UserError(
-            f"{role}.model {directory} is a language model; it must be a ...ForSequenceClassification, "
-            "with a head of scores, such as launch/reward_model.py trains"
-        )
-    _check_vocabulary(model, run, directory)
+    model = score_model(f"{role}.model", directory)
     scorer = RewardModel(model, run.mesh_of(role), **_shared(run, role))
     scorer.load(load_params(directory, model, scorer.train_shardings))
     return scorer
@@ -126,14 +123,7 @@ def _reward_model(run: RunContext, role: str, directory: str) -> RewardModel:
 
 def _generative_judge(run: RunContext) -> GenerativeJudge:
     options = run.config.reward.judge
-    model = read_config(options.model)
-    if model.num_scores:
-        raise UserError(
-            f"reward.judge.model {options.model} is a model of scores, which says nothing in words; set "
-            "reward.model to it, or name a language model"
-        )
-    tokenizer = load_tokenizer(options.model)
-    model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    model, tokenizer = judge_model(run.config)
     mesh = run.mesh_of("judge")
     rollout = run.config.rollout
     # It samples as the policy does, with as many slots as it has verdicts at a time.
@@ -154,15 +144,6 @@ def _generative_judge(run: RunContext) -> GenerativeJudge:
     return GenerativeJudge(
         backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
     )
-
-
-def _check_vocabulary(model, run: RunContext, directory: str) -> None:
-    if model.vocab_size < run.tokenizer.vocab_size:
-        raise UserError(
-            f"the tokenizer has {run.tokenizer.vocab_size} tokens, the model in {directory} "
-            f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
-            "tokenizer"
-        )
 
 
 def _shared(run: RunContext, role: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import numpy as np
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.rollout.environment import Environment, Turn
-from jaxrl.user_code import load_function
+from jaxrl.rollout.environment import Environment, Turn, load_environment
 
 
 def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
@@ -24,7 +23,7 @@ def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
     """
     if not path:
         return None
-    function = load_function(path, "environment")
+    function = load_environment(path)
 
     def ask(turn: Turn) -> list[int] | None:
         try:

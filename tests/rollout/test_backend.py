@@ -1,0 +1,154 @@
+"""The contract of rollout backends, kept by our engine and by the fake alike; and how configs name them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.rollout import drivers
+from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
+from jaxrl.rollout.settings import EngineConfig, EngineSettings
+from jaxrl.trainer.config import RolloutConfig
+from jaxrl.trainer.serving import ServeConfig
+from jaxrl.types import Completions, Prompts
+
+MODEL = ModelConfig(
+    vocab_size=16, num_layers=1, d_model=8, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=4
+)
+CONFIG = EngineConfig(
+    slots=4,
+    prefill_prompts=2,
+    max_prompt_tokens=6,
+    max_response_tokens=8,
+    tokens_per_dispatch=2,
+    stop_ids=(1, 2, 3),
+)
+ARITHMETIC = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"
+OPTIONS = SamplingOptions(num_samples=3, seed=0, step=5, temperature=1.0)
+BLANK = ("",) * 4
+PROMPTS = Prompts(
+    ids_N=np.array([4, 0, 7, 2]),
+    tokens=tuple(np.arange(4, 4 + n, dtype=np.int32) for n in (1, 6, 3, 2)),
+    texts=BLANK,
+    answers=BLANK,
+    sources=BLANK,
+)
+
+
+@functools.cache
+def loaded(driver) -> RolloutBackend:
+    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
+    backend = drivers.build_backend(driver, MODEL, mesh, CONFIG, lambda t: str(t.tolist()))
+    backend.load(init_params(MODEL, jax.random.key(0)))
+    return backend
+
+
+@pytest.fixture(params=["offline", ARITHMETIC], ids=["engine", "arithmetic"])
+def backend(request) -> RolloutBackend:
+    return loaded(request.param)
+
+
+def by_prompt(completions: Completions) -> dict[int, list[list[int]]]:
+    """Prompt id -> tokens of its samples."""
+    G = completions.num_samples
+    return {
+        int(i): [t.tolist() for t in completions.tokens[n * G : (n + 1) * G]]
+        for n, i in enumerate(completions.prompts.ids_N)
+    }
+
+
+def test_a_batch_is_in_order_and_whole(backend):
+    completions = backend.generate(PROMPTS, OPTIONS)
+    assert completions.prompts.ids_N.tolist() == PROMPTS.ids_N.tolist()
+    assert len(completions) == 4 * 3
+    for b, (tokens, logprob) in enumerate(
+        zip(completions.tokens, completions.rollout_logprob, strict=True)
+    ):
+        assert 0 < len(tokens) == len(logprob) <= 8
+        assert (tokens[-1] in CONFIG.stop_ids) != completions.truncated_B[b]
+        assert completions.texts[b] == str(tokens.tolist())
+    assert by_prompt(backend.generate(PROMPTS, OPTIONS)) == by_prompt(completions)
+
+
+@pytest.mark.parametrize("how", ["enough", "budget"])
+def test_what_is_left_goes_on_to_the_same_samples(backend, how):
+    whole = by_prompt(backend.generate(PROMPTS, OPTIONS))
+    stop = {"enough": lambda group: True} if how == "enough" else {}
+    options = OPTIONS.replace(budget_tokens=3) if how == "budget" else OPTIONS
+    part = backend.resume(PROMPTS.take([0, 1, 2]), options, **stop)
+    assert len(part.unfinished.prompts) > 0
+    assert len(part.prompt_indices) == len(part.completions.prompts)
+    found = by_prompt(part.completions)
+    last = backend.resume(PROMPTS.take([3]), OPTIONS.replace(step=6), unfinished=part.unfinished)
+    assert not len(last.unfinished.prompts)
+    # Of the new step are the new prompt's samples, and with them their keys.
+    again = backend.generate(PROMPTS.take([3]), OPTIONS.replace(step=6))
+    found |= by_prompt(last.completions)
+    assert found == whole | by_prompt(again)
+    versions = {int(v) for version in last.versions for v in version}
+    assert versions == {5, 6} if how == "budget" else 6 in versions
+
+
+def test_it_gives_back_the_weights_it_was_given(backend):
+    weights = backend.unload()
+    assert weights is not None and backend.unload() is None
+    backend.load(weights)
+    assert jax.tree.leaves(weights)[0].dtype == backend.dtype
+    backend.close()
+
+
+def test_what_cannot_be_sampled_is_refused(backend):
+    long = Prompts(np.array([9]), (np.zeros(7, np.int32),), *(("",) for _ in range(3)))
+    with pytest.raises(UserError, match="prompt 9 has 7 tokens; the engine takes 1 to 6"):
+        backend.generate(long, OPTIONS)
+    part = backend.resume(PROMPTS, OPTIONS.replace(budget_tokens=1))
+    with pytest.raises(UserError, match=r"unfinished groups have 3 samples each .* num_samples 2"):
+        backend.resume(PROMPTS, OPTIONS.replace(num_samples=2), unfinished=part.unfinished)
+
+
+# Names
+
+
+def test_drivers_that_are_not_there_are_refused():
+    with pytest.raises(UserError, match=r"rollout\.driver 'vllm' is not one of offline, jetstream"):
+        RolloutConfig(driver="vllm")
+    with pytest.raises(UserError, match=r"rollout\.driver 'jaxrl\.testing:none' is not there"):
+        RolloutConfig(driver="jaxrl.testing:none")
+
+
+def test_a_driver_says_what_it_cannot_do():
+    wanted = frozenset({drivers.PARTIAL})
+    drivers.check_driver("offline", wanted)
+    with pytest.raises(UserError, match=r"'jetstream' cannot do rollout\.partial; use .*'offline'"):
+        drivers.check_driver("jetstream", wanted)
+
+
+# Settings
+
+
+def test_settings_of_the_engine_are_those_of_every_config_that_has_one():
+    """One home: whatever is added to `EngineSettings` can be set for training and for serving."""
+    defaults = EngineSettings().engine_settings()
+    assert RolloutConfig().engine_settings() == defaults
+    server = ServeConfig(model="somewhere", kv_dtype="int8").engine_settings()
+    assert server.keys() == defaults.keys() and server["kv_dtype"] == "int8"
+    config = EngineConfig(
+        **RolloutConfig(dtype="bfloat16").engine_settings(slots=3),
+        max_prompt_tokens=1,
+        max_response_tokens=1,
+        stop_ids=(),
+    )
+    assert (config.slots, config.cache_dtype.name) == (3, "bfloat16")
+
+
+def test_settings_are_checked_where_they_are_declared():
+    with pytest.raises(ValueError, match="slots 0 is below 1"):
+        RolloutConfig(slots=0)
+    with pytest.raises(ValueError, match="prefill_chunk_tokens -1 is below 0"):
+        ServeConfig(model="somewhere", prefill_chunk_tokens=-1)
