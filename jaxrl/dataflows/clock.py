@@ -36,12 +36,26 @@ class Clock(Protocol):
         """
         ...
 
+    @property
+    def stop_pending(self) -> bool:
+        """A signal has come to this process; what takes long should end early and call `check_stop`."""
+        ...
+
+    def check_stop(self) -> None:
+        """Ends the step if a signal has come to any process, which all of them have to ask. Collective."""
+        ...
+
 
 class Unclocked:
     """A clock that measures nothing and never stops, for parts of a step on their own."""
 
+    stop_pending = False
+
     def __init__(self, step: int = 0):
         self.step = step
+
+    def check_stop(self) -> None:
+        """Does nothing."""
 
     def phase(
         self, name: str, *, shown: str = "", may_stop: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,6 +23,8 @@ from jaxrl.mesh import hosts
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
 from jaxrl.rewards.score import Grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
+from jaxrl.rewards.user import UserRewards
+from jaxrl.rewards.worker import Interrupted
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.reward_model import RewardModel
@@ -54,15 +56,27 @@ class RewardTerm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionReward:
-    """A user's function, as of `rewards.user`."""
+    """A user's function, asked on the first host; a signal that comes meanwhile ends the step."""
 
     name: str
     weight: float
-    function: Callable[[Completions], np.ndarray]
+    path: str
+    functions: UserRewards
+    clock: Clock
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         """What the function returns."""
-        return self.function(completions), {}
+        scores = hosts.on_first(lambda: self._ask(completions))
+        if scores is None:
+            self.clock.check_stop()
+        assert scores is not None, "only a signal interrupts, and then the check has raised"
+        return np.array(scores, np.float32), {}
+
+    def _ask(self, completions: Completions) -> list[float] | None:
+        try:
+            return self.functions.scores(self.path, completions).tolist()
+        except Interrupted:
+            return None
 
 
 class SequenceScores:

@@ -31,25 +31,25 @@ from jaxrl.models.huggingface_files import (
     write_json,
 )
 from jaxrl.trainer.checkpoint import StoredCheckpoints
-from jaxrl.trainer.setup import Parts
+from jaxrl.trainer.context import RunContext
 
 # Later stages first: the newest weights of a run are those of its last stage that has any.
 _STAGES = ("rl", "preference", "sft")
 
 
-def keep_model_files(parts: Parts) -> None:
+def keep_model_files(run: RunContext) -> None:
     """Writes `model/` into the run's folder: what `export_run` needs beside the weights."""
-    config, model = parts.config, parts.model
+    config, model = run.config, run.model
     directory = config.run_folder / "model"
     directory.mkdir(exist_ok=True)
     if config.tokenizer.path:
         copy_companions(pathlib.Path(config.tokenizer.path), directory)
     else:
-        parts.tokenizer.save(directory)
+        run.tokenizer.save(directory)
     if config.weights:
         base = read_config_json(config.weights)
     else:
-        end = parts.tokenizer.stop_ids[0]
+        end = run.tokenizer.stop_ids[0]
         base = {"max_position_embeddings": config.train.row_tokens, "eos_token_id": end}
     write_json(directory / "config.json", config_json(model, dtype="float32", base=base))
     if model.lora.rank:

@@ -1,30 +1,33 @@
-"""What every stage of training needs around its recipe: a clock, logs, checkpoints, an orderly end."""
+"""The loop of every stage of training: resume, step, evaluate, log, save, stop in good order."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import jax
 from rich.console import Console
 
+from jaxrl.dataflows.experience import Metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
 from jaxrl.trainer.checkpoint import Checkpoints, all_meet
 from jaxrl.trainer.collapse import CollapseConfig, CollapseDetector
 from jaxrl.trainer.config_tree import flatten_config
+from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.metrics import METRICS_FILE, MetricsWriter, Timers, WandbOptions
 from jaxrl.trainer.progress import Progress
 from jaxrl.trainer.run_folder import keep_run_files
-from jaxrl.trainer.setup import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +38,53 @@ _COLLAPSE = "collapse"
 # How long a process that has failed waits for the others to fail alike.
 _MEET_S = 30
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+
+class TrainingStage(abc.ABC):
+    """A stage of a run: what one of its steps does, and what outlives a step."""
+
+    @property
+    @abc.abstractmethod
+    def learners(self) -> Mapping[str, Learner]:
+        """Roles whose states a checkpoint holds."""
+
+    @abc.abstractmethod
+    def begin(self, record: Mapping[str, Any] | None) -> None:
+        """Prepares the first step.
+
+        Args:
+          record: what `record` returned for the checkpoint that the learners were restored from; None gives
+            them their first weights.
+
+        Raises:
+          UserError: something is missing or does not fit.
+        """
+
+    @abc.abstractmethod
+    def step(self) -> Metrics:
+        """One step; its metrics may still be on the devices."""
+
+    def evaluate(self, when: str) -> Metrics:
+        """Metrics of an evaluation "before", "during" or "after" training; none by default."""
+        del when
+        return {}
+
+    @abc.abstractmethod
+    def record(self) -> dict[str, Any]:
+        """JSON-able: everything besides the learners' states that a resumed run needs."""
+
+    def close(self) -> None:
+        """Ends what the stage has started, whether it has begun or not."""
 
 
-class Stage:
-    """One stage of a run, "sft" or "rl", in a folder of its own. Used as a context manager.
+class Loop:
+    """The loop around a stage, "sft" or "rl", in a folder of its own. Used as a context manager.
 
-    Every process goes through the same stage; only the first logs and shows it.
+    It is the clock of the stage's steps (`dataflows.clock`). Every process goes through the same steps; only the
+    first logs and shows them.
 
     Attributes:
       step: finished steps.
       folder: metrics.jsonl, tensorboard/, checkpoints/.
-      begins: no step is done and nothing is logged, not even what was measured before the first one.
     """
 
     def __init__(
@@ -58,24 +95,29 @@ class Stage:
         num_steps: int,
         save_every: int,
         log_every: int,
+        evaluate_every: int = 0,
         keep_checkpoints: int,
         collapse: CollapseConfig,
         may_restart: bool = False,
         num_devices: int,
+        waits: bool = True,
         stop: StopSignal,
         ownership: contextlib.AbstractContextManager[Any] | None = None,
         on_begin: Callable[[], None] = lambda: None,
         wandb: WandbOptions | None = None,
     ):
-        """Nothing is written before `begin`.
+        """Nothing is written before a stage has begun.
 
         Args:
           title: of the stage, for people.
           folder: of the stage.
           num_steps, save_every, log_every, keep_checkpoints: as in the config.
+          evaluate_every: steps between evaluations; there is also one before the first step and one after the
+            last. 0 evaluates never.
           collapse: when a checkpoint is kept besides.
           may_restart: begin again, with the old folder moved aside, where nothing is left to go on from.
           num_devices: that it runs on.
+          waits: phases end when their arrays are there.
           stop: signals to the run.
           ownership: held from before anything is written; None if the run holds the folder already.
           on_begin: called when the run is sure to go on, with this stage.
@@ -83,14 +125,15 @@ class Stage:
         """
         self.step = 0
         self.folder = folder
-        self.begins = True
         self._first_row = True
         self._title = title
         self._num_steps = num_steps
         self._save_every = save_every
         self._log_every = log_every
+        self._evaluate_every = evaluate_every
         self._may_restart = may_restart
         self._num_devices = num_devices
+        self._waits = waits
         self._stop = stop
         self._ownership = ownership
         self._on_begin = on_begin
@@ -105,30 +148,78 @@ class Stage:
         # Of each learner when the last step was finished.
         self._num_updates: dict[str, int] = {}
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Loop:
         return self
 
     def __exit__(self, *exception) -> None:
         self._exit.__exit__(*exception)
 
+    def run(self, stage: TrainingStage) -> None:
+        """Takes a stage to its last step, from where it was left.
+
+        Raises:
+          StopRequested: a signal arrived; the last finished step is saved.
+          UserError: the stage has begun and no intact checkpoint is left, the checkpoint is of another model,
+            another run is at work on the stage, or a metric is not finite.
+        """
+        record = self._resume(stage.learners)
+        if self._finished:
+            return
+        with contextlib.closing(stage):
+            stage.begin(record)
+            is_new = self._begin(stage)
+            if is_new and self._evaluate_every:
+                self._log_start(stage.evaluate("before"))
+            try:
+                while not self._finished:
+                    self._finish_step(self._one_step(stage), stage)
+            except StopRequested:
+                self._save_last_step(stage.learners)
+                raise
+            except Exception:  # a step may raise anything; all of it is passed on
+                self._save_what_is_finished(stage.learners)
+                raise
+
+    def _one_step(self, stage: TrainingStage) -> dict[str, float]:
+        metrics = stage.step()
+        last = self.step + 1 == self._num_steps
+        if self._evaluate_every and (last or (self.step + 1) % self._evaluate_every == 0):
+            metrics |= stage.evaluate("after" if last else "during")
+        return _floats(metrics)
+
     @property
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """All steps are done."""
         return self.step >= self._num_steps
 
-    def due(self, every: int) -> bool:
-        """The step that is about to finish is a multiple of `every`, or the last."""
-        return (self.step + 1) % every == 0 or self.step + 1 == self._num_steps
+    # The clock of a step
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, shown: str = "", may_stop: bool = False) -> Iterator[None]:
+        """See `dataflows.clock.Clock`."""
+        if may_stop:
+            self.check_stop()
+        self._progress.phase(shown or name)
+        with self._timers(name):
+            yield
+
+    def when_done(self, result: Any) -> Any:
+        """See `dataflows.clock.Clock`."""
+        return jax.block_until_ready(result) if self._waits else result
+
+    @property
+    def stop_pending(self) -> bool:
+        """See `dataflows.clock.Clock`."""
+        return self._stop.pending
+
+    def check_stop(self) -> None:
+        """See `dataflows.clock.Clock`."""
+        self._stop.check()
 
     # Start
 
-    def resume(self, learners: Mapping[str, Learner]) -> dict[str, Any] | None:
-        """Restores the newest intact checkpoint into `learners`; returns its record, None without one.
-
-        Raises:
-          UserError: the stage has begun and no intact checkpoint is left; the checkpoint is of another model;
-            another run is at work on the stage.
-        """
+    def _resume(self, learners: Mapping[str, Learner]) -> dict[str, Any] | None:
+        """Restores the newest intact checkpoint into `learners`; returns its record, None without one."""
         step = self._newest_intact()
         finished = step is not None and step >= self._num_steps
         # A finished stage is only read, by as many runs as like.
@@ -166,21 +257,19 @@ class Stage:
             "--config.run.resume=or_restart, which moves what is there aside"
         )
 
-    def begin(self, learners: Mapping[str, Learner], record: Mapping[str, Any]) -> None:
+    def _begin(self, stage: TrainingStage) -> bool:
         """Opens logs and the live view, and keeps the state to begin with as the checkpoint of step 0.
 
-        Call it once everything that could refuse the run has been checked. Rows of steps that no checkpoint
-        holds are dropped.
+        All that could refuse the run has been checked by now. Rows of steps that no checkpoint holds are dropped.
 
-        Args:
-          learners, record: as for `finish_step`.
+        Returns:
+          Whether no step is done and nothing is logged, not even what was measured before the first one.
         """
         resumed = self._saved_step is not None
         self._on_begin()
         aside = None if resumed else hosts.on_first(self._move_aside)
         self._checkpoints.prepare(self._saved_step)
-        empty = hosts.on_first(lambda: self._open_log(resumed))
-        self.begins = empty and self.step == 0
+        log_is_empty = hosts.on_first(lambda: self._open_log(resumed))
         self._progress = self._exit.enter_context(
             Progress(
                 self._title,
@@ -190,14 +279,15 @@ class Stage:
             )
         )
         if aside:
-            self.message(f"{self._title}: begins again; what was there is in {aside}")
+            self._message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
-            self.message(f"{self._title}: going on from the checkpoint of step {self.step}")
-        self._note_finished(learners, record)
+            self._message(f"{self._title}: going on from the checkpoint of step {self.step}")
+        self._note_finished(stage.learners, stage.record())
         if not resumed:
-            self._start_saving(learners)
+            self._start_saving(stage.learners)
             self._commit()
         self._step_started_s = time.perf_counter()
+        return log_is_empty and self.step == 0
 
     def _move_aside(self) -> str | None:
         """Makes room for a stage that begins again; says where the old one is."""
@@ -223,87 +313,45 @@ class Stage:
             )
         return last is None
 
-    # During a step
+    # The end of a step
 
-    def phase(
-        self,
-        name: str,
-        function: Callable[Arguments, Result],
-        *,
-        shown: str | None = None,
-        may_stop: bool = False,
-    ) -> Callable[Arguments, Result]:
-        """`function`, timed as timing_s/<name> and shown while it runs.
-
-        Args:
-          name: of the timer.
-          function: one event of the recipe.
-          shown: what the live view says; `name` by default.
-          may_stop: nothing is half done before this event, so a stop signal takes effect here.
-        """
-
-        @functools.wraps(function)
-        def timed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if may_stop:
-                self._stop.check()
-            self._progress.phase(shown or name)
-            with self._timers(name):
-                return function(*args, **kwargs)
-
-        return timed
-
-    def log_start(self, metrics: Mapping[str, float]) -> None:
+    def _log_start(self, metrics: Metrics) -> None:
         """Records what was measured before the first step, as step 0."""
-        self._watch(metrics)
-        self._write(dict(metrics) | self._timers.take())
+        values = _floats(metrics)
+        self._watch(values)
+        self._write(values | self._timers.take())
         self._step_started_s = time.perf_counter()
 
-    def finish_step(
-        self,
-        metrics: Mapping[str, float],
-        learners: Mapping[str, Learner],
-        record: Mapping[str, Any],
-    ) -> bool:
-        """Ends a step: logs it, saves when due; says whether to go on.
-
-        Args:
-          metrics: of the step.
-          learners: their states are what a checkpoint holds.
-          record: JSON-able, goes into the checkpoint: everything else that a resumed run needs.
-
-        Raises:
-          UserError: a metric is not finite.
-          StopRequested: a signal arrived; the step is saved.
-        """
+    def _finish_step(self, metrics: dict[str, float], stage: TrainingStage) -> None:
+        """Ends a step: logs it, and saves when due, or when a signal has arrived."""
         self._check_finite(metrics)
         self.step += 1
         self._watch(metrics)
-        self._note_finished(learners, record)
+        self._note_finished(stage.learners, stage.record())
         stopping = self._stop.arrived()
-        saving = self.finished or self.step % self._save_every == 0 or stopping
+        saving = self._finished or self.step % self._save_every == 0 or stopping
         if saving:
             # Before the row is written: its seconds belong to this step.
             with self._timers("save_checkpoint"):
-                self._start_saving(learners)
+                self._start_saving(stage.learners)
         seconds = time.perf_counter() - self._step_started_s
         self._step_started_s = time.perf_counter()
         metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
-        if self.finished or self.step % self._log_every == 0:
+        if self._finished or self.step % self._log_every == 0:
             self._write(metrics)
         if saving:
             # After the row: a checkpoint that a run goes on from has the rows of all its steps.
             self._commit()
         if stopping:
             raise StopRequested
-        return not self.finished
 
-    def save_last_step(self, learners: Mapping[str, Learner]) -> None:
+    def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step, if it is not on disk yet. No learner has changed since."""
         if self._saved_step is not None and self._saved_step != self.step:
             self._start_saving(learners)
             self._commit()
 
-    def save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
+    def _save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step after one that failed, unless that has changed the learners already.
 
         It says what is kept, and raises nothing: the error that is on its way matters more.
@@ -315,14 +363,14 @@ class Stage:
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
             fault = "was not finished"
             try:
-                self.save_last_step(learners)
+                self._save_last_step(learners)
             except Exception as error:  # told here, since it must not take the first one's place
                 fault = f"was not finished, and what came before could not be saved ({error!r})"
-        self.message(
+        self._message(
             f"{self._title}: step {self.step + 1} {fault}; the last checkpoint is of step {self._saved_step}"
         )
 
-    def message(self, text: str) -> None:
+    def _message(self, text: str) -> None:
         """Says something to the person who watches."""
         self._progress.message(text)
 
@@ -353,7 +401,7 @@ class Stage:
                 f"the checkpoint of step {step}, from before, is kept. To go on from it stop the run, move "
                 f"the newer ones out of {stored.folder}, and start again with a lower learning rate, say"
             )
-        self.message(
+        self._message(
             f"{self._title} step {self.step}: the model may be ruined ({'; '.join(faults)}); {kept}"
         )
 
@@ -386,18 +434,19 @@ class Stage:
             )
 
 
-def open_stage(
-    parts: Parts,
+def open_loop(
+    run: RunContext,
     title: str,
     folder: pathlib.Path,
     *,
     num_steps: int,
     save_every: int,
     log_every: int = 1,
+    evaluate_every: int = 0,
     stop: StopSignal,
-) -> Stage:
-    """A stage of a run in its folder, as the config wants it kept and logged."""
-    config = parts.config
+) -> Loop:
+    """The loop of a stage in its folder, as the config wants it kept and logged."""
+    config = run.config
     wandb = None
     if config.run.wandb_project:
         wandb = WandbOptions(
@@ -405,20 +454,22 @@ def open_stage(
             f"{config.name}-seed{config.seed}-{folder.name}",
             flatten_config(config),
         )
-    return Stage(
+    return Loop(
         title,
         folder,
         num_steps=num_steps,
         save_every=save_every,
         log_every=log_every,
+        evaluate_every=evaluate_every,
         keep_checkpoints=config.run.keep_checkpoints,
         collapse=config.run.collapse,
         may_restart=config.run.resume == "or_restart",
-        num_devices=parts.placement.num_devices,
+        num_devices=run.placement.num_devices,
+        waits=len(run.placement.pools) == 1,
         stop=stop,
         # Its own folder the run holds from the start; a warm start that several runs share is another one's.
         ownership=None if folder.parent == config.run_folder else only_run_in(folder.parent),
-        on_begin=functools.partial(keep_run_files, parts),
+        on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
     )
 
@@ -428,15 +479,6 @@ def _num_rows(folder: pathlib.Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def run_until_stopped(
-    stage: Stage, learners: Mapping[str, Learner], recipe: Callable[[], None]
-) -> None:
-    """Runs a recipe. On a stop signal or an error it saves the last finished step and passes them on."""
-    try:
-        recipe()
-    except StopRequested:
-        stage.save_last_step(learners)
-        raise
-    except Exception:  # a step may raise anything; all of it is passed on
-        stage.save_what_is_finished(learners)
-        raise
+def _floats(metrics: Metrics) -> dict[str, float]:
+    """The values of metrics, from wherever they are. Collective."""
+    return {name: float(value) for name, value in hosts.fetch(dict(metrics)).items()}

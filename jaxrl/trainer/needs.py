@@ -27,7 +27,7 @@ from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.config import Config
-from jaxrl.trainer.recipe import roles_of
+from jaxrl.trainer.cross_checks import roles_of
 
 Needs = Callable[[Config], list[Lookup]]
 """What one kind of run will ask for."""

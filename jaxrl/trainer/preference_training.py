@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import build_actor, build_reference
+from jaxrl.trainer.supervised import starting_params
 from jaxrl.trainer.weights import copied
 
 StartingParams = Callable[[], Params]
@@ -133,7 +135,7 @@ class PairStage(TrainingStage, abc.ABC):
         return self._placed(next(stream))
 
 
-class ScorerStage(PairStage):
+class RewardModelStage(PairStage):
     """Training of a reward or cost model."""
 
     def __init__(
@@ -191,7 +193,7 @@ class DpoStage(PairStage):
         return batch.loss_mask * gain
 
 
-def train_scorer(run: RunContext, stop: StopSignal, starting: StartingParams) -> None:
+def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
     """Trains a reward or cost model and leaves it in `<run>/scorer`, a Hugging Face directory.
 
     Raises:
@@ -208,12 +210,12 @@ def train_scorer(run: RunContext, stop: StopSignal, starting: StartingParams) ->
         tables=state_tables(config.mesh.sharding),
     )
     with _open_loop(run, stop) as loop:
-        loop.run(ScorerStage(run, scorer, loop, starting))
+        loop.run(RewardModelStage(run, scorer, loop, functools.partial(starting_params, run, stop)))
     _save(scorer, run)
 
 
-def train_dpo(run: RunContext, stop: StopSignal, starting: StartingParams) -> None:
-    """Trains the policy on pairs directly.
+def learn_preferences(run: RunContext, stop: StopSignal) -> None:
+    """Trains the policy on pairs directly (DPO).
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
@@ -221,7 +223,9 @@ def train_dpo(run: RunContext, stop: StopSignal, starting: StartingParams) -> No
     """
     actor = build_actor(run, optim=run.config.preference.optim, samples=False)
     with _open_loop(run, stop) as loop:
-        loop.run(DpoStage(run, actor, build_reference(run, "actor"), loop, starting))
+        reference = build_reference(run, "actor")
+        starting = functools.partial(starting_params, run, stop)
+        loop.run(DpoStage(run, actor, reference, loop, starting))
 
 
 def _open_loop(run: RunContext, stop: StopSignal):

@@ -12,10 +12,17 @@ from jaxrl.mesh.devices import abstract_mesh, simulate
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner import dry_run as planner
-from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
-from jaxrl.trainer.evaluation import evaluator
+from jaxrl.trainer.context import (
+    RunContext,
+    build_context,
+    check_batches,
+    engine_config,
+    row_limits,
+)
+from jaxrl.trainer.cross_checks import check_algorithm, policy_objective
+from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.metrics import ensure_writable
@@ -26,11 +33,10 @@ from jaxrl.trainer.needs import (
     of_reinforcement,
     of_training,
 )
-from jaxrl.trainer.recipe import check_recipe, policy_objective
-from jaxrl.trainer.reinforce import reinforce
+from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
+from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
-from jaxrl.trainer.setup import Parts, build_parts, check_batches, engine_config, packed_shape
-from jaxrl.trainer.warm_start import warm_start
+from jaxrl.trainer.supervised import fine_tuned
 
 
 def start(config: Config) -> None:
@@ -63,46 +69,46 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
-    """Trains the warm start of a recipe alone; arguments and result as for `train`.
+    """Trains a policy on answers to imitate, alone; arguments and result as for `train`.
 
-    It is evaluated on the held-out problems. With a file of its own to learn from it can do without problems.
+    It is evaluated on the evaluation prompts. With a file of its own to learn from it can do without problems.
     """
     if not config.warm_start.num_steps:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
+    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
 
-    def stage(parts: Parts, stop: StopSignal) -> None:
-        actor = warm_start(parts, stop)
-        metrics = evaluator(parts)(actor, "after") if len(parts.held_out) else {}
+    def stage(run: RunContext, stop: StopSignal) -> None:
+        actor = fine_tuned(run, stop, samples=evaluates)
+        metrics = Evaluation(run)(actor, "after") if evaluates else {}
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
+        actor.close()
 
-    needs_problems = not config.warm_start.path
-    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
     return _run(
         config,
         devices,
         stage,
         needs=of_evaluation if evaluates else of_training,
-        needs_problems=needs_problems,
+        needs_problems=not config.warm_start.path,
     )
 
 
-def train_scorer(config: Config, *, devices: Sequence[Any] | None = None) -> int:
+def train_reward_model(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_scorer, needs=of_preferences)
+    return _run(config, devices, learn_reward_model, needs=of_preferences)
 
 
 def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_dpo, needs=of_preferences)
+    return _run(config, devices, learn_preferences, needs=of_preferences)
 
 
 def _run(
     config: Config,
     devices: Sequence[Any] | None,
-    stages: Callable[[Parts, StopSignal], None],
+    stages: Callable[[RunContext, StopSignal], None],
     *,
     needs: Needs,
     needs_problems: bool = True,
@@ -114,32 +120,30 @@ def _run(
     hosts.check_same("the settings", [format_config(shared)])
     with only_run_in(config.run_folder):
         hosts.on_first(lambda: check_folder(config))
-        parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
+        run = build_context(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:
             try:
-                stages(parts, stop)
+                stages(run, stop)
             except StopRequested:
                 if hosts.is_first():
                     print(
                         f"stopped and saved in {config.run_folder}; the same command goes on from there"
                     )
                 return stop.exit_status
-        keep_run_files(parts)
+        keep_run_files(run)
         if hosts.is_first():
-            print(f"report: {write_run_report(parts)}")
+            print(f"report: {write_run_report(run)}")
     return 0
 
 
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
     rollout, algorithm = config.rollout, config.algorithm
-    check_recipe(config)
+    check_algorithm(config)
     layout = ParallelLayout.from_config(config.mesh)
     check_batches(config, abstract_mesh(layout), samples=True)
-    shape = packed_shape(
-        config,
-        sequences=rollout.num_prompts * rollout.num_samples,
-        updates=algorithm.updates_per_step,
+    shape = row_limits(config).shape(
+        rollout.num_prompts * rollout.num_samples, minibatches=algorithm.updates_per_step
     )
     plan = planner.dry_run(
         f"{config.name} ({config.hardware})" if config.hardware else config.name,

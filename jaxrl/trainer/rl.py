@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,10 +36,11 @@ from jaxrl.dataflows.step import Step
 from jaxrl.models.decoder import Params
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
-from jaxrl.rewards.user import user_reward
+from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.advantages import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
+from jaxrl.roles.reward_model import RewardModel
 from jaxrl.trainer.context import (
     RunContext,
     prompt_options,
@@ -46,10 +48,34 @@ from jaxrl.trainer.context import (
     supervised_stream,
     training_sampling,
 )
-from jaxrl.trainer.cross_checks import estimator_of, policy_objective
+from jaxrl.trainer.cross_checks import estimator_of, policy_objective, title_of
 from jaxrl.trainer.evaluation import Evaluation
-from jaxrl.trainer.loop import TrainingStage
-from jaxrl.trainer.roles import Roles, keep_reference, start_from
+from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.loop import TrainingStage, open_loop
+from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.supervised import starting_params
+from jaxrl.trainer.weights import keep_reference, start_from
+
+
+def reinforce(run: RunContext, stop: StopSignal) -> None:
+    """Trains the roles of a run to the last step of its config.
+
+    Raises:
+      StopRequested: a signal arrived; the last finished step is saved.
+      UserError: too few prompts are answered both right and wrong, or a metric is not finite.
+    """
+    config = run.config
+    roles = build_roles(run)
+    with open_loop(
+        run,
+        title_of(config),
+        config.run_folder / "rl",
+        num_steps=config.run.num_steps,
+        save_every=config.run.save_every,
+        evaluate_every=config.evaluation.every,
+        stop=stop,
+    ) as loop:
+        loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
 
 
 class RlStage(TrainingStage):
@@ -76,6 +102,7 @@ class RlStage(TrainingStage):
         self._clock = clock
         self._starting_params = starting_params
         self._dataflow = find_dataflow(run.config.algorithm.dataflow)
+        self._user_rewards: UserRewards | None = None
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -91,7 +118,7 @@ class RlStage(TrainingStage):
             keep_reference(roles, self._starting_params())
         self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
         self._generation = Generation(roles.actor, training_sampling(run), self._clock)
-        self._rewards = build_rewards(run, roles, self._clock)
+        self._rewards = self._build_rewards()
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
             target=config.algorithm.kl.target,
@@ -133,8 +160,36 @@ class RlStage(TrainingStage):
         self._sampler.restore(record["sampling"], self._prompts)
 
     def close(self) -> None:
-        """Waits for what is being sampled, and ends what samples."""
+        """Waits for what is being sampled, and ends what samples and what scores."""
+        if self._user_rewards is not None:
+            self._user_rewards.close()
         self._roles.actor.close()
+
+    def _build_rewards(self) -> Rewards:
+        config, clock = self._run.config.reward, self._clock
+        paths = {name: function["path"] for name, function in config.functions.items()}
+        # Asked on the first host alone; it is a process of its own, which `close` ends.
+        functions = UserRewards(
+            [*paths.values()] if hosts.is_first() else [],
+            timeout_s=config.functions_timeout_s,
+            interrupted=lambda: clock.stop_pending,
+        )
+        self._user_rewards = functions
+        terms: list[RewardTerm] = [
+            FunctionReward(name, config.functions[name]["weight"], path, functions, clock)
+            for name, path in paths.items()
+        ]
+        return Rewards(
+            grader(config.grader),
+            OverlongPunishment(
+                self._run.config.rollout.max_response_tokens,
+                config.overlong_buffer_tokens,
+                config.overlong_penalty,
+            ),
+            clock,
+            grader_weight=config.grader_weight,
+            terms=terms + _model_rewards(self._run, self._roles),
+        )
 
     def _build_step(self) -> Step:
         config, roles, clock = self._run.config, self._roles, self._clock
@@ -175,7 +230,7 @@ class RlStage(TrainingStage):
             ),
             critic_phase=roles.critic and CriticPhase("critic", roles.critic, values, clock),
             reference_phase=ReferencePhase(actor, roles.reference, clock, asked=needs_ref_logprobs),
-            cost_phase=roles.cost and CostPhase(sequence_scores(self._run, roles.cost), clock),
+            cost_phase=roles.cost and CostPhase(_sequence_scores(self._run, roles.cost), clock),
             cost_critic_phase=roles.cost_critic
             and CriticPhase("cost_critic", roles.cost_critic, values, clock),
             multiplier_phase=self._multiplier,
@@ -200,19 +255,12 @@ class RlStage(TrainingStage):
         return sampler
 
 
-def build_rewards(run: RunContext, roles: Roles, clock: Clock) -> Rewards:
-    """All rewards of a run.
-
-    Raises:
-      UserError: a grader is not known, or a function cannot be loaded.
-    """
+def _model_rewards(run: RunContext, roles: Roles) -> list[RewardTerm]:
+    """Rewards by models: one that scores, one that is asked."""
     config = run.config.reward
-    terms: list[RewardTerm] = [
-        FunctionReward(name, function["weight"], user_reward(function["path"]))
-        for name, function in config.functions.items()
-    ]
+    terms: list[RewardTerm] = []
     if roles.reward is not None:
-        terms.append(ModelReward("model", config.model_weight, sequence_scores(run, roles.reward)))
+        terms.append(ModelReward("model", config.model_weight, _sequence_scores(run, roles.reward)))
     if roles.judge is not None:
         options = config.judge
         terms.append(
@@ -227,20 +275,10 @@ def build_rewards(run: RunContext, roles: Roles, clock: Clock) -> Rewards:
                 options.failed_score,
             )
         )
-    return Rewards(
-        grader(config.grader),
-        OverlongPunishment(
-            run.config.rollout.max_response_tokens,
-            config.overlong_buffer_tokens,
-            config.overlong_penalty,
-        ),
-        clock,
-        grader_weight=config.grader_weight,
-        terms=terms,
-    )
+    return terms
 
 
-def sequence_scores(run: RunContext, model: Any) -> SequenceScores:
+def _sequence_scores(run: RunContext, model: RewardModel) -> SequenceScores:
     """Scores of sampled sequences by a reward or cost model."""
     rollout = run.config.rollout
     most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0

@@ -5,28 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxrl.mesh.groupings import state_tables
-from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_weights import load_adapter, load_params
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.huggingface_weights import load_params
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer.needs import critic_model, judge_model, score_model
 from jaxrl.trainer.context import RunContext, engine_config
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.needs import critic_model, judge_model, score_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
+from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.export import keep_model_files
 from jaxrl.trainer.files import write_atomically
 from jaxrl.trainer.metrics import METRICS_FILE, read_metrics
-from jaxrl.trainer.recipe import title_of
-from jaxrl.trainer.setup import Parts
 from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
@@ -57,16 +57,16 @@ def check_folder(config: Config) -> None:
         logger.warning("this run was started with other settings: %s", "; ".join(changed))
 
 
-def keep_run_files(parts: Parts) -> None:
+def keep_run_files(run: RunContext) -> None:
     """Writes what describes the run beside it: its settings, and the model's files. Collective.
 
     Call it when everything that could refuse the run has been checked.
     """
 
     def write() -> None:
-        config = parts.config
+        config = run.config
         write_atomically(config.run_folder / _CONFIG_FILE, format_config(config).encode())
-        keep_model_files(parts)
+        keep_model_files(run)
 
     hosts.on_first(write)
 
@@ -96,12 +96,12 @@ def _samples_path(config: Config, when: str) -> pathlib.Path:
     return config.run_folder / f"samples_{when}.json"
 
 
-def write_run_report(parts: Parts) -> pathlib.Path:
+def write_run_report(run: RunContext) -> pathlib.Path:
     """Writes one HTML page about the whole run; returns its path."""
     # Drawing libraries take a second to import, which only this last event has to wait for.
     from jaxrl.trainer import report
 
-    config = parts.config
+    config = run.config
     rows = {
         title_of(config): _rows(config.run_folder / "rl"),
         "Preferences": _rows(config.run_folder / "preference"),
@@ -112,7 +112,7 @@ def write_run_report(parts: Parts) -> pathlib.Path:
     report.write_report(
         path,
         title=f"{config.name}, seed {config.seed}",
-        summary=_summary(parts, rows),
+        summary=_summary(run, rows),
         stages=stages,
         samples=[
             report.SamplePair(
@@ -147,18 +147,18 @@ def _minutes(rows: Rows) -> float:
     return float(np.mean(seconds)) * rows[-1]["step"] / 60 if seconds else 0.0
 
 
-def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
+def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
     """Headline numbers of the report."""
-    config = parts.config
+    config = run.config
     rl = rows[title_of(config)]
     # A run that only imitates may have no problems.
     keys = [
         f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
-        for source in parts.held_out.sources[:1]
+        for source in run.held_out.sources[:1]
     ]
     accuracy = [row[key] for key in keys for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
-    kind = parts.mesh_of("actor").devices.flat[0].device_kind
+    kind = run.mesh_of("actor").devices.flat[0].device_kind
     lines = []
     if accuracy:
         lines.append(("held-out accuracy before", f"{accuracy[0]:.1%}"))
@@ -172,6 +172,6 @@ def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]
     ]
     return [
         *lines,
-        ("parameters", f"{parts.model.num_params:,}"),
-        ("devices", f"{parts.placement.num_devices} x {kind}"),
+        ("parameters", f"{run.model.num_params:,}"),
+        ("devices", f"{run.placement.num_devices} x {kind}"),
     ]

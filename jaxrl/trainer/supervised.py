@@ -7,17 +7,18 @@ from typing import Any
 
 import jax
 
-from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import MaskedExample, solutions_of
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_metrics import prefixed
 from jaxrl.mesh import hosts
+from jaxrl.models.decoder import Params
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.policy import Actor
+from jaxrl.trainer.config import Config
 from jaxrl.trainer.context import RunContext, row_limits, supervised_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
@@ -26,14 +27,29 @@ from jaxrl.trainer.weights import load_or_init
 from jaxrl.types import TrainBatch
 
 
-def fine_tuned(run: RunContext, stop: StopSignal) -> Actor:
+def starting_params(run: RunContext, stop: StopSignal) -> Params:
+    """The policy's weights before anything but supervised learning, in the actor's training layout.
+
+    Raises:
+      StopRequested: a signal arrived while they were learned; the last finished step is saved.
+    """
+    if not run.config.warm_start.num_steps:
+        return load_or_init(run)
+    return fine_tuned(run, stop).for_training().params
+
+
+def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> Actor:
     """An actor trained on answers to imitate, by `config.warm_start`.
+
+    Args:
+      run, stop: the run, and signals to it.
+      samples: it will be asked to sample.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = run.config.warm_start
-    actor = build_actor(run, optim=options.optim, samples=False)
+    actor = build_actor(run, optim=options.optim, samples=samples)
     with open_loop(
         run,
         "SFT",
@@ -66,7 +82,7 @@ class SupervisedStage(TrainingStage):
         """First weights, or what a checkpoint left, and the examples."""
         run = self._run
         if record is None:
-            self._actor.start_from(load_or_init(self._actor, run))
+            self._actor.start_from(load_or_init(run))
         self._stream = supervised_stream(
             run,
             run.demonstrations or solutions_of(run.train),

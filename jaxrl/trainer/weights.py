@@ -12,30 +12,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params
+from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.huggingface_config import read_config
 from jaxrl.models.huggingface_weights import load_adapter, load_params
-from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.value import Critic
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.roles import Roles
 
 
-def load_or_init(learner: Learner, run: RunContext) -> Params:
-    """The weights that a run begins with, in a learner's training layout.
+def load_or_init(run: RunContext) -> Params:
+    """The weights that a run begins with, in the actor's training layout.
 
-    They come from the checkpoint that the config names, with its adapters if there are any, or from the seed.
+    They come from the checkpoint that the config names, with its adapters if there are any, or from the seed;
+    fresh adapters are added where the model has some and the checkpoint none.
     """
-    config = run.config
+    config, model = run.config, run.model
+    pool = run.placement.pool_of("actor")
+    tables = state_tables(pool.config.sharding)
+    where = PackedModel(model, pool.mesh, train=config.train, tables=tables).train_shardings
+    key = jax.random.key(config.seed)
     if not config.weights:
-        return learner.random_params()
-    params = load_params(config.weights, run.model, learner.train_shardings)
+        return jax.jit(init_params, static_argnums=0, out_shardings=where)(model, key)
+    params = load_params(config.weights, model, where)
     if config.adapter:
-        adapters = load_adapter(config.adapter, run.model, learner.train_shardings)
-        params = lora.join(adapters, params)
+        return lora.join(load_adapter(config.adapter, model, where), params)
+    if model.lora.rank:
+        adapters, _ = lora.split(where)
+        fresh = jax.jit(lora.fresh_adapters, static_argnums=0, out_shardings=adapters)
+        return lora.join(fresh(model, key), params)
     return params
 
 
