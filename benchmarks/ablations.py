@@ -26,7 +26,7 @@ ACCURACY = "val-core/chain_sum/acc/mean@8"
 # Each row keeps what the rows before it set.
 TECHNIQUES: dict[str, dict[str, object]] = {
     "naive GRPO": {
-        "algorithm.recipe": "grpo",
+        "algorithm.dataflow": "grpo",
         "algorithm.aggregation": "seq-mean-token-mean",
         "algorithm.loss_options.clip_high": 0.2,
         "reward.overlong_buffer_tokens": 0,
@@ -39,7 +39,7 @@ TECHNIQUES: dict[str, dict[str, object]] = {
         "reward.overlong_buffer_tokens": 16,
     },
     "+ token-level loss": {"algorithm.aggregation": "token-mean"},
-    "+ dynamic sampling (DAPO)": {"algorithm.recipe": "dapo"},
+    "+ dynamic sampling (DAPO)": {"algorithm.dataflow": "dapo"},
 }
 
 

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "dr_grpo_tiny"
-    config.algorithm.recipe = "grpo"
+    config.algorithm.dataflow = "grpo"
     config.algorithm.advantage_options = {"normalize_std": False}
     config.algorithm.aggregation = "seq-mean-token-sum-norm"
     config.algorithm.aggregation_options = {"scale": 24.0}

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "grpo_tiny"
-    config.algorithm.recipe = "grpo"
+    config.algorithm.dataflow = "grpo"
     config.algorithm.aggregation = "seq-mean-token-mean"
     config.algorithm.kl.loss_coef = 0.001
     return config

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "gspo_tiny"
-    config.algorithm.recipe = "grpo"
+    config.algorithm.dataflow = "grpo"
     config.algorithm.loss = "gspo"
     # Ten times the paper's bounds, whose sequences are a hundred times as long.
     config.algorithm.loss_options = {"clip_low": 3e-3, "clip_high": 4e-3}

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "ppo_tiny"
-    config.algorithm.recipe = "ppo"
+    config.algorithm.dataflow = "ppo"
     # One answer to each of many prompts: the critic is the baseline.
     config.rollout.num_prompts = 192
     config.rollout.num_samples = 1

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "reinforce_tiny"
-    config.algorithm.recipe = "grpo"
+    config.algorithm.dataflow = "grpo"
     config.rollout.num_prompts = 192
     config.rollout.num_samples = 1
     config.algorithm.advantage = "reinforce_plus_plus"

@@ -13,7 +13,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "rloo_tiny"
-    config.algorithm.recipe = "grpo"
+    config.algorithm.dataflow = "grpo"
     config.algorithm.advantage = "rloo"
     config.algorithm.loss = "policy_gradient"
     config.algorithm.loss_options = {}

@@ -15,7 +15,7 @@ from jaxrl.trainer.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "safe_rlhf_tiny"
-    config.algorithm.recipe = "safe_rlhf"
+    config.algorithm.dataflow = "safe_rlhf"
     config.cost.model = "runs/cost_tiny/seed0/scorer"
     # Mostly worked answers: the cost model puts these below 0.
     config.cost.limit = 0.0

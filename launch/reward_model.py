@@ -12,7 +12,7 @@ from jaxrl.trainer.config import Config
 def main(config: Config) -> int:
     """Trains on the pairs that the config names."""
     program.start(config)
-    return program.train_scorer(config)
+    return program.train_reward_model(config)
 
 
 if __name__ == "__main__":

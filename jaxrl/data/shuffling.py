@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Generic, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 import grain
 import numpy as np
@@ -63,7 +63,7 @@ class ShuffledRows:
         """Where the order stands, for `restore`; plain JSON."""
         return {**self._identity, **self._iterator.get_state()}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken. Another `rows_per_batch` is allowed.
 
         Raises:
@@ -112,7 +112,7 @@ class ShuffledExamples(Generic[Item]):
         """Where the stream stands, for `restore`; plain JSON."""
         return self._order.state()
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken; see `ShuffledRows.restore`."""
         self._order.restore(state)
 

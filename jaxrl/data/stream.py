@@ -6,8 +6,8 @@ Everything is rendered by the template and tokenised once, at construction; `shu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class PromptStream:
         """Where the stream stands, for `restore`; plain JSON."""
         return self._order.state()
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken. Another `prompts_per_batch` is allowed.
 
         Raises:

@@ -23,7 +23,7 @@ def find_dataflow(name: str) -> Dataflow:
     """
     if ":" not in name:
         return named(DATAFLOWS, name, "dataflow")
-    found = load_function(name, "dataflow")
+    found = load_function(name, "dataflow", takes=("step", "prompts"))
     if not isinstance(found, Dataflow):
         raise UserError(
             f"dataflow {name!r} does not say which roles it has; put @dataflow(roles=(...)) above it"

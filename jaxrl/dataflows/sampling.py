@@ -275,13 +275,13 @@ class PartialSampling:
         batch = self._fill_up(prompts, carried)
         graded: dict[int, Scored] = {}
 
+        asked = enough or _never
+
         def has_enough(group: Completions) -> bool:
             scored = self._rewards.graded(group)
             graded[int(group.prompts.ids_N[0])] = scored
-            if enough is None:
-                return False
             # A grader that runs into its time limit on one host alone would part them here.
-            return hosts.on_first(lambda: enough(scored))
+            return hosts.on_first(lambda: asked(scored))
 
         with generation.clock.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, step)
@@ -324,6 +324,11 @@ class PartialSampling:
         self._generation.restore(record)
         stored = record["unfinished"]
         self._unfinished = None if stored is None else UnfinishedGroups.of_record(stored)
+
+
+def _never(group: Scored) -> bool:
+    del group
+    return False
 
 
 def check_same_prompts(prompts: Prompts, step: int) -> None:

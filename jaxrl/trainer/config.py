@@ -29,10 +29,10 @@ from jaxrl.checks import (
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.messages import check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
+from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.config import ModelConfig
-from jaxrl.recipes.registry import RECIPES
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
 from jaxrl.roles import losses
@@ -338,7 +338,8 @@ class AlgorithmConfig:
     """What is learned from, and how.
 
     Attributes:
-      recipe: a name of `recipes.registry.RECIPES`, the dataflow.
+      dataflow: a name of `dataflows.registry.DATAFLOWS`, or "package.module:function" or
+        "path/to/file.py:function" of one's own.
       advantage, advantage_options: a name of `algos.advantages.ADVANTAGES`, and its keywords.
       whiten: scale the advantages to mean 0 and deviation 1 over a step, as PPO does.
       loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES`, and its keywords.
@@ -351,7 +352,7 @@ class AlgorithmConfig:
         of its own.
     """
 
-    recipe: str = "dapo"
+    dataflow: str = "dapo"
     advantage: str = "grpo"
     advantage_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     whiten: bool = False
@@ -375,7 +376,7 @@ class AlgorithmConfig:
                 "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
                 'correction.weights to "token" or "sequence", or correction.bypass to True'
             )
-        named(RECIPES, self.recipe, "recipe")
+        find_dataflow(self.dataflow)
         # Built and dropped: they hold names and options against the functions that take them.
         Estimator.of(self.advantage, self.advantage_options)
         losses.policy(
@@ -591,6 +592,11 @@ class Config:
                 f"unpunished of rollout.max_response_tokens {self.rollout.max_response_tokens}; "
                 "make it smaller"
             )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and a response at most."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def run_folder(self) -> pathlib.Path:

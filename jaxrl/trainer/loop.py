@@ -72,15 +72,15 @@ class TrainingStage(abc.ABC):
     def record(self) -> dict[str, Any]:
         """JSON-able: everything besides the learners' states that a resumed run needs."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, most have nothing to end
         """Ends what the stage has started, whether it has begun or not."""
 
 
 class Loop:
     """The loop around a stage, "sft" or "rl", in a folder of its own. Used as a context manager.
 
-    It is the clock of the stage's steps (`dataflows.clock`). Every process goes through the same steps; only the
-    first logs and shows them.
+    It is the clock of the stage's steps (`dataflows.clock`). Every process goes through the same steps; only
+    the first logs and shows them.
 
     Attributes:
       step: finished steps.
@@ -260,7 +260,7 @@ class Loop:
     def _begin(self, stage: TrainingStage) -> bool:
         """Opens logs and the live view, and keeps the state to begin with as the checkpoint of step 0.
 
-        All that could refuse the run has been checked by now. Rows of steps that no checkpoint holds are dropped.
+        All that could refuse the run has been checked by now. Rows of steps in no checkpoint are dropped.
 
         Returns:
           Whether no step is done and nothing is logged, not even what was measured before the first one.

@@ -71,7 +71,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on answers to imitate, alone; arguments and result as for `train`.
 
-    It is evaluated on the evaluation prompts. With a file of its own to learn from it can do without problems.
+    It is evaluated like any other policy. With a file of its own to learn from it can do without problems.
     """
     if not config.warm_start.num_steps:
         raise UserError(

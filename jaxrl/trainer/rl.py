@@ -33,6 +33,7 @@ from jaxrl.dataflows.sampling import (
     Sampling,
 )
 from jaxrl.dataflows.step import Step
+from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader

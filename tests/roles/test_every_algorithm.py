@@ -18,7 +18,7 @@ from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
-from jaxrl.trainer.recipe import check_recipe, estimator_of, policy_objective
+from jaxrl.trainer.cross_checks import check_algorithm, estimator_of, policy_objective
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4
@@ -44,7 +44,7 @@ def make_config(**changes) -> Config:
     settings = {
         "rollout.num_prompts": 2,
         "rollout.num_samples": 4,
-        "algorithm.recipe": "grpo",
+        "algorithm.dataflow": "grpo",
         "algorithm.updates_per_step": 1,
         **{name.replace("__", "."): value for name, value in changes.items()},
     }
@@ -271,5 +271,5 @@ def test_a_kl_estimate_by_its_name(name):
 )
 def test_settings_that_contradict_each_other(changes, message):
     with pytest.raises(UserError) as error:
-        check_recipe(make_config(**changes))
+        check_algorithm(make_config(**changes))
     assert message in str(error.value)

@@ -24,8 +24,9 @@ from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.export import export_run
 from jaxrl.trainer.lock import only_run_in
-from jaxrl.trainer.setup import Parts, model_for, pools_of
-from jaxrl.trainer.team import build_actor, first_weights
+from jaxrl.trainer.context import RunContext, model_for, pools_of
+from jaxrl.trainer.roles import build_actor
+from jaxrl.trainer.weights import load_or_init
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8
@@ -171,9 +172,9 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
     model = model_for(config, tokenizer)
     placement = take_devices(pools_of(config), jax.devices()[:1])
-    parts = Parts(config, tokenizer, train=[], held_out=None, placement=placement, model=model)
+    run = RunContext(config, tokenizer, train=[], held_out=None, placement=placement, model=model)
     actor = build_actor(parts, optim=config.optim, samples=False)
-    first_weights(actor, parts)
+    actor.start_from(load_or_init(run))
     assert_equal(actor.state.params, params)
 
     other = dataclasses.replace(ADAPTED, lora=LoraConfig(rank=3, targets=("q",)))

@@ -169,7 +169,7 @@ def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
     assert "warm_start.path: gone.jsonl" in line and "nowhere" not in line
 
 
-@pytest.mark.parametrize("kind", [program.train_scorer, program.train_dpo])
+@pytest.mark.parametrize("kind", [program.train_reward_model, program.train_dpo])
 def test_pairs_are_looked_up_before_the_warm_start(run, kind):
     files = {"preference__path": "pairs.jsonl", "preference__held_out_path": "gone.jsonl"}
     assert "preference.held_out_path: gone.jsonl does not exist" in run(kind, **files)

@@ -86,7 +86,7 @@ def one_device():
 
 def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     config = make_config(files, tmp_path)
-    assert program.train_scorer(config, devices=one_device()) == 0
+    assert program.train_reward_model(config, devices=one_device()) == 0
     rows = rows_of(config)
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
@@ -101,14 +101,14 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
 def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     cost = {"loss": "cost_preference", "harm_fields": ("chosen_harms", "rejected_harms")}
     whole = make_config(files, tmp_path / "whole", **cost)
-    program.train_scorer(whole, devices=one_device())
+    program.train_reward_model(whole, devices=one_device())
     assert rows_of(whole)[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows_of(whole)[-1]["pairs/sign_accuracy"] == 1.0
     half = make_config(files, tmp_path / "half", **cost, **{"num_steps": 8})
-    program.train_scorer(half, devices=one_device())
+    program.train_reward_model(half, devices=one_device())
     shutil.rmtree(half.run_folder / "scorer")
     rest = make_config(files, tmp_path / "half", **cost)
-    program.train_scorer(rest, devices=one_device())
+    program.train_reward_model(rest, devices=one_device())
     for ours, theirs in zip(rows_of(rest)[-4:], rows_of(whole)[-4:], strict=True):
         assert ours["pairs/loss"] == theirs["pairs/loss"]
 
@@ -136,5 +136,5 @@ def test_dpo_on_eight_devices(files, tmp_path):
 )
 def test_refused(changes, message, files, tmp_path):
     with pytest.raises(UserError) as error:
-        program.train_scorer(make_config(files, tmp_path, **changes), devices=one_device())
+        program.train_reward_model(make_config(files, tmp_path, **changes), devices=one_device())
     assert message in str(error.value)

@@ -300,7 +300,7 @@ def test_a_shared_warm_start_is_trained_by_one_and_read_by_all(tmp_path, problem
 
 def test_no_warm_start_leaves_no_folder(tmp_path, problems):
     warm_start = WarmStartConfig(num_steps=0)
-    algorithm = AlgorithmConfig(recipe="grpo")
+    algorithm = AlgorithmConfig(dataflow="grpo")
     config = make_config(
         tmp_path, problems, num_steps=1, warm_start=warm_start, algorithm=algorithm
     )
@@ -435,7 +435,7 @@ def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
 
 def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
     rollout = dataclasses.replace(whole.rollout, partial=True)
-    algorithm = dataclasses.replace(whole.algorithm, recipe="grpo")
+    algorithm = dataclasses.replace(whole.algorithm, dataflow="grpo")
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
-    with pytest.raises(UserError, match=r"recipe 'grpo' has none; use recipe dapo"):
+    with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
         program.train(config, devices=one_device())

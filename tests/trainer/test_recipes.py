@@ -83,7 +83,7 @@ def make_config(folder, output, recipe: str, **changes) -> Config:
         "rollout.prefill_prompts": 8,
         "rollout.tokens_per_dispatch": 4,
         "reward.overlong_buffer_tokens": 2,
-        "algorithm.recipe": recipe,
+        "algorithm.dataflow": recipe,
         "algorithm.updates_per_step": 2,
         "critic.optim.lr": 1e-2,
         "train.rows": 4,

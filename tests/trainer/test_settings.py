@@ -40,7 +40,7 @@ from jaxrl.trainer.config_tree import (
     leaf_types,
     to_config_dict,
 )
-from jaxrl.trainer.recipe import check_recipe
+from jaxrl.trainer.cross_checks import check_algorithm
 from jaxrl.trainer.serving import ServeConfig
 
 HOSTILE = {
@@ -192,7 +192,7 @@ SETTINGS = sorted({*KINDS, *flatten_config(from_config_dict(Config, RECIPE))})
 def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
-    check_recipe(config)
+    check_algorithm(config)
     for split in (config.data.train, config.data.held_out):
         if not split.path:
             check_task(split.task, split.options)

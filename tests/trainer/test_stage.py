@@ -16,7 +16,7 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.trainer.collapse import CollapseConfig
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.metrics import read_metrics
-from jaxrl.trainer.stage import Stage, run_until_stopped
+from jaxrl.trainer.loop import Stage, run_until_stopped
 
 ACCURACY = "val-core/sums/acc/mean@8"
 

@@ -16,7 +16,7 @@ from jaxrl.trainer import program
 from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
 from jaxrl.trainer.metrics import read_metrics
 from jaxrl.trainer.needs import of_training
-from jaxrl.trainer.setup import build_parts, packed_shape, supervised_stream
+from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 
 MODEL = ModelConfig(
     vocab_size=320, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -69,11 +69,11 @@ def test_two_steps_from_a_file(tmp_path):
 
 def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    parts = build_parts(config, jax.devices()[:1], needs=of_training, needs_problems=False)
+    parts = build_context(config, jax.devices()[:1], needs=of_training, needs_problems=False)
     stream = supervised_stream(
         parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
     )
-    batch = pack_examples(next(stream), packed_shape(config, sequences=2, updates=1, longest=128))
+    batch = pack_examples(next(stream), row_limits(config, longest=128).shape(2, minibatches=1))
     learnt = np.where(batch.loss_mask > 0, batch.tokens, parts.tokenizer.pad_id)
     inside = learnt[learnt != parts.tokenizer.pad_id]
     answers = np.split(inside, np.flatnonzero(inside == parts.tokenizer.eos_id) + 1)
