@@ -66,7 +66,7 @@ def test_an_advantage_by_its_name(name):
     changes = {"reward__functions": TERMS} if name == "gdpo" else {}
     recipe = RECIPE_OF.get(name, "grpo")
     estimator = estimator_of(
-        make_config(algorithm__advantage=name, algorithm__recipe=recipe, **changes)
+        make_config(algorithm__advantage=name, algorithm__dataflow=recipe, **changes)
     )
     packing, batch = batch_of()
     squares = np.random.default_rng(0).uniform(0.3, 0.9, batch.tokens.shape).astype(np.float32)
