@@ -125,8 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_shard_bytes(args.max_shard_bytes)
         if (args.source, args.target) == ("hf", "orbax"):
             hf_to_orbax(args.path, args.out, dtype=args.dtype)
+            print(f"{args.out} holds the model of {args.path}")
         elif (args.source, args.target) == ("orbax", "hf"):
             orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+            print(f"{args.out} holds the model of {args.path}")
         elif (args.source, args.target) == ("run", "hf"):
             step = export_run(
                 args.path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 from typing import Annotated, Any, Literal
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
@@ -42,6 +43,7 @@ from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
+from jaxrl.trainer.collapse import CollapseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,11 @@ class WarmStartConfig:
 
     def __post_init__(self):
         check_fields(self)
+        if self.run and not self.num_steps:
+            raise ValueError(
+                f"run {self.run!r} names a warm start to begin with, and num_steps 0 skips it; set num_steps "
+                "as that run has it, or leave run empty"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +267,7 @@ class RewardConfig:
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
+      functions_timeout_s: seconds that each of them may take for the responses of a step.
       model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
         tokenizer; "" has none.
       model_weight: of its score in the reward.
@@ -273,6 +281,7 @@ class RewardConfig:
     grader: str = "answer"
     grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
     model: str = ""
     model_weight: Annotated[float, finite()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -512,8 +521,11 @@ class RunConfig:
       output: folder under which each run has its own, <output>/<name>/seed<seed>.
       num_steps: rollout steps.
       save_every: steps between checkpoints; the last step is always saved.
-      keep_checkpoints: how many of them stay.
-      resume: go on from the newest intact checkpoint; False refuses a folder that holds a run.
+      keep_checkpoints: how many of the newest stay, besides one from before a collapse.
+      collapse: what counts as one.
+      resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
+        none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
+        folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: held-out problems whose answers the report shows before and after.
     """
@@ -522,7 +534,8 @@ class RunConfig:
     num_steps: Annotated[int, at_least(1)] = 100
     save_every: Annotated[int, at_least(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
-    resume: bool = True
+    collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
+    resume: Literal["auto", "or_restart", "never"] = "auto"
     wandb_project: str = ""
     report_samples: Annotated[int, count(0)] = 8
 

@@ -107,12 +107,11 @@ def _train(
     options = config.preference
     (learner,) = learners.values()
     with open_stage(
-        config,
+        parts,
         options.loss.upper().replace("_", " "),
         config.run_folder / "preference",
         num_steps=options.num_steps,
         save_every=config.run.save_every,
-        num_devices=parts.placement.num_devices,
         stop=stop,
     ) as stage:
         record = stage.resume(learners)
@@ -125,8 +124,8 @@ def _train(
             start()
         else:
             stream.restore(record["stream"])
-        stage.begin()
-        if record is None:
+        stage.begin(learners, {"stream": stream.state()})
+        if stage.begins:
             stage.log_start({"val-core/pairs/accuracy": accuracy()})
         shape = _shape(parts, options.pairs_per_step)
 

@@ -16,8 +16,8 @@ from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.evaluation import evaluator
-from jaxrl.trainer.export import keep_model_files
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
+from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.metrics import ensure_writable
 from jaxrl.trainer.needs import (
     Needs,
@@ -28,7 +28,7 @@ from jaxrl.trainer.needs import (
 )
 from jaxrl.trainer.recipe import check_recipe, policy_objective
 from jaxrl.trainer.reinforce import reinforce
-from jaxrl.trainer.run_folder import note_config, write_run_report
+from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.setup import Parts, build_parts, check_batches, engine_config, packed_shape
 from jaxrl.trainer.warm_start import warm_start
 
@@ -112,20 +112,21 @@ def _run(
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
-    hosts.on_first(lambda: note_config(config))
-    hosts.on_first(lambda: keep_model_files(parts))
-    with StopSignal() as stop:
-        try:
-            stages(parts, stop)
-        except StopRequested:
-            if hosts.is_first():
-                print(
-                    f"stopped and saved in {config.run_folder}; the same command goes on from there"
-                )
-            return stop.exit_status
-    if hosts.is_first():
-        print(f"report: {write_run_report(parts)}")
+    with only_run_in(config.run_folder):
+        hosts.on_first(lambda: check_folder(config))
+        parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
+        with StopSignal() as stop:
+            try:
+                stages(parts, stop)
+            except StopRequested:
+                if hosts.is_first():
+                    print(
+                        f"stopped and saved in {config.run_folder}; the same command goes on from there"
+                    )
+                return stop.exit_status
+        keep_run_files(parts)
+        if hosts.is_first():
+            print(f"report: {write_run_report(parts)}")
     return 0
 
 
