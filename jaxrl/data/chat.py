@@ -1,9 +1,9 @@
 """Chat templates of Hugging Face tokenizer directories, rendered without transformers.
 
-A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, in a process
-of its own that is ended when it takes too long or too much memory (`data.chat_worker`). One such process
-serves all templates of a program, from its first one on; a conversation costs a tenth of a millisecond more
-than it would here.
+A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, in a
+process of its own that is ended when it takes too long or too much memory (`data.chat_worker`). One such
+process serves all templates of a program, from its first one on; a conversation costs a tenth of a
+millisecond more than it would here.
 
 The functions that templates expect (`tojson`, `raise_exception`, `strftime_now`) are there; the
 `{% generation %}` block, which only marks training masks, is not supported.

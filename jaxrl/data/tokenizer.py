@@ -281,8 +281,9 @@ def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
     unknown = [i for i in ids if not 0 <= i < vocab_size]
     if unknown:
         raise UserError(
-            f"{path} has eos_token_id {', '.join(map(str, unknown))}, and the ids of tokenizer.json beside it go "
-            f"from 0 to {vocab_size - 1}, so no response would end there; put two files of one model there"
+            f"{path} has eos_token_id {', '.join(map(str, unknown))}, and the ids of tokenizer.json beside "
+            f"it go from 0 to {vocab_size - 1}, so no response would end there; put two files of one model "
+            "there"
         )
     return list(dict.fromkeys(ids))
 

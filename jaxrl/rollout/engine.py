@@ -95,6 +95,7 @@ class EngineConfig:
       prefill_prompts: P, prompts of one prefill.
       max_prompt_tokens: T.
       max_response_tokens: R, end-of-sequence included.
+      context_tokens: of a prompt and its response together; 0 is T + R.
       tokens_per_dispatch: W, tokens decoded between two looks of the host.
       stop_ids: ids that end a response.
       dtype: of weights and activations.
@@ -120,6 +121,7 @@ class EngineConfig:
     unroll: int = 1
     attention: str = "auto"
     decode_attention: str = "auto"
+    context_tokens: int = 0
 
     def __post_init__(self):
         allowed = ("float32", "bfloat16", "int8")
@@ -135,8 +137,8 @@ class EngineConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """T + R, the longest sequence."""
-        return self.max_prompt_tokens + self.max_response_tokens
+        """The longest sequence."""
+        return self.context_tokens or self.max_prompt_tokens + self.max_response_tokens
 
     @property
     def chunk_tokens(self) -> int:
