@@ -137,16 +137,17 @@ class _Worker:
     def _exchange(self, process: subprocess.Popen[bytes], request: bytes) -> dict[str, str] | None:
         """The worker's reply; None if it has ended."""
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        line = None
+        line, complete = b"", False
         try:
             process.stdin.write(request)
             process.stdin.flush()
             line = process.stdout.readline()
+            complete = True
         except BrokenPipeError:
-            line = b""
+            complete = True
         finally:
             # Ctrl-C comes between a question and its answer, which nobody must take for that to another.
-            if line is None:
+            if not complete:
                 self.close()
         return json.loads(line) if line.endswith(b"\n") else None
 

@@ -88,7 +88,18 @@ def _run(
     *,
     needs_problems: bool = True,
 ) -> int:
-    """What every run has around its stages: checks, its folder, an orderly end, the report."""
+    """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
+    with hosts.watched(config.hosts):
+        return _run_stages(config, devices, stages, needs_problems=needs_problems)
+
+
+def _run_stages(
+    config: Config,
+    devices: Sequence[Any] | None,
+    stages: Callable[[Parts, StopSignal], None],
+    *,
+    needs_problems: bool,
+) -> int:
     ensure_writable(config.run_folder)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())

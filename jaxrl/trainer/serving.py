@@ -206,28 +206,10 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     where = shardings(axes, shapes, GENERATE_RULES, mesh)
 
     def engine_of(lengths: Lengths) -> Engine:
-        sizes = EngineConfig(
-            slots=config.slots,
-            prefill_prompts=config.prefill_prompts,
-            max_prompt_tokens=lengths.prompt,
-            max_response_tokens=lengths.response,
-            context_tokens=lengths.context,
-            prefill_chunk_tokens=min(_PREFILL_CHUNK, lengths.context),
-            tokens_per_dispatch=config.tokens_per_dispatch,
-            stop_ids=tokenizer.stop_ids,
-            dtype=jnp.dtype(config.dtype),
-        )
-        return Engine(model, graph, mesh, sizes)
+        return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
 
     def fitting() -> int:
-        weights = sum(
-            math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
-            for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
-        )
-        free = int(_MEMORY_SHARE * memory_bytes(mesh.devices.flat[0])) - weights
-        # HTTP's cache and, while it grows, the one before; JetStream's, which never grows.
-        caches = 3 if config.grpc else 2
-        return free // (caches * _cache_bytes_per_token(engine_of(Lengths(1, 1, 2))))
+        return _fitting_tokens(config, engine_of(Lengths(1, 1, 2)), shapes, where)
 
     engine = engine_of(lengths_of(config, _context_of(directory), fitting))
     params = load_params(directory, model, where, dtype=config.dtype)
@@ -282,14 +264,43 @@ def _context_of(directory: pathlib.Path) -> int:
     return value
 
 
-def _cache_bytes_per_token(engine: Engine) -> int:
-    """Bytes of a device for one token in every slot."""
-    state = engine.abstract_decode_state()
-    leaves = jax.tree.leaves(state.context.cache)
-    total = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+def _engine_config(
+    config: ServeConfig, lengths: Lengths, stop_ids: tuple[int, ...]
+) -> EngineConfig:
+    return EngineConfig(
+        slots=config.slots,
+        prefill_prompts=config.prefill_prompts,
+        max_prompt_tokens=lengths.prompt,
+        max_response_tokens=lengths.response,
+        context_tokens=lengths.context,
+        prefill_chunk_tokens=min(_PREFILL_CHUNK, lengths.context),
+        tokens_per_dispatch=config.tokens_per_dispatch,
+        stop_ids=stop_ids,
+        dtype=jnp.dtype(config.dtype),
     )
-    return -(-total // state.capacity)
+
+
+def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any) -> int:
+    """Tokens for which every slot has room beside the weights; not positive where these do not fit.
+
+    Args:
+      config: of the server.
+      engine: of the model, of any lengths.
+      shapes, where: of the weights.
+    """
+    weights = sum(
+        math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
+        for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
+    )
+    state = engine.abstract_decode_state()
+    cache = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state.context.cache)
+    )
+    free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
+    # HTTP's cache and, while it grows, the one before; JetStream's, which never grows.
+    caches = 3 if config.grpc else 2
+    return free * state.capacity // (caches * cache)
 
 
 def _model_of(directory: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
