@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +23,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.errors import UserError, require_at_least
+from jaxrl.checks import at_least, check_fields, count
+from jaxrl.errors import UserError
 from jaxrl.mesh.host_watch import HostWatch
 
 AUTO = "auto"
@@ -46,12 +47,12 @@ class HostsConfig:
     """
 
     coordinator: str = ""
-    num_processes: int = 1
-    process_id: int = 0
-    lost_after_s: float = 60.0
+    num_processes: Annotated[int, count(1)] = 1
+    process_id: Annotated[int, count(0)] = 0
+    lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
 
     def __post_init__(self):
-        require_at_least(1, self, "lost_after_s")
+        check_fields(self)
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"process_id {self.process_id} is not one of {self.num_processes} processes; "
@@ -63,7 +64,7 @@ class HostsConfig:
                 "address:port of process 0, the same for all"
             )
         address, _, port = self.coordinator.rpartition(":")
-        if self.coordinator not in ("", AUTO) and not (address and port.isdigit()):
+        if self.coordinator not in ("", AUTO) and not (address and port.isdecimal()):
             raise ValueError(
                 f"coordinator {self.coordinator!r} is neither {AUTO!r} nor address:port of process 0, "
                 "such as 10.0.0.1:8476"

@@ -17,14 +17,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.checks import MAX_TOKENS, at_least, between, check_fields, count, token_count
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError, require_at_least
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh, memory_bytes
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
@@ -36,7 +37,6 @@ from jaxrl.rollout.engine import Engine, EngineConfig
 from jaxrl.rollout.online import Ask, Delta, NotFinite, OnlineDriver, ServingError
 from jaxrl.rollout.openai_api import Limits
 
-_DTYPES = ("float32", "bfloat16")
 # Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
 _SHORTEST_CONTEXT = 2048
 # Prompts are prefilled so many tokens at a time: what a layer makes of all of a long one may not fit.
@@ -71,39 +71,23 @@ class ServeConfig:
     model: str
     name: str = ""
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 9000
+    http_port: Annotated[int, between(0, 65_535)] = 8000
+    grpc_port: Annotated[int, between(0, 65_535)] = 9000
     grpc: bool = True
-    slots: int = 64
-    prefill_prompts: int = 8
-    max_prompt_tokens: int = 0
-    max_response_tokens: int = 0
-    tokens_per_dispatch: int = 8
+    slots: Annotated[int, count(1)] = 64
+    prefill_prompts: Annotated[int, count(1)] = 8
+    max_prompt_tokens: Annotated[int, token_count(0)] = 0
+    max_response_tokens: Annotated[int, token_count(0)] = 0
+    tokens_per_dispatch: Annotated[int, token_count(1)] = 8
     mesh: str = "1-1-1"
-    dtype: str = "bfloat16"
-    max_waiting: int = 10_000
-    max_body_bytes: int = 1 << 20
-    max_connections: int = 1000
-    grace_s: float = 10.0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_waiting: Annotated[int, count(1)] = 10_000
+    max_body_bytes: Annotated[int, at_least(1)] = 1 << 20
+    max_connections: Annotated[int, count(1)] = 1000
+    grace_s: Annotated[float, between(0, 86_400)] = 10.0
 
     def __post_init__(self):
-        require_at_least(0, self, "http_port", "grpc_port", "grace_s")
-        require_at_least(0, self, "max_prompt_tokens", "max_response_tokens")
-        require_at_least(
-            1,
-            self,
-            "slots",
-            "prefill_prompts",
-            "tokens_per_dispatch",
-            "max_waiting",
-            "max_body_bytes",
-            "max_connections",
-        )
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
-        for port in (self.http_port, self.grpc_port):
-            if port > 65535:
-                raise ValueError(f"port {port} is above 65535, the last there is")
+        check_fields(self)
 
     @property
     def model_name(self) -> str:
@@ -261,7 +245,7 @@ def _context_of(directory: pathlib.Path) -> int:
             f"{directory / 'config.json'}: max_position_embeddings is {value!r}; it must be a whole number "
             "of 2 or more: copy the published file again"
         )
-    return value
+    return min(value, MAX_TOKENS)
 
 
 def _engine_config(
