@@ -26,6 +26,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos import kinks
 from jaxrl.algos.segments import last_tokens, masked, segment_mean
 
 Estimate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -42,8 +43,8 @@ def k1(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 
 def absolute(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
-    """|d|."""
-    return jnp.abs(logprob - ref_logprob)
+    """|d|, whose gradient is 0 where the policies agree."""
+    return kinks.absolute(logprob - ref_logprob)
 
 
 def k2(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
@@ -53,9 +54,9 @@ def k2(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 def k3(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
     """e^-d - 1 + d, GRPO's choice (arXiv 2402.03300 eq. 4), bounded by MAX_K3."""
-    d = jnp.clip(logprob - ref_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = kinks.clip(logprob - ref_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits that 1 would swallow near d = 0.
-    return jnp.minimum(jnp.expm1(-d) + d, MAX_K3)
+    return kinks.clip(jnp.expm1(-d) + d, highest=MAX_K3)
 
 
 def straight_through(estimate: Estimate) -> Estimate:

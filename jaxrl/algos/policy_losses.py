@@ -26,7 +26,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl.algos import covariance
+from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked, segment_mean
 
@@ -66,8 +66,9 @@ def clipped(
     # Not -A * dual_clip, which has no value where an infinite bound meets an advantage of 0.
     negative = advantage < 0
     dual = dual_clip * jnp.where(negative, -advantage, jnp.ones_like(advantage))
-    stats["pg_clipfrac_lower"] = flag(negative & (loss > dual), loss)
-    loss = jnp.where(negative, jnp.minimum(loss, dual), loss)
+    bounded = negative & (loss > dual)
+    stats["pg_clipfrac_lower"] = flag(bounded, loss)
+    loss = jnp.where(bounded, dual, loss)
     return loss, stats | {"ppo_kl": -log_ratio}
 
 
@@ -307,11 +308,11 @@ def geo_mean(
     advantage_BT = masked(advantage_BT, mask_BT)
     bounded_BT = jnp.where(
         advantage_BT < 0,
-        jnp.maximum(log_ratio_BT, -clip_low),
-        jnp.where(advantage_BT > 0, jnp.minimum(log_ratio_BT, clip_high), 0.0),
+        kinks.clip(log_ratio_BT, lowest=-clip_low),
+        jnp.where(advantage_BT > 0, kinks.clip(log_ratio_BT, highest=clip_high), 0.0),
     )
     mean_BT = segment_mean(bounded_BT, mask_BT, segment_ids_BT)
-    ratio_BT = jnp.exp(jnp.minimum(mean_BT, MAX_LOG_RATIO))
+    ratio_BT = jnp.exp(kinks.clip(mean_BT, highest=MAX_LOG_RATIO))
     loss_BT = -segment_mean(advantage_BT, mask_BT, segment_ids_BT) * ratio_BT
     high_BT = (advantage_BT > 0) & (log_ratio_BT > clip_high)
     low_BT = (advantage_BT < 0) & (log_ratio_BT < -clip_low)
@@ -378,7 +379,7 @@ def _sequence_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> Loss:
-    s_BT = jnp.exp(jnp.minimum(log_s_BT, MAX_SEQUENCE_LOG_RATIO))
+    s_BT = jnp.exp(kinks.clip(log_s_BT, highest=MAX_SEQUENCE_LOG_RATIO))
     loss_BT, stats = surrogate(
         s_BT, masked(advantage_BT, mask_BT), clip_low=clip_low, clip_high=clip_high
     )
