@@ -162,12 +162,6 @@ def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax
     return {"ratio_max_deviation": jnp.abs(jnp.expm1(log_ratio))}
 
 
-def clipped_policy(*, clip_low: float, clip_high: float, dual_clip: float) -> Objective:
-    """PPO's clipped surrogate, its mean over tokens."""
-    options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    return policy("clipped", options)
-
-
 def clipped_values(*, clip: float) -> Objective:
     """The critic's clipped squared error, `algos.value_loss.clipped_value`, mean over tokens."""
 

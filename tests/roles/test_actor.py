@@ -17,7 +17,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.correction import CorrectionConfig, not_rejected
 from jaxrl.roles.learner import Objective, TrainState
-from jaxrl.roles.losses import SUPERVISED, clipped_policy, policy
+from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.engine import EngineConfig
@@ -41,7 +41,7 @@ GRADIENT_SHOWS = OptimConfig(
 )
 ADAM = OptimConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.01)
 TRAIN = TrainConfig(logprob_chunk_tokens=8)
-CLIPPED = clipped_policy(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+CLIPPED = policy("clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0})
 ONE_DEVICE = ("1-1-1", "", 1)
 EIGHT_DEVICES = ("1-4-2", "1-2-2-2", 2)
 # Ways to lay out the same eight sequences of at most 12 tokens, for one update or for two.
