@@ -12,8 +12,8 @@ take arrays of any one shape:
     k3      e^-d - 1 + d       1 - e^-d      unbiased, >= 0   that of KL(reference || policy)
     name+   of name            d             as name          unbiased (straight-through: gradient of k2)
 
-`over_vocabulary` ("full" in a config) sums over the vocabulary and is exact, value and gradient. In the reward
-(`penalized_reward`) the value counts, in the loss the gradient.
+`over_vocabulary` ("full" in a config) sums over the vocabulary and is exact, value and gradient. In the
+reward (`penalized_reward`) the value counts, in the loss the gradient.
 
 Not covered: divergences other than KL.
 """
