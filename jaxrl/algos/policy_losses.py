@@ -13,7 +13,7 @@ has neither value nor gradient. No loss sees another microbatch, so any split gi
 per token too, to be summed over the mask: means of means would move with the split.
 
 Weights of an off-policy correction (`rollout_correction`) multiply the result. With two policies (bypass) the
-sampler's log-probability is passed as the old one and nothing is multiplied.
+sampler's log-probability is passed as the old one, and only losses of `RATIO_FREE` are multiplied.
 
 Not covered: entropy of the policy itself, which the model's room computes.
 """
@@ -365,6 +365,9 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "sapo": by_token(sapo),
     "trpo": by_token(trpo),
 }
+
+# Those without a ratio to the old policy, for which nothing but weights corrects an off-policy sample.
+RATIO_FREE = frozenset({"gpg", "policy_gradient"})
 
 # Those whose ratio is a whole sequence's.
 SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token"})

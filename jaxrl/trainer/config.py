@@ -11,6 +11,7 @@ import pathlib
 from typing import Any, Literal
 
 from jaxrl.algos.kl import FULL
+from jaxrl.algos.policy_losses import RATIO_FREE
 from jaxrl.errors import require_at_least
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
@@ -359,10 +360,13 @@ class AlgorithmConfig:
         require_at_least(1, self, "updates_per_step")
         require_at_least(0, self, "entropy_coef")
         correction = self.correction
-        if self.one_step_off and correction.weights == "none" and not correction.bypass:
+        # In bypass the ratio of a loss that has one is to the sampler's policy.
+        corrects = correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)
+        if self.one_step_off and not corrects:
             raise ValueError(
                 "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
-                'correction.weights to "token" or "sequence", or correction.bypass to True'
+                'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
+                "ratio"
             )
         options = self.loss_options
         if "clip_low" in options and options["clip_low"] < 0:
