@@ -279,7 +279,7 @@ def test_a_kl_estimate_by_its_name(name):
         ),
         (
             {"algorithm__correction__bypass": True, "algorithm__correction__weights": "token"},
-            "corrects loss 'clipped' twice: its ratio is to the sampler's policy already",
+            "corrects loss 'clipped' twice: its ratio is to the sampler's policy",
         ),
         (
             {

@@ -264,8 +264,8 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-6
     assert last["actor/first_ratio_max_deviation"] <= limit
     assert ("actor/kl_loss" in last) == ("algorithm__kl__loss_coef" in changes)
-    # Told before the update or, in bypass, inside it.
-    assert abs(last["rollout_corr/kl"]) < 1e-5
+    # Told before the update or, in bypass, inside each, when those before have moved the policy.
+    assert abs(last["rollout_corr/kl"]) < (1e-2 if limit > 1e-6 else 1e-5)
     weighed = "algorithm__correction__weights" in changes
     assert ("rollout_corr/rollout_is_mean" in last) == weighed
 
