@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,14 @@ from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.moments import Tally, merge_tallies
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
+from jaxrl.checks import at_least, between, check_fields, positive
 from jaxrl.types import TrainBatch
+
+Ratios = tuple[Annotated[float, positive()], Annotated[float, positive(or_inf=True)]]
+"""The lowest and the highest of pi_train / pi_rollout."""
+
+Nats = Annotated[float, positive()]
+"""The most of a divergence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,30 +43,24 @@ class RejectionConfig:
       token_k3, seq_sum_k3, seq_mean_k3, seq_max_k3: likewise of k3 = ratio - 1 - log ratio.
     """
 
-    token_ratio: tuple[float, float] | None = None
-    token_k2: float | None = None
-    token_k3: float | None = None
-    seq_sum_ratio: tuple[float, float] | None = None
-    seq_sum_k2: float | None = None
-    seq_sum_k3: float | None = None
-    seq_mean_ratio: tuple[float, float] | None = None
-    seq_mean_k2: float | None = None
-    seq_mean_k3: float | None = None
-    seq_max_k2: float | None = None
-    seq_max_k3: float | None = None
+    token_ratio: Ratios | None = None
+    token_k2: Nats | None = None
+    token_k3: Nats | None = None
+    seq_sum_ratio: Ratios | None = None
+    seq_sum_k2: Nats | None = None
+    seq_sum_k3: Nats | None = None
+    seq_mean_ratio: Ratios | None = None
+    seq_mean_k2: Nats | None = None
+    seq_mean_k3: Nats | None = None
+    seq_max_k2: Nats | None = None
+    seq_max_k3: Nats | None = None
 
     def __post_init__(self):
+        check_fields(self)
         for name, bound in self.given.items():
-            if isinstance(bound, tuple):
-                lowest, highest = bound
-                if not 0 < lowest <= highest or lowest == math.inf:
-                    raise ValueError(
-                        f"{name} {bound} bounds a ratio: 0 < lowest <= highest, such as (0.5, 2.0)"
-                    )
-            elif not 0 < bound < math.inf:
+            if isinstance(bound, tuple) and bound[0] > bound[1]:
                 raise ValueError(
-                    f"{name} {bound} bounds a divergence in nats from above; use a finite number above 0, or"
-                    " None to reject nothing by it"
+                    f"{name} {bound} has its lowest ratio above its highest; write it as (0.5, 2.0)"
                 )
 
     @property
@@ -91,7 +92,7 @@ class CorrectionConfig:
         follows is then done inside the loss, by the policy being trained. `weights` are for losses without a
         ratio of their own (`algos.policy_losses.RATIO_FREE`).
       weights: importance weights of the loss: of each token, of whole sequences, or none.
-      highest: weights above are cut to it (TIS, truncated importance sampling).
+      highest: weights above are cut to it (TIS, truncated importance sampling); inf for none.
       lowest: with a value above 0 weights outside lowest..highest become 0 instead (IcePop).
       normalize: scale weights to mean 1 over the step; over each minibatch in bypass.
       reject: which tokens and sequences are left out.
@@ -100,11 +101,11 @@ class CorrectionConfig:
 
     bypass: bool = False
     weights: Literal["none", "token", "sequence"] = "none"
-    highest: float = 2.0
-    lowest: float = 0.0
+    highest: Annotated[float, positive(or_inf=True)] = 2.0
+    lowest: Annotated[float, at_least(0)] = 0.0
     normalize: bool = False
     reject: RejectionConfig = dataclasses.field(default_factory=RejectionConfig)
-    veto: float = 0.0
+    veto: Annotated[float, between(0, 1, has_high=False)] = 0.0
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -120,12 +121,11 @@ class CorrectionConfig:
         return self.weights != "none"
 
     def __post_init__(self):
+        check_fields(self)
         if not 0 <= self.lowest < self.highest:
             raise ValueError(
                 f"lowest {self.lowest} and highest {self.highest} bound a ratio: 0 <= lowest < highest"
             )
-        if self.veto < 0:
-            raise ValueError(f"veto {self.veto} bounds a ratio from below; use 0 for none, or 1e-4")
 
 
 class Corrected(NamedTuple):

@@ -252,11 +252,11 @@ def test_a_kl_estimate_by_its_name(name):
         ),
         (
             {"algorithm__kl__loss_coef": 0.1, "algorithm__kl__loss_estimate": "all"},
-            "KL estimate 'all' is not known; use one of abs, abs+, full, k1",
+            "kl.loss_estimate 'all' is not one of abs, abs+, k1",
         ),
         (
             {"algorithm__kl__reward_coef": 0.1, "algorithm__kl__reward_estimate": "full"},
-            "KL estimate 'full' is not known; use one of abs, abs+, k1",
+            "kl.reward_estimate 'full' is not one of abs, abs+, k1",
         ),
         (
             {
