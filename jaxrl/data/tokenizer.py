@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -139,7 +140,9 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     config_path = directory / "tokenizer_config.json"
     config = _read_json(config_path)
     special_tokens = _special_tokens(config)
-    generation_ids = _generation_eos_ids(directory / "generation_config.json")
+    # Not the number of entries: some vocabularies have holes below their last id.
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    generation_ids = _generation_eos_ids(directory / "generation_config.json", vocab_size)
     if "eos_token" in special_tokens:
         eos_id = _id_of(backend, special_tokens["eos_token"], config_path)
     elif generation_ids:
@@ -154,8 +157,7 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
         pad_id = _id_of(backend, special_tokens["pad_token"], config_path)
     return Tokenizer(
         backend=backend,
-        # Not the number of entries: some vocabularies have holes below their last id.
-        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=vocab_size,
         eos_id=eos_id,
         stop_ids=(eos_id, *(i for i in generation_ids if i != eos_id)),
         pad_id=pad_id,
@@ -224,6 +226,8 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
             f"{path} is no readable tokenizer ({error}); copy the published file again, it may be "
             "cut short or a Git LFS pointer"
         ) from error
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise UserError(f"{path} has no tokens; copy the published file again")
     # A published file may carry the settings of somebody's last call; lengths are our own affair.
     backend.no_truncation()
     backend.no_padding()
@@ -231,18 +235,11 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; put the file of that name that was published with the model "
-            'there, or write one that names its tokens: {"eos_token": "..."}'
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy the published file again")
-    return value
+    return read_json_object(
+        path,
+        absent="put the file of that name that was published with the model there, or write one "
+        'that names its tokens: {"eos_token": "..."}',
+    )
 
 
 def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
@@ -267,16 +264,24 @@ def _id_of(backend: tokenizers.Tokenizer, token: str, path: pathlib.Path) -> int
     return token_id
 
 
-def _generation_eos_ids(path: pathlib.Path) -> list[int]:
+def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
     if not path.is_file():
         return []
     ids = _read_json(path).get("eos_token_id")
     if ids is None:
         return []
     ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(i, int) for i in ids):
+    # True and false are whole numbers to Python.
+    if not all(type(i) is int for i in ids):
         raise UserError(f"{path} has eos_token_id {ids}; it must be a number or a list of numbers")
-    return ids
+    unknown = [i for i in ids if not 0 <= i < vocab_size]
+    if unknown:
+        raise UserError(
+            f"{path} has eos_token_id {', '.join(map(str, unknown))}, and the ids of tokenizer.json beside "
+            f"it go from 0 to {vocab_size - 1}, so no response would end there; put two files of one model "
+            "there"
+        )
+    return list(dict.fromkeys(ids))
 
 
 def _read_chat_template(
@@ -284,12 +289,27 @@ def _read_chat_template(
 ) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        source = path.read_text(encoding="utf-8")
+        source = read_text(path, absent="put the model's template there")
     else:
         path = directory / "tokenizer_config.json"
         source = config.get("chat_template")
     if isinstance(source, list):  # an older form: several templates with names
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        source = _default_template(source, path)
     if source is None:
         return None
+    if not isinstance(source, str):
+        raise UserError(
+            f"{path} has a chat_template that is {str(source)[:60]!r}; it must be the text of a template: "
+            "copy the published file again"
+        )
     return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)
+
+
+def _default_template(entries: list[Any], path: pathlib.Path) -> Any:
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"name", "template"} <= set(entry):
+            raise UserError(
+                f"{path} has a list of chat templates with {str(entry)[:60]!r}; each must have a name and "
+                "a template: copy the published file again"
+            )
+    return next((entry["template"] for entry in entries if entry["name"] == "default"), None)

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from jaxrl.checks import at_least, check_fields, positive
 
 # Metrics of evaluations, of which more is better.
 _EVALUATION = "val-core/"
@@ -35,19 +37,14 @@ class CollapseConfig:
         guessing among a million tokens.
     """
 
-    accuracy_loss: float = 0.5
-    reward_loss: float = 0.0
+    accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
+    reward_loss: Annotated[float, at_least(0)] = 0.0
     ranges: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
     )
 
     def __post_init__(self):
-        if not 0 < self.accuracy_loss <= 1:
-            raise ValueError(
-                f"accuracy_loss {self.accuracy_loss} is no share between 0 and 1; use 0.5, or 1 for none"
-            )
-        if not 0 <= self.reward_loss < float("inf"):
-            raise ValueError(f"reward_loss {self.reward_loss} is below 0; use 0 for none")
+        check_fields(self)
         for name, bounds in self.ranges.items():
             if not _is_range(bounds):
                 raise ValueError(

@@ -118,11 +118,12 @@ def _train(
         if stage.finished:
             return
         stream = preference_stream(parts, held_out=False, pairs_per_batch=options.pairs_per_step)
+        # Before the warm start: it reads files, too.
+        accuracy = _held_out(parts, learner, rank)
         if record is None:
             start()
         else:
             stream.restore(record["stream"])
-        accuracy = _held_out(parts, learner, rank)
         stage.begin(learners, {"stream": stream.state()})
         if stage.begins:
             stage.log_start({"val-core/pairs/accuracy": accuracy()})

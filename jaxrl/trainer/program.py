@@ -8,10 +8,7 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.mesh.devices import abstract_mesh, simulate
-from jaxrl.mesh.groupings import state_tables
-from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner import dry_run as planner
+from jaxrl.mesh.devices import simulate
 from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
@@ -19,10 +16,17 @@ from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.metrics import ensure_writable
-from jaxrl.trainer.recipe import check_recipe, policy_objective
+from jaxrl.trainer.needs import (
+    Needs,
+    of_evaluation,
+    of_preferences,
+    of_reinforcement,
+    of_training,
+)
+from jaxrl.trainer.planning import plan
 from jaxrl.trainer.reinforce import reinforce
 from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
-from jaxrl.trainer.setup import Parts, build_parts, check_batches, engine_config, packed_shape
+from jaxrl.trainer.setup import Parts, build_parts
 from jaxrl.trainer.warm_start import warm_start
 
 
@@ -52,7 +56,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can mend is missing or does not fit.
     """
-    return _run(config, devices, reinforce)
+    return _run(config, devices, reinforce, needs=of_reinforcement)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -71,17 +75,25 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
 
-    return _run(config, devices, stage, needs_problems=not config.warm_start.path)
+    needs_problems = not config.warm_start.path
+    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
+    return _run(
+        config,
+        devices,
+        stage,
+        needs=of_evaluation if evaluates else of_training,
+        needs_problems=needs_problems,
+    )
 
 
 def train_scorer(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_scorer)
+    return _run(config, devices, preferences.train_scorer, needs=of_preferences)
 
 
 def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_dpo)
+    return _run(config, devices, preferences.train_dpo, needs=of_preferences)
 
 
 def _run(
@@ -89,16 +101,17 @@ def _run(
     devices: Sequence[Any] | None,
     stages: Callable[[Parts, StopSignal], None],
     *,
+    needs: Needs,
     needs_problems: bool = True,
 ) -> int:
-    """What every run has around its stages: checks, its folder, an orderly end, the report."""
+    """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with only_run_in(config.run_folder):
+    with hosts.watched(config.hosts), only_run_in(config.run_folder):
         hosts.on_first(lambda: check_folder(config))
-        parts = build_parts(config, devices, needs_problems=needs_problems)
+        parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:
             try:
                 stages(parts, stop)
@@ -116,33 +129,5 @@ def _run(
 
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
-    rollout, algorithm = config.rollout, config.algorithm
-    check_recipe(config)
-    layout = ParallelLayout.from_config(config.mesh)
-    check_batches(config, abstract_mesh(layout), samples=True)
-    shape = packed_shape(
-        config,
-        sequences=rollout.num_prompts * rollout.num_samples,
-        updates=algorithm.updates_per_step,
-    )
-    plan = planner.dry_run(
-        f"{config.name} ({config.hardware})" if config.hardware else config.name,
-        config.model,
-        layout,
-        train=config.train,
-        optim=config.optim,
-        # Which ids end a response is the tokenizer's to say, and no shape depends on it.
-        engine=engine_config(config, stop_ids=(0,)),
-        temperature=rollout.temperature,
-        objective=policy_objective(config),
-        flow=planner.BatchFlow(
-            rollout.generation_prompts,
-            rollout.max_generation_batches,
-            rollout.num_prompts,
-            rollout.num_samples,
-            shape,
-        ),
-        tables=state_tables(config.mesh.sharding),
-    )
-    plan.show()
+    plan(config).show()
     return 0
