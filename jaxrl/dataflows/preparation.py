@@ -13,7 +13,7 @@ from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
-from jaxrl.dataflows.step_metrics import batch_metrics
+from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics
 from jaxrl.mesh import hosts
 from jaxrl.roles.advantages import Estimator
 from jaxrl.roles.batches import pack_completions
@@ -153,7 +153,7 @@ class Advantages:
             value = self._actor.place(values)
             experience, target = self._estimated(experience, value=value)
             targets = ValueBatch(**experience.batch.packing(), old_value=value, target=target)
-            return experience, targets
+            return experience.grown(experience.batch, value_metrics("critic", targets)), targets
 
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Rewards less that of the greedy response to the same prompt (ReMax)."""
@@ -184,7 +184,8 @@ class Advantages:
             )
             batch = batch.replace(advantage=advantage)
             targets = ValueBatch(**batch.packing(), old_value=value, target=target)
-            return experience.grown(batch, costs.metrics), targets
+            metrics = {**costs.metrics, **value_metrics("cost_critic", targets)}
+            return experience.grown(batch, metrics), targets
 
     def _estimated(self, experience: Experience, **given: Any) -> tuple[Experience, jax.Array]:
         """(with advantages, returns); the KL coefficient then follows its controller."""

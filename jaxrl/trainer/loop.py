@@ -200,6 +200,7 @@ class Loop:
         if may_stop:
             self.check_stop()
         self._progress.phase(shown or name)
+        hosts.enter_phase(f"{self._title} step {self.step + 1}, {shown or name}")
         with self._timers(name):
             yield
 
@@ -266,10 +267,11 @@ class Loop:
           Whether no step is done and nothing is logged, not even what was measured before the first one.
         """
         resumed = self._saved_step is not None
-        self._on_begin()
         aside = None if resumed else hosts.on_first(self._move_aside)
-        self._checkpoints.prepare(self._saved_step)
+        # First, since a log that cannot be read is the last thing to refuse the run.
         log_is_empty = hosts.on_first(lambda: self._open_log(resumed))
+        self._on_begin()
+        self._checkpoints.prepare(self._saved_step)
         self._progress = self._exit.enter_context(
             Progress(
                 self._title,
@@ -282,7 +284,8 @@ class Loop:
             self._message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
             self._message(f"{self._title}: going on from the checkpoint of step {self.step}")
-        self._note_finished(stage.learners, stage.record())
+        self._note_record(stage.record())
+        self._note_finished(stage.learners)
         if not resumed:
             self._start_saving(stage.learners)
             self._commit()
@@ -327,7 +330,7 @@ class Loop:
         self._check_finite(metrics)
         self.step += 1
         self._watch(metrics)
-        self._note_finished(stage.learners, stage.record())
+        self._note_record(stage.record())
         stopping = self._stop.arrived()
         saving = self._finished or self.step % self._save_every == 0 or stopping
         if saving:
@@ -339,6 +342,7 @@ class Loop:
         metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
         if self._finished or self.step % self._log_every == 0:
             self._write(metrics)
+        self._note_finished(stage.learners)
         if saving:
             # After the row: a checkpoint that a run goes on from has the rows of all its steps.
             self._commit()
@@ -374,8 +378,11 @@ class Loop:
         """Says something to the person who watches."""
         self._progress.message(text)
 
-    def _note_finished(self, learners: Mapping[str, Learner], record: Mapping[str, Any]) -> None:
+    def _note_record(self, record: Mapping[str, Any]) -> None:
         self._record = {**record, _COLLAPSE: self._detector.record()}
+
+    def _note_finished(self, learners: Mapping[str, Learner]) -> None:
+        """From here on the state is worth saving: the step is done, and its row is written."""
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
     def _start_saving(self, learners: Mapping[str, Learner]) -> None:
@@ -426,7 +433,7 @@ class Loop:
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            kept = f"step {self._saved_step}" if self._saved_step else "none"
+            kept = "none" if self._saved_step is None else f"step {self._saved_step}"
             raise UserError(
                 f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
                 f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "

@@ -8,20 +8,10 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.mesh.devices import abstract_mesh, simulate
-from jaxrl.mesh.groupings import state_tables
-from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner import dry_run as planner
+from jaxrl.mesh.devices import simulate
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
-from jaxrl.trainer.context import (
-    RunContext,
-    build_context,
-    check_batches,
-    engine_config,
-    row_limits,
-)
-from jaxrl.trainer.cross_checks import check_algorithm, policy_objective
+from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
@@ -33,6 +23,7 @@ from jaxrl.trainer.needs import (
     of_reinforcement,
     of_training,
 )
+from jaxrl.trainer.planning import plan
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
@@ -113,12 +104,12 @@ def _run(
     needs: Needs,
     needs_problems: bool = True,
 ) -> int:
-    """What every run has around its stages: checks, its folder, an orderly end, the report."""
+    """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with only_run_in(config.run_folder):
+    with hosts.watched(config.hosts), only_run_in(config.run_folder):
         hosts.on_first(lambda: check_folder(config))
         run = build_context(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:
@@ -138,31 +129,5 @@ def _run(
 
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
-    rollout, algorithm = config.rollout, config.algorithm
-    check_algorithm(config)
-    layout = ParallelLayout.from_config(config.mesh)
-    check_batches(config, abstract_mesh(layout), samples=True)
-    shape = row_limits(config).shape(
-        rollout.num_prompts * rollout.num_samples, minibatches=algorithm.updates_per_step
-    )
-    plan = planner.dry_run(
-        f"{config.name} ({config.hardware})" if config.hardware else config.name,
-        config.model,
-        layout,
-        train=config.train,
-        optim=config.optim,
-        # Which ids end a response is the tokenizer's to say, and no shape depends on it.
-        engine=engine_config(config, stop_ids=(0,)),
-        temperature=rollout.temperature,
-        objective=policy_objective(config),
-        flow=planner.BatchFlow(
-            rollout.generation_prompts,
-            rollout.max_generation_batches,
-            rollout.num_prompts,
-            rollout.num_samples,
-            shape,
-        ),
-        tables=state_tables(config.mesh.sharding),
-    )
-    plan.show()
+    plan(config).show()
     return 0

@@ -16,8 +16,8 @@ from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
+from jaxrl.trainer.durable import write_atomically
 from jaxrl.trainer.export import keep_model_files
-from jaxrl.trainer.files import write_atomically
 from jaxrl.trainer.metrics import METRICS_FILE, read_metrics
 from jaxrl.types import Scored
 

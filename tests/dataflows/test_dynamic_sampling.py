@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.errors import UserError
 from jaxrl.dataflows.dynamic_sampling import GroupBuffer, keep_mixed_groups
+from jaxrl.errors import UserError
 
 MIXED = range(1, 15)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from steps import CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 
 from jaxrl.dataflows.clock import Unclocked
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
@@ -15,7 +16,6 @@ from jaxrl.dataflows.sampling import (
 )
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
-from steps import CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 
 OPTIONS = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
 NO_PUNISHMENT = OverlongPunishment(12, 0, 0.0)
@@ -174,5 +174,7 @@ def test_one_step_ahead_inside_dynamic_sampling():
 
 def test_too_few_mixed_groups_end_the_run():
     bench = Bench(Sampling, grader=CountingGrader(lambda number, response: True))
-    with pytest.raises(UserError, match=r"3 generation batches \(12 prompts\) gave 0 of the 2 groups"):
+    with pytest.raises(
+        UserError, match=r"3 generation batches \(12 prompts\) gave 0 of the 2 groups"
+    ):
         bench.step(dynamic(bench, 2))

@@ -22,9 +22,9 @@ from jaxrl.models.huggingface_weights import load_adapter, load_params
 from jaxrl.roles.learner import TrainState
 from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
 from jaxrl.trainer.config import Config
+from jaxrl.trainer.context import RunContext, model_for, pools_of
 from jaxrl.trainer.export import export_run
 from jaxrl.trainer.lock import only_run_in
-from jaxrl.trainer.context import RunContext, model_for, pools_of
 from jaxrl.trainer.roles import build_actor
 from jaxrl.trainer.weights import load_or_init
 

@@ -14,9 +14,9 @@ from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
+from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 from jaxrl.trainer.metrics import read_metrics
 from jaxrl.trainer.needs import of_training
-from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 
 MODEL = ModelConfig(
     vocab_size=320, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
