@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.checks import MAX_TOKENS, at_least, between, count, token_count
