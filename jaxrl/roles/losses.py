@@ -157,8 +157,8 @@ def _check_correction(correction: CorrectionConfig, loss: str, *, adds_terms: bo
     if loss not in RATIO_FREE:
         raise UserError(
             f"correction.bypass with correction.weights {correction.weights!r} corrects loss {loss!r} twice: "
-            "its ratio is to the sampler's policy, which corrects for it already; set weights to none, or "
-            f"the loss to {' or '.join(sorted(RATIO_FREE))}, or bypass to False"
+            "its ratio is to the sampler's policy, which corrects for it; set weights to none, or the "
+            f"loss to {' or '.join(sorted(RATIO_FREE))}, or bypass to False"
         )
     if correction.normalize and adds_terms:
         raise UserError(
