@@ -36,8 +36,8 @@ from rich.table import Table
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig

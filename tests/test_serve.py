@@ -29,9 +29,9 @@ for package in ("starlette", "uvicorn", "jetstream"):
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
-from jaxrl.models.huggingface_export import save_checkpoint  # noqa: E402
+from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
+from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.driver import sample  # noqa: E402
 from jaxrl.trainer.serving import ServeConfig, load, running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.attention_cudnn import cudnn_attention
-from jaxrl.models.attention_splash import splash_attention
-from jaxrl.models.attention_xla import xla_attention
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention
+from jaxrl.models.kernels.splash_attention import splash_attention
+from jaxrl.models.xla_attention import xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import REMAT_POLICIES, Compute
-from jaxrl.models.config import ModelConfig, RopeScaling
 from jaxrl.models.mixture import MixtureOfExperts, Routing
+from jaxrl.models.model_config import ModelConfig, RopeScaling
 from jaxrl.models.modules import Projection, RMSNorm, normal
 
 Params = Any  # nested dict of arrays, one entry per weight

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.config import LoraConfig
+from jaxrl.models.model_config import LoraConfig
 
 # Name and size of each dimension; None names one that is never split.
 Dims = tuple[tuple[str | None, int], ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.model_config import ModelConfig, RopeScaling
 
 
 def _qwen25(*shape: int, small: bool = False, eps: float = 1e-6) -> ModelConfig:

@@ -38,8 +38,8 @@ from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.mesh.transition import Transition
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.learner import Objective, TrainState
 from jaxrl.roles.optimizer import OptimConfig

@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.parking import borrow, park
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import last_scores
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.packed_model import PackedModel, TrainConfig, each_micro
 from jaxrl.types import PackedBatch
 

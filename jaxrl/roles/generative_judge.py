@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxrl.data.messages import render_prompt
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.driver import sample
 from jaxrl.rollout.engine import Engine, EngineConfig
 from jaxrl.types import Prompts

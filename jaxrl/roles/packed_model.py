@@ -26,11 +26,11 @@ from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
 from jaxrl.models.mixture import Routing
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import PackedBatch
 
 Batch = TypeVar("Batch")

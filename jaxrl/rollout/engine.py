@@ -47,7 +47,7 @@ from jaxrl.mesh.rules import (
     shards_of,
 )
 from jaxrl.models.attention import attention, pick_implementation
-from jaxrl.models.cached_attention import (
+from jaxrl.models.cache.cached_attention import (
     KVCache,
     PartialAttention,
     cache_axes,
@@ -57,12 +57,12 @@ from jaxrl.models.cached_attention import (
     extending_attention,
     put_token,
 )
-from jaxrl.models.cached_attention_paged import KERNELS, pick_decode_implementation
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.experts import apply_experts
+from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
 from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import rows
 from jaxrl.rollout.buckets import ladder
 from jaxrl.rollout.layers import layers_apart
@@ -104,7 +104,7 @@ class EngineConfig:
         its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
         use them, that is twice as fast.
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
+      decode_attention: to the past, "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
     """
 
     slots: int

@@ -14,7 +14,7 @@ from jaxrl.algos.kl import FULL
 from jaxrl.errors import require_at_least
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.judge import SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
@@ -145,7 +145,7 @@ class RolloutConfig:
       tokens_per_dispatch: tokens decoded between two looks of the host.
       dtype: of weights and activations in generation.
       kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
-      decode_attention: to the cache, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
+      decode_attention: to the cache, "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
       unroll: layers per iteration of the layer scan.
     """
 

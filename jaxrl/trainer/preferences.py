@@ -14,7 +14,7 @@ from jaxrl.data.preferences import PreferencePair
 from jaxrl.mesh import hosts
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.models import lora
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.recipes.sft import sft
 from jaxrl.roles.learner import Learner, Objective
 from jaxrl.roles.pairs import (

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
-from jaxrl.models.attention_cudnn import cudnn_arguments
-from jaxrl.models.attention_splash import splash_attention
-from jaxrl.models.cached_attention import KVCache, cached_attention
+from jaxrl.models.cache.cached_attention import KVCache, cached_attention
+from jaxrl.models.kernels.cudnn_attention import cudnn_arguments
+from jaxrl.models.kernels.splash_attention import splash_attention
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])

@@ -9,9 +9,8 @@ from flax import nnx
 
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
-from jaxrl.models.cached_attention import KVCache, cached_attention
+from jaxrl.models.cache.cached_attention import KVCache, cached_attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.decoder import (
     decoder_graph,
     init_params,
@@ -19,6 +18,7 @@ from jaxrl.models.decoder import (
     rotate,
 )
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8

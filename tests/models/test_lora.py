@@ -16,11 +16,11 @@ from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
-from jaxrl.models.huggingface_export import save_adapter, save_checkpoint
-from jaxrl.models.huggingface_weights import load_adapter
-from jaxrl.models.weight_table import adapter_table, dimension_sizes
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_adapter
+from jaxrl.models.huggingface.weight_table import adapter_table, dimension_sizes
+from jaxrl.models.model_config import LORA_TARGETS, LoraConfig, ModelConfig
 
 DENSE = ModelConfig(
     vocab_size=24,

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models import lora
-from jaxrl.models.config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig

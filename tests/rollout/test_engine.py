@@ -14,11 +14,11 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
-from jaxrl.models.cached_attention_paged import KERNELS, paged_attention_tpu
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig

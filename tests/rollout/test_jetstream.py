@@ -21,8 +21,8 @@ grpc = pytest.importorskip("grpc")
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.mesh.devices import build_mesh  # noqa: E402
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout  # noqa: E402
-from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
+from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout import driver as offline  # noqa: E402
 from jaxrl.rollout import jetstream  # noqa: E402
 from jaxrl.rollout.engine import Engine, EngineConfig  # noqa: E402

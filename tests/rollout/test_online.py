@@ -12,8 +12,8 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.driver import sample
 from jaxrl.rollout.engine import Engine, EngineConfig
 from jaxrl.rollout.online import Ask, OnlineDriver, Overloaded, ServingError, Stopped

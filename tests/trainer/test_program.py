@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig

@@ -13,9 +13,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.logprobs import token_logprobs
 
 torch = pytest.importorskip("torch")

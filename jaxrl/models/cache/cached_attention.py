@@ -5,7 +5,7 @@
 
 Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity, in
 float32, bfloat16 or int8 with a scale per token and head. What a cache holds beyond a sequence's length is
-never seen. Plain XLA, on any device; `cached_attention_paged.py` has kernels for the long part of one token's
+never seen. Plain XLA, on any device; `paged_attention.py` has kernels for the long part of one token's
 attention on accelerators. Not covered: paged caches, sliding windows.
 """
 

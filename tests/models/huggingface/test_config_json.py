@@ -3,14 +3,14 @@ import json
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
-from jaxrl.models.huggingface_config import (
+from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
     parse_config,
     read_adapter_config,
     read_config,
 )
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 # As published with Qwen2.5-0.5B, without what no reader needs.
 QWEN2 = {

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.cached_attention import KVCache, cache_of, cached_attention
-from jaxrl.models.cached_attention_paged import (
+from jaxrl.models.cache.cached_attention import KVCache, cache_of, cached_attention
+from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_gpu,
     paged_attention_tpu,

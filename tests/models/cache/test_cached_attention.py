@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.cached_attention import (
+from jaxrl.models.cache.cached_attention import (
     cache_axes,
     cache_of,
     cached_attention,

@@ -21,10 +21,9 @@ import numpy as np
 import safetensors.numpy
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface_config import adapter_config_json, config_json, read_config_json
-from jaxrl.models.huggingface_files import (
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
+from jaxrl.models.huggingface.model_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     INDEX_FILE,
@@ -33,7 +32,7 @@ from jaxrl.models.huggingface_files import (
     new_directory,
     write_json,
 )
-from jaxrl.models.weight_table import (
+from jaxrl.models.huggingface.weight_table import (
     Row,
     adapter_table,
     bounds_of,
@@ -42,6 +41,7 @@ from jaxrl.models.weight_table import (
     offset_of,
     weight_table,
 )
+from jaxrl.models.model_config import ModelConfig
 
 
 def save_checkpoint(
