@@ -255,13 +255,12 @@ def sizes(console):
             rollout, engine, params, prompts_of(shape, 8), lambda _: "", options
         )
         seconds = fastest(run)
-        per_token = shape.model.kv_bytes_per_token(4) / 1e6
         used = next(s for s in engine.cache_sizes if s >= shape.prompt + 128)
         table.add_row(
             f"{longest:,}",
             f"{1e3 * seconds / 128:.2f}",
-            f"{8 * used * per_token:,.0f}",
-            f"{256 * engine.cache_sizes[-1] * per_token:,.0f}",
+            f"{engine.cache_bytes(8, used) / 1e6:,.0f}",
+            f"{engine.cache_bytes(256, engine.cache_sizes[-1]) / 1e6:,.0f}",
         )
     console.print(table)
 

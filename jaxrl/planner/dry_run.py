@@ -364,9 +364,9 @@ def _weights(
 ) -> list[Holding]:
     """What outlives a program."""
     trained = f"float32, {_train_name(layout)}"
-    # [L, S, K, H, C], or of one layer
+    # [L, S, K, H, C], or each layer's own
     keys = jax.tree.leaves(rollout.slots.context.cache)[0]
-    _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
+    slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)[-4:]
     return [
         _holding("actor in training", trained, state.params),
         _holding("optimiser state", f"{trained}, like the weights", state.opt_state),

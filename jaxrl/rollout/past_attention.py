@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
-from jaxrl.models.cache.cached_attention import KVCache, PartialAttention, cache_axes
-
-# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
-PastAttention = Callable[[jax.Array, KVCache, jax.Array, jax.Array], PartialAttention]
+from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.cache.kv_cache import cache_axes
+from jaxrl.models.cache.stacked_cache import PastAttention
 
 
 def past_attention(

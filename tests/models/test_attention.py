@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
-from jaxrl.models.cache.cached_attention import KVCache, cached_attention
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import KVCache
 from jaxrl.models.kernels.cudnn_attention import cudnn_arguments
 from jaxrl.models.kernels.splash_attention import splash_attention
 

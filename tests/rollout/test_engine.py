@@ -23,8 +23,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout import driver
-from jaxrl.rollout import engine as engine_module
+from jaxrl.rollout import cache_choice, driver
 from jaxrl.rollout.engine import Assignment, EngineConfig, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
 from jaxrl.types import Completions, PackedBatch, Prompts
@@ -292,7 +291,7 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
         return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
 
     monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
-    monkeypatch.setattr(engine_module, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     config = dataclasses.replace(config, decode_attention="auto")
     actor = actor_of(*layout, config=config, model=model)
     assert_same(sample(actor, num_samples=1), by_xla)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
-from jaxrl.models.cache.cached_attention import cache_of, cached_attention
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import cache_of
 from jaxrl.models.kernels.paged_attention import paged_attention_tpu
 from jaxrl.rollout.past_attention import past_attention
 

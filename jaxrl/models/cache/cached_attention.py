@@ -1,52 +1,24 @@
-"""Keys and values kept from earlier tokens, and attention to them.
+"""Attention of new tokens to a cache of earlier ones, in plain XLA, on any device.
 
-    B sequences   T new tokens   C capacity of a cache   L layers   Q query heads   K kv heads   H head size
-    G = Q / K
+    B sequences   T new tokens   C capacity of a cache   Q query heads   K kv heads   H head size   G = Q / K
 
-Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity, in
-float32, bfloat16 or int8 with a scale per token and head. What a cache holds beyond a sequence's length is
-never seen. Plain XLA, on any device; `paged_attention.py` has kernels for the long part of one token's
-attention on accelerators. Not covered: paged caches, sliding windows.
+Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity and
+type. What a cache holds beyond a sequence's length is never seen. `kernels/paged_attention.py` has kernels
+for the long part of one token's attention on accelerators. Not covered: sliding windows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.cache.kv_cache import KVCache, cache_axes, cache_of
+
 # Large and finite: a row with every key masked gives a uniform softmax, not NaN.
 _MASKED = -1e30
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Rotated keys and values, of one layer or, with a leading L, of all.
-
-    On CPU keys keep length last, which makes q·k a plain matrix product, 5 to 7 times faster than the other
-    way; kernels want their head size last, as that of values.
-
-    Attributes:
-      k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
-      v: [.., B, K, C, H].
-      k_scale, v_scale: float32 [.., B, K, C], what int8 entries are multiplied by; None in other types.
-      keys_last: the last dimension of k, "length" or "head_dim".
-    """
-
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-    keys_last: str = dataclasses.field(default="length", metadata={"static": True})
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
-        return self.v.shape[-2]
 
 
 class PartialAttention(NamedTuple):
@@ -61,64 +33,6 @@ class PartialAttention(NamedTuple):
     top: jax.Array
     total: jax.Array
     mixed: jax.Array
-
-
-def cache_axes(cache: KVCache) -> KVCache:
-    """Logical axes of a cache of all layers, in its structure."""
-    heads = ("layers", "batch", "kv_heads")
-    scale: Any = None if cache.k_scale is None else (*heads, "length")
-    v: Any = (*heads, "length", "head_dim")
-    k: Any = v if cache.keys_last == "head_dim" else (*heads, "head_dim", "length")
-    return KVCache(k, v, scale, scale, cache.keys_last)
-
-
-def empty_cache(
-    num_layers: int,
-    batch: int,
-    num_kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    dtype: Any,
-    keys_last: str = "length",
-) -> KVCache:
-    """Zeros for all layers; `dtype` is float32, bfloat16 or int8."""
-    L, B, K, H, C = num_layers, batch, num_kv_heads, head_dim, capacity
-    scales: Any = [None, None]
-    if jnp.dtype(dtype) == jnp.int8:
-        scales = [jnp.zeros((L, B, K, C)) for _ in range(2)]
-    k_shape = (L, B, K, C, H) if keys_last == "head_dim" else (L, B, K, H, C)
-    return KVCache(
-        jnp.zeros(k_shape, dtype), jnp.zeros((L, B, K, C, H), dtype), *scales, keys_last=keys_last
-    )
-
-
-def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "length") -> KVCache:
-    """A cache that holds exactly the given keys and values, [.., T, K, H]."""
-    k_KTH, v_KTH = (x.swapaxes(-3, -2) for x in (k_TKH, v_TKH))
-    scales: Any = [None, None]
-    if jnp.dtype(dtype) == jnp.int8:
-        (k_KTH, scales[0]), (v_KTH, scales[1]) = _quantized(k_KTH), _quantized(v_KTH)
-    k = k_KTH if keys_last == "head_dim" else k_KTH.swapaxes(-1, -2)
-    return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
-
-
-def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
-    """`cache` with a `new` one of one token written at the same place in all rows: no scatter."""
-
-    def put(old, new, axes):
-        # Counted from the end, as a layer's own cache has no "layers".
-        dim = old.ndim - len(axes) + axes.index("length")
-        return jax.lax.dynamic_update_slice_in_dim(old, new, place, dim)
-
-    return jax.tree.map(put, cache, new, cache_axes(cache))
-
-
-def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[.., H] as int8 and a scale [..]: the largest entry becomes 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / 127
-    steps = x / jnp.where(scale > 0, scale, 1)[..., None]
-    return jnp.round(steps).astype(jnp.int8), scale
 
 
 def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
@@ -226,7 +140,7 @@ def extending_attention(
         top, total, mixed = carry
         first = jnp.minimum(i * block, C - block)
         part = jax.tree.map(
-            lambda x, axes: jax.lax.dynamic_slice_in_dim(x, first, block, axes.index("length") - 1),
+            lambda x, axes: jax.lax.dynamic_slice_in_dim(x, first, block, axes.index("length")),
             cache,
             cache_axes(cache),
         )

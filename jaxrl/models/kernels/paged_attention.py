@@ -36,7 +36,8 @@ from jax.experimental.pallas.ops.gpu import paged_attention as gpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as tpu
 
 from jaxrl.errors import UserError
-from jaxrl.models.cache.cached_attention import KVCache, PartialAttention
+from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.cache.kv_cache import KVCache
 
 # Rows of a float32 tile in a TPU's vector memory, and of the smallest matrix product on a GPU.
 _TPU_QUERIES, _GPU_QUERIES = 8, 16

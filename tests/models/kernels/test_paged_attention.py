@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.cache.cached_attention import KVCache, cache_of, cached_attention
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import KVCache, cache_of
 from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_gpu,
