@@ -117,6 +117,7 @@ class Progress:
         self._live: Live | None = None
         self._step = 0
         self._entries: list[_Entry] = []
+        self._line: list[_Entry] = []
         self._held_out: dict[str, _Entry] = {}
         self._trends: dict[str, collections.deque[float]] = {}
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
@@ -145,19 +146,22 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of `step`; keys that are missing or unknown are not shown.
 
-        The latest held-out accuracy stays in view until the next one.
+        In the live view the latest held-out accuracy stays until the next one; a line has what its own step
+        measured.
         """
         self._note_time(step)
         self._step = step
-        self._held_out |= {
+        held_out = {
             name: self._entry(f"held-out {name.rsplit(' ', 1)[0]}", accuracy, _percent)
             for name, accuracy in held_out_accuracy(metrics).items()
         }
-        self._entries = [
-            *(self._entry(*shown) for shown in _present(_BEFORE_HELD_OUT, metrics)),
-            *self._held_out.values(),
-            *(self._entry(*shown) for shown in _present(_AFTER_HELD_OUT, metrics)),
-        ]
+        self._held_out |= held_out
+        before, after = (
+            [self._entry(*shown) for shown in _present(table, metrics)]
+            for table in (_BEFORE_HELD_OUT, _AFTER_HELD_OUT)
+        )
+        self._entries = [*before, *self._held_out.values(), *after]
+        self._line = [*before, *held_out.values(), *after]
         now_s = time.monotonic()
         due = now_s - self._last_line_s >= self._line_every_s or step == self._total_steps
         if self._live is None and due:
@@ -192,7 +196,7 @@ class Progress:
         eta_s = self.eta_s()
         if eta_s is not None:
             parts.append(f"eta {_duration(eta_s)}")
-        parts += [f"{entry.label} {entry.value}" for entry in self._entries]
+        parts += [f"{entry.label} {entry.value}" for entry in self._line]
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:

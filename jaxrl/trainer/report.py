@@ -21,7 +21,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxrl.trainer.metrics import held_out_accuracy, write_atomically
+from jaxrl.trainer.files import write_atomically
+from jaxrl.trainer.metrics import held_out_accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

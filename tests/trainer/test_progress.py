@@ -66,15 +66,24 @@ def test_an_sft_stage_shows_its_own_metrics():
     assert console.file.getvalue() == "SFT  step  1/10  loss 1.250  token accuracy 50.0%\n"
 
 
-def test_the_latest_held_out_accuracy_stays():
+def test_a_line_has_the_accuracy_of_its_own_step_only():
     console = _log()
     with Progress("DAPO", 3, console=console) as shown:
         shown.update(1, {"val-core/sums/acc/mean@4": 0.25})
-        shown.update(2, {})
+        shown.update(2, {"train/accuracy": 0.5})
         shown.update(3, {"val-core/sums/acc/mean@4": 0.75})
     lines = console.file.getvalue().splitlines()
-    assert ["25.0%" in line for line in lines] == [True, True, False]
+    assert ["held-out" in line for line in lines] == [True, False, True]
     assert lines[2].endswith("held-out sums 75.0%")
+
+
+def test_the_latest_held_out_accuracy_stays_in_the_live_view():
+    console = _terminal()
+    shown = Progress("DAPO", 3, console=console)
+    shown.update(1, {"val-core/sums/acc/mean@4": 0.25})
+    shown.update(2, {"train/accuracy": 0.5})
+    console.print(shown._view())
+    assert "25.0%" in console.file.getvalue()
 
 
 def test_the_eta_is_the_median_pace_and_ignores_the_step_that_compiles(clock):
