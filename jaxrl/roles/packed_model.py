@@ -98,7 +98,9 @@ class PackedModel:
             ),
             unroll=train.unroll,
         )
-        implementation = pick_implementation(platform_of(mesh), train.dtype, train.attention)
+        implementation = pick_implementation(
+            platform_of(mesh), train.dtype, train.attention, softcap=model.attention_softcap
+        )
         self._attention = attention_parallel(
             functools.partial(attention, implementation=implementation), mesh, TRAIN_RULES
         )
@@ -180,8 +182,8 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
-        def attend(q, k, v, _, segment_ids):
-            return self._attention(q, k, v, segment_ids), None
+        def attend(q, k, v, kind, _, segment_ids):
+            return self._attention(q, k, v, segment_ids, kind), None
 
         return model(
             micro.tokens,

@@ -49,7 +49,12 @@ def choose_cache(
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
-        platform, dtype, kv_dtype, model.head_dim, decode_attention
+        platform,
+        dtype,
+        kv_dtype,
+        model.head_dim,
+        decode_attention,
+        plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
     if implementation != "xla":
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)

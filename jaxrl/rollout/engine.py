@@ -278,7 +278,9 @@ class Engine:
             unroll=config.unroll,
         )
         platform = platform_of(mesh)
-        implementation = pick_implementation(platform, config.dtype, config.attention)
+        implementation = pick_implementation(
+            platform, config.dtype, config.attention, softcap=model.attention_softcap
+        )
         self._attention = attention_parallel(
             functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
         )

@@ -37,7 +37,20 @@ DENSE = ModelConfig(
 MIXTURE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
 )
-MODELS = {"dense": DENSE, "mixture": MIXTURE}
+GEMMA = dataclasses.replace(
+    DENSE,
+    qkv_bias=False,
+    qk_norm=True,
+    sliding_window=4,
+    layer_pattern=("sliding", "full"),
+    rope_local_theta=100.0,
+    query_pre_attn_scalar=8.0,
+    activation="gelu_tanh",
+    post_norms=True,
+    zero_centered_norms=True,
+    scale_embeddings=True,
+)
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "gemma": GEMMA}
 TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
@@ -56,7 +69,7 @@ def logits(config, params, tokens_BT=TOKENS):
     model = nnx.merge(decoder_graph(config)[0], params)
     segments = jnp.ones_like(tokens_BT)
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    attend = lambda q, k, v, *_: (attention(q, k, v, segments), None)  # noqa: E731
+    attend = lambda q, k, v, kind, *_: (attention(q, k, v, segments, kind), None)  # noqa: E731
     hidden, *_ = model(tokens_BT, positions, attend, compute=Compute())
     return model.logits(hidden, compute=Compute())
 

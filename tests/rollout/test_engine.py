@@ -300,6 +300,57 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert cache_shapes == {(2, 8, 2, 64, 128) if layout == ("1-1-1",) else (1, 2, 1, 64, 128)}
 
 
+WINDOWED = dataclasses.replace(
+    MODEL,
+    sliding_window=4,
+    layer_pattern=("sliding", "full"),
+    rope_local_theta=100.0,
+    post_norms=True,
+    zero_centered_norms=True,
+    attention_softcap=4.0,
+    logits_softcap=8.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (("1-1-1",), {"prefill_chunk_tokens": 3}),
+        (("1-1-1",), {"unroll": 2}),
+        # Stages have layers of different kinds, and heads and rows are split.
+        (("2-2-2", "2-2-1-2", 1), {}),
+    ],
+    ids=["one stack, chunks", "layer by layer", "stages"],
+)
+def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
+    config = dataclasses.replace(BASE, stop_ids=(), **changes)
+    actor = actor_of(*layout, config=config, model=WINDOWED)
+    sampled = sample(actor, num_samples=1)
+    shape = PackedShape.for_sequences(7, longest=T + R, minibatches=1, rows=2, tokens=24)
+    packing, batch = pack(sampled, shape)
+    trainer = packing.unpack(actor.logprobs(actor.place(batch)))
+    for (_, response, logprob, _), whole in zip(answers(sampled), trainer, strict=True):
+        # Longer than the window.
+        assert len(response) == R
+        np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
+
+
+def test_a_kernel_without_windows_is_not_asked_for_them(monkeypatch):
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    model = dataclasses.replace(WINDOWED, head_dim=128)
+    layout = ParallelLayout.from_config(LayoutConfig())
+    mesh = build_mesh(layout, jax.devices()[:1])
+    choose = functools.partial(
+        cache_choice.choose_cache, mesh=mesh, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
+    )
+    assert choose(model).capacity_multiple == 1
+    assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
+    with pytest.raises(
+        UserError, match=r"'paged_tpu' for a model with sliding windows.*use auto or xla"
+    ):
+        choose(model, decode_attention="paged_tpu")
+
+
 def test_the_step_and_the_prompts_id_enter_the_sample(expected):
     other_step = sample(actor_of(), step=1)
     assert np.mean([a == b for a, b in zip(other_step.texts, expected.texts, strict=True)]) < 0.3

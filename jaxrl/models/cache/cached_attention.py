@@ -3,8 +3,9 @@
     B sequences   T new tokens   C capacity of a cache   Q query heads   K kv heads   H head size   G = Q / K
 
 Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity and
-type. What a cache holds beyond a sequence's length is never seen. `kernels/paged_attention.py` has kernels
-for the long part of one token's attention on accelerators. Not covered: sliding windows.
+type, all of the past or a sliding window of it. What a cache holds beyond a sequence's length is never seen.
+`kernels/paged_attention.py` has kernels for the long part of one token's attention on accelerators. Not
+covered: caches that forget what no window reaches any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.kv_cache import KVCache, cache_axes, cache_of
 
 # Large and finite: a row with every key masked gives a uniform softmax, not NaN.
@@ -61,6 +63,8 @@ def cached_attention(
     v_BKH: jax.Array,
     caches: Sequence[tuple[KVCache, jax.Array]],
     others: PartialAttention | None = None,
+    *,
+    kind: AttentionKind = FULL,
 ) -> jax.Array:
     """Attention of one new token per sequence to its cached past and to itself.
 
@@ -69,9 +73,10 @@ def cached_attention(
 
     Args:
       q_BQH, k_BKH, v_BKH: the new token's rotated query and key, and its value.
-      caches: one layer's caches with int32 [B], how many tokens of each are real. Their order is free: a
-        key carries its position.
-      others: attention to cached tokens that are not in `caches`.
+      caches: one layer's caches with int32 [B], how many tokens of each are real; in the order of the
+        sequence.
+      others: attention to cached tokens that are not in `caches`, for kinds that see everything.
+      kind: window and cap of the layer.
 
     Returns:
       [B, Q, H] in the type of `q_BQH`; softmax is taken in float32.
@@ -80,13 +85,20 @@ def cached_attention(
     K = k_BKH.shape[1]
     q = q_BQH.reshape(B, K, Q // K, 1, H)
     own = jnp.einsum("bkgth,bkh->bkgt", q, k_BKH, preferred_element_type=jnp.float32) * H**-0.5
+    own = kind.capped(own)
+    plain = not kind.window and not kind.softcap
+    assert others is None or plain, "kernels know no windows and no caps"
     scores, top = [], own
     if others is not None:
         others = PartialAttention(*(x.reshape(B, K, Q // K, 1, *x.shape[2:]) for x in others))
         top = jnp.maximum(top, others.top)
-    for cache, length_B in caches:
-        real_BS = jnp.arange(cache.capacity)[None] < length_B[:, None]
-        past = jnp.where(real_BS[:, None, None, None], _scores(q, cache) * H**-0.5, _MASKED)
+    for (cache, length_B), first_B in zip(caches, _first_seen(caches, kind.reach), strict=True):
+        place_S = jnp.arange(cache.capacity)
+        real_BS = place_S[None] < length_B[:, None]
+        if first_B is not None:
+            real_BS &= place_S[None] >= first_B[:, None]
+        past = kind.capped(_scores(q, cache) * H**-0.5)
+        past = jnp.where(real_BS[:, None, None, None], past, _MASKED)
         scores.append(past)
         top = jnp.maximum(top, past.max(-1))
     total = jnp.exp(own - top)
@@ -102,6 +114,19 @@ def cached_attention(
     return (mixed / total[..., None]).reshape(B, Q, H).astype(q_BQH.dtype)
 
 
+def _first_seen(
+    caches: Sequence[tuple[KVCache, jax.Array]], reach: jax.Array | int | None
+) -> list[jax.Array | None]:
+    """The first place of each cache that the token behind all of them sees, int32 [B]; None for all."""
+    if reach is None:
+        return [None] * len(caches)
+    firsts, behind_B = [], 1
+    for _, length_B in reversed(caches):
+        behind_B = behind_B + length_B
+        firsts.append(behind_B - reach)
+    return firsts[::-1]
+
+
 def extending_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
@@ -109,17 +134,19 @@ def extending_attention(
     cache: KVCache,
     length_B: jax.Array,
     *,
+    kind: AttentionKind = FULL,
     block_tokens: int = 512,
 ) -> jax.Array:
     """Attention of T new tokens per sequence to its cached past and, causally, to each other.
 
-    The past is gone through block by block as far as the longest sequence reaches, so its cost follows the
-    real lengths and no score outlives its block.
+    The past is gone through block by block, from the first block that any window reaches to the end of the
+    longest sequence, so its cost follows the real lengths and no score outlives its block.
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: the new tokens', as of `cached_attention`.
       cache: one layer's.
       length_B: int32, cached tokens that are real.
+      kind: window and cap of the layer.
       block_tokens: of the past, at a time.
 
     Returns:
@@ -131,7 +158,11 @@ def extending_attention(
     q = q_BTQH.reshape(B, T, K, Q // K, H).transpose(0, 2, 3, 1, 4)
     new = cache_of(k_BTKH, v_BTKH, k_BTKH.dtype)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
-    own = jnp.where(causal_TT[None, None, None], _scores(q, new) * H**-0.5, _MASKED)
+    reach, offset_T = kind.reach, jnp.arange(T)
+    if reach is not None:
+        causal_TT &= offset_T[:, None] - offset_T[None] < reach
+    own = kind.capped(_scores(q, new) * H**-0.5)
+    own = jnp.where(causal_TT[None, None, None], own, _MASKED)
     top = own.max(-1)
     weight = jnp.exp(own - top[..., None])
     start = (top, weight.sum(-1), _mixed(weight, new, q.dtype))
@@ -147,13 +178,21 @@ def extending_attention(
         position_S = first + jnp.arange(block)
         # The last block may reach back into the one before.
         real_BS = (position_S >= i * block)[None] & (position_S[None] < length_B[:, None])
-        past = jnp.where(real_BS[:, None, None, None], _scores(q, part) * H**-0.5, _MASKED)
+        real_BTS = real_BS[:, None]
+        if reach is not None:
+            position_BT = length_B[:, None] + offset_T[None]
+            real_BTS &= position_BT[..., None] - position_S[None, None] < reach
+        past = kind.capped(_scores(q, part) * H**-0.5)
+        past = jnp.where(real_BTS[:, None, None], past, _MASKED)
         new_top = jnp.maximum(top, past.max(-1))
         weight, keep = jnp.exp(past - new_top[..., None]), jnp.exp(top - new_top)
         total = total * keep + weight.sum(-1)
         return new_top, total, mixed * keep[..., None] + _mixed(weight, part, q.dtype)
 
     num_blocks = -(-length_B.max() // block)
-    _, total, mixed = jax.lax.fori_loop(0, num_blocks, attend_to_block, start)
+    first_block = 0
+    if reach is not None:
+        first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
+    _, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
     out = (mixed / total[..., None]).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, Q, H).astype(q_BTQH.dtype)

@@ -22,14 +22,17 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 
+from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Attend, Decoder
 
 # Keys and values of all layers: a pytree of arrays.
 Cache: TypeAlias = Any
 
-# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTQH, over whole sequences
-Attention: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind) -> out_BTQH, over whole sequences
+Attention: TypeAlias = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, AttentionKind], jax.Array
+]
 
 
 class CachePass(NamedTuple):

@@ -74,15 +74,18 @@ def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any
       that so is what it returns of each layer. The stacked weights that it is given it ignores.
     """
     _, stacked = nnx.split(model.layers)
-    weights = [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(model.config.num_layers)]
+    layers = [
+        (jax.tree.map(lambda w, i=i: w[i], stacked), slides)
+        for i, slides in enumerate(model.config.sliding_layers)
+    ]
 
     def run(
         layer: LayerFunction, x_BTD: jax.Array, _: Any, per_layer: Any, per_row: Any, *, unroll: int
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del unroll
         outs, sums = [], []
-        for layer_weights, layer_in in zip(weights, per_layer, strict=True):
-            x_BTD, (out, of_rows) = layer(x_BTD, layer_weights, layer_in, per_row)
+        for one_layer, layer_in in zip(layers, per_layer, strict=True):
+            x_BTD, (out, of_rows) = layer(x_BTD, one_layer, layer_in, per_row)
             outs.append(out)
             sums.append(of_rows)
         return x_BTD, (tuple(outs), tuple(sums))

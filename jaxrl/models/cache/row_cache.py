@@ -51,17 +51,20 @@ class RowCache:
     def _whole(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
         """A pass over whole sequences whose layers are scanned, which stacks what each has kept."""
 
-        def attend(q, k, v, _, segment_ids) -> tuple[jax.Array, Any]:
-            return attention(q, k, v, segment_ids), self.shape.holding(k, v)
+        def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
+            return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
 
         return CachePass(attend, None, segment_ids_BT, kept=lambda stacked: stacked)
 
-    def _attend_chunk(self, q, k, v, layer, length_B) -> tuple[jax.Array, KVCache]:
+    def _attend_chunk(self, q, k, v, kind, layer, length_B) -> tuple[jax.Array, KVCache]:
         """T tokens of a layer, to its past and each other."""
-        return extending_attention(q, k, v, layer, length_B), self.shape.holding(k, v)
+        out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
+        return out_BTQH, self.shape.holding(k, v)
 
-    def _attend_token(self, q_B1QH, k_B1KH, v_B1KH, caches, lengths) -> tuple[jax.Array, KVCache]:
+    def _attend_token(
+        self, q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths
+    ) -> tuple[jax.Array, KVCache]:
         """One token of a layer, to its past and its part of the buffer."""
         q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
-        out_BQH = cached_attention(q, k, v, tuple(zip(caches, lengths, strict=True)))
+        out_BQH = cached_attention(q, k, v, tuple(zip(caches, lengths, strict=True)), kind=kind)
         return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)

@@ -78,7 +78,7 @@ class StackedCache(RowCache):
     ) -> DecodeStep:
         past = _numbers(cache) if self.by_number else cache
 
-        def attend(q_B1QH, k_B1KH, v_B1KH, layer, lengths):
+        def attend(q_B1QH, k_B1KH, v_B1KH, kind, layer, lengths):
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
             (past, recent), (past_length_B, recent_length_B) = layer, lengths
             if self.by_number:
@@ -86,7 +86,7 @@ class StackedCache(RowCache):
             else:
                 stack = jax.tree.map(lambda leaf: leaf[None], past)
                 of_past = kernel(q, stack, jnp.int32(0), past_length_B)
-            out_BQH = cached_attention(q, k, v, [(recent, recent_length_B)], of_past)
+            out_BQH = cached_attention(q, k, v, [(recent, recent_length_B)], of_past, kind=kind)
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
         def step(buffer: KVCache, i: jax.Array, active_B: jax.Array) -> CachePass:

@@ -272,7 +272,13 @@ IMPLEMENTATIONS = ("xla", *KERNELS)
 
 
 def pick_decode_implementation(
-    platform: str | None, dtype: Any, kv_dtype: Any, head_dim: int, requested: str = "auto"
+    platform: str | None,
+    dtype: Any,
+    kv_dtype: Any,
+    head_dim: int,
+    requested: str = "auto",
+    *,
+    plain: bool = True,
 ) -> str:
     """How one new token attends to a long cache: "xla", that is `cached_attention`, or a key of `KERNELS`.
 
@@ -283,6 +289,7 @@ def pick_decode_implementation(
       kv_dtype: of the cache.
       head_dim: H.
       requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel where it can run, else "xla".
+      plain: all layers see all of the past, and no scores are capped.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -299,13 +306,18 @@ def pick_decode_implementation(
         "xla": True,
     }
     if requested == "auto":
-        return next(name for name, can_run in runs.items() if can_run)
+        return next(name for name, can_run in runs.items() if can_run and (plain or name == "xla"))
     if requested not in runs:
         raise UserError(
             f"unknown decode attention {requested!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}"
         )
     if platform is None:
         return "xla"
+    if requested != "xla" and not plain:
+        raise UserError(
+            f"decode attention {requested!r} for a model with sliding windows or capped scores, which the "
+            "kernel does not have; use auto or xla"
+        )
     if not runs[requested]:
         rule = {
             "paged_tpu": "TPUs, a bfloat16 cache and head sizes that are a multiple of 128",
