@@ -36,8 +36,8 @@ from rich.table import Table
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
@@ -258,13 +258,12 @@ def sizes(console):
         backend.load(params)
         run = functools.partial(backend.resume, prompts_of(shape, 8), options)
         seconds = fastest(run)
-        per_token = shape.model.kv_bytes_per_token(4) / 1e6
         used = next(s for s in engine.cache_sizes if s >= shape.prompt + 128)
         table.add_row(
             f"{longest:,}",
             f"{1e3 * seconds / 128:.2f}",
-            f"{8 * used * per_token:,.0f}",
-            f"{256 * engine.cache_sizes[-1] * per_token:,.0f}",
+            f"{engine.cache_bytes(8, used) / 1e6:,.0f}",
+            f"{engine.cache_bytes(256, engine.cache_sizes[-1]) / 1e6:,.0f}",
         )
     console.print(table)
 

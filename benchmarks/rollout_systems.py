@@ -32,8 +32,8 @@ def jaxrl_system(shape, kv_dtype):
 
     from jaxrl.mesh.devices import build_mesh
     from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-    from jaxrl.models.config import ModelConfig
     from jaxrl.models.decoder import decoder_graph, init_params
+    from jaxrl.models.model_config import ModelConfig
     from jaxrl.rollout.backend import SamplingOptions
     from jaxrl.rollout.driver import OfflineBackend
     from jaxrl.rollout.engine import Engine

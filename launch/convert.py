@@ -28,10 +28,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_export import check_shard_bytes, save_checkpoint
-from jaxrl.models.huggingface_files import check_new, copy_companions, new_directory
-from jaxrl.models.huggingface_weights import checkpoint_dtype, load_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.model_files import check_new, copy_companions, new_directory
+from jaxrl.models.huggingface.weight_export import check_shard_bytes, save_checkpoint
+from jaxrl.models.huggingface.weight_loading import checkpoint_dtype, load_params
 from jaxrl.trainer.export import export_run
 
 

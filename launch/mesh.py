@@ -47,9 +47,9 @@ from jaxrl.mesh.groupings import GROUPINGS, HYBRID, ZERO, Grouping
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import shardings
 from jaxrl.mesh.transition import Transition
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, shape_of
 
 _WIDTH = 160

@@ -137,7 +137,7 @@ def test_no_ring_among_modules():
     ("importer", "source"),
     [
         ("jaxrl.mesh.rules", "from jaxrl.rollout.engine import Engine"),
-        ("jaxrl.algos.shaping", "import jaxrl.models.config"),
+        ("jaxrl.algos.shaping", "import jaxrl.models.model_config"),
         ("jaxrl.algos.shaping", "from jaxrl.mesh import rules"),
         ("jaxrl.types", "from jaxrl.errors import UserError"),
         ("jaxrl.roles.policy", "def f():\n    from jaxrl import trainer"),

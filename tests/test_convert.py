@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import ModelConfig
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "convert.py"
 TINY = ModelConfig(

@@ -13,11 +13,11 @@ from jaxrl.data.records import JsonlRecords
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text
-from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.decoder import init_params
-from jaxrl.models.huggingface_config import read_adapter_config, read_config
-from jaxrl.models.huggingface_export import save_adapter, save_checkpoint
-from jaxrl.models.huggingface_weights import check_adapter, check_params
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8

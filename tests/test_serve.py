@@ -30,9 +30,9 @@ grpc = import_extra("dev", "grpc")
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
-from jaxrl.models.huggingface_export import save_checkpoint  # noqa: E402
+from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
+from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.trainer.serving import ServeConfig, lengths_of, load, running  # noqa: E402

@@ -17,13 +17,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
 
-# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTQH
-Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, *rest) -> out_BTQH. The rest, such as the kind of attention, are
+# pytrees of scalars, the same on every device.
+Attention = Callable[..., jax.Array]
 
 
 def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attention:
@@ -46,13 +48,13 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
     def spec(axes, array):
         return partition_spec(axes, array.shape, rules, sizes, "attention")
 
-    def on_mesh(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT):
+    def on_mesh(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, *rest):
         group = q_BTQH.shape[2] // k_BTKH.shape[2]
 
-        def shard(q, k, v, segment_ids):
+        def shard(q, k, v, segment_ids, *rest):
             k, v = (_kv_heads_of(q, x, group, head_axes) for x in (k, v))
             if not context_axes:
-                return attention(q, k, v, segment_ids)
+                return attention(q, k, v, segment_ids, *rest)
             _check_heads(q.shape[2], k.shape[2], num_parts, context_axes)
             k, v = (_at_least(x, num_parts) for x in (k, v))
             q, k, v = (
@@ -60,7 +62,7 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
                 for x in (q, k, v)
             )
             segment_ids = jax.lax.all_gather(segment_ids, context_axes, axis=1, tiled=True)
-            out = attention(q, k, v, segment_ids)
+            out = attention(q, k, v, segment_ids, *rest)
             return jax.lax.all_to_all(out, context_axes, split_axis=1, concat_axis=2, tiled=True)
 
         arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
@@ -69,7 +71,8 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
         specs = [
             spec(a, x) for a, x in zip((queries, keys, keys, queries[:2]), arrays, strict=True)
         ]
-        return per_device(shard, mesh, in_specs=tuple(specs), out_specs=specs[0])(*arrays)
+        in_specs = (*specs, *[P()] * len(rest))
+        return per_device(shard, mesh, in_specs=in_specs, out_specs=specs[0])(*arrays, *rest)
 
     return on_mesh
 

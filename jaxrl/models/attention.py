@@ -1,9 +1,9 @@
-"""Attention of a layer over whole sequences; `cached_attention.py` has attention to a cache.
+"""Attention of a layer over whole sequences; `cache/cached_attention.py` has attention to a cache.
 
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
-Covered: causal grouped-query attention within packed segments, behind one function with three
-implementations. Not covered: sliding windows, attention sinks.
+Covered: causal grouped-query attention within packed segments, to everything or within a sliding window, with
+scores capped or not, behind one function with three implementations. Not covered: attention sinks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.attention_cudnn import cudnn_attention
-from jaxrl.models.attention_splash import splash_attention
-from jaxrl.models.attention_xla import xla_attention
+from jaxrl.models.attention_kind import FULL, AttentionKind
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention
+from jaxrl.models.kernels.splash_attention import splash_attention
+from jaxrl.models.xla_attention import xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
@@ -26,6 +27,7 @@ def attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array,
+    kind: AttentionKind = FULL,
     *,
     implementation: str = "xla",
     block_tokens: int = 512,
@@ -36,6 +38,7 @@ def attention(
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of one type; Q is a multiple of K.
       segment_ids_BT: int32; tokens see earlier tokens (and themselves) of their own segment. 0 is
         padding, whose outputs are finite and mean nothing.
+      kind: the window, counted in places of the row, and the cap of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: longest row that "xla" attends to at once, and tile of longer ones; tile of
@@ -44,7 +47,7 @@ def attention(
     Returns:
       [B, T, Q, H], in the type of `q_BTQH`; softmax is taken in float32.
     """
-    arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
+    arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind)
     assert implementation in IMPLEMENTATIONS, f"{implementation} is not from pick_implementation"
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
@@ -53,7 +56,9 @@ def attention(
     return xla_attention(*arrays, block_tokens=block_tokens)
 
 
-def pick_implementation(platform: str | None, dtype: Any, requested: str = "auto") -> str:
+def pick_implementation(
+    platform: str | None, dtype: Any, requested: str = "auto", *, softcap: float = 0.0
+) -> str:
     """The implementation of `attention` for a kind of device and a type of activations.
 
     Args:
@@ -62,6 +67,7 @@ def pick_implementation(platform: str | None, dtype: Any, requested: str = "auto
       dtype: of queries, keys and values.
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
         16 bits, "xla" elsewhere.
+      softcap: of the model's attention kinds.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -70,7 +76,9 @@ def pick_implementation(platform: str | None, dtype: Any, requested: str = "auto
     # JAX calls GPUs of either maker "gpu"; one without cuDNN is told so when it compiles.
     runs = {
         "splash": platform == "tpu",
-        "cudnn": platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16),
+        "cudnn": platform in ("gpu", "cuda")
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and not softcap,
         "xla": True,
     }
     if requested == "auto":
@@ -83,9 +91,12 @@ def pick_implementation(platform: str | None, dtype: Any, requested: str = "auto
     if platform is None:
         return "xla"
     if not runs[requested]:
-        rule = {"splash": "TPUs", "cudnn": "NVIDIA GPUs in bfloat16 or float16"}[requested]
+        rule = {
+            "splash": "TPUs",
+            "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
+        }[requested]
         raise UserError(
-            f"attention implementation {requested!r} on {platform} in {dtype.name}: "
-            f"it runs on {rule} only; use auto or xla"
+            f"attention implementation {requested!r} on {platform} in {dtype.name}"
+            f"{' with capped scores' if softcap else ''}: it runs on {rule} only; use auto or xla"
         )
     return requested

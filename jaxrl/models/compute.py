@@ -20,8 +20,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
 }
 
-# (x_BTD, weights of a layer, its row of `per_layer`, per_row) -> (x_BTD, (out, sums)). `per_row` and what
-# comes of `per_layer` lead with B, as does `out`; `sums` are sums over the rows.
+# (x_BTD, a layer's part of `weights`, its row of `per_layer`, per_row) -> (x_BTD, (out, sums)). `per_row` and
+# what comes of `per_layer` lead with B, as does `out`; `sums` are sums over the rows.
 LayerFunction = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 
@@ -39,7 +39,7 @@ def scan_layers(
     Args:
       layer: one of them.
       x_BTD: what goes into the first.
-      weights: stacked: every leaf leads with L.
+      weights: of all layers and what kind each is, stacked: every leaf leads with L.
       per_layer: pytree of [L, B, ...], or None.
       per_row: pytree of [B, ...], the same for all layers.
       unroll: layers per iteration of the scan.

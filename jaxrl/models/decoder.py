@@ -18,16 +18,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
-from jaxrl.models.config import ModelConfig, RopeScaling
 from jaxrl.models.mixture import MixtureOfExperts, Routing
+from jaxrl.models.model_config import ModelConfig, RopeScaling
 from jaxrl.models.modules import Projection, RMSNorm, normal
 
 Params = Any  # nested dict of arrays, one entry per weight
-# (q_BTQH, k_BTKH, v_BTKH, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's part of
-# `per_layer`, `row_in` is `per_row`. Both, as the rest, may be of some of the rows only: nothing that
+# (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's part
+# of `per_layer`, `row_in` is `per_row`. Both, as the rest, may be of some of the rows only: nothing that
 # differs between rows can come from a closure.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
 
 
 class Attention(nnx.Module):
@@ -42,9 +48,12 @@ class Attention(nnx.Module):
         self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.o = Projection("o", (queries, head), (width,), **options)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, "head_dim", config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, "head_dim", config.rms_norm_eps)
+            self.q_norm = _norm(config, config.head_dim, "head_dim")
+            self.k_norm = _norm(config, config.head_dim, "head_dim")
         self.config = config
+        # `attend` divides scores by the root of head_dim.
+        scalar = config.query_pre_attn_scalar or config.head_dim
+        self.query_scale = (config.head_dim / scalar) ** 0.5
 
     def __call__(
         self,
@@ -58,7 +67,8 @@ class Attention(nnx.Module):
         q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, dtype) for project in (self.q, self.k, self.v))
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
-        q_BTQH = constrain(rotate(q_BTQH, rotation), ("batch", "length", "heads", "head_dim"))
+        q_BTQH = rotate(q_BTQH, rotation, scale=self.query_scale)
+        q_BTQH = constrain(q_BTQH, ("batch", "length", "heads", "head_dim"))
         k_BTKH = constrain(rotate(k_BTKH, rotation), ("batch", "length", "kv_heads", "head_dim"))
         v_BTKH = constrain(v_BTKH, ("batch", "length", "kv_heads", "head_dim"))
         q_BTQH, k_BTKH, v_BTKH = (checkpoint_name(a, "qkv") for a in (q_BTQH, k_BTKH, v_BTKH))
@@ -66,8 +76,12 @@ class Attention(nnx.Module):
         return checkpoint_name(self.o(mixed_BTQH, dtype), "attention_out"), layer_out
 
 
+def _norm(config: ModelConfig, size: int, axis: str) -> RMSNorm:
+    return RMSNorm(size, axis, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
+
+
 class FeedForward(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
@@ -75,6 +89,7 @@ class FeedForward(nnx.Module):
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)
         self.down = Projection("down", (inner,), (width,), **options)
+        self.activation = config.activation
 
     def __call__(
         self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
@@ -82,20 +97,25 @@ class FeedForward(nnx.Module):
         """Returns [B, T, D], and that nothing was routed. Padding costs what every token costs."""
         del live_BT
         dtype = compute.dtype
-        hidden_BTF = jax.nn.silu(self.gate(x_BTD, dtype)) * self.up(x_BTD, dtype)
+        activate = _ACTIVATIONS[self.activation]
+        hidden_BTF = activate(self.gate(x_BTD, dtype)) * self.up(x_BTD, dtype)
         hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
         return checkpoint_name(self.down(hidden_BTF, dtype), "mlp_out"), None
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, normed before and if asked behind, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.d_model, "embed", config.rms_norm_eps)
+        self.attention_norm = _norm(config, config.d_model, "embed")
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.d_model, "embed", config.rms_norm_eps)
+        self.mlp_norm = _norm(config, config.d_model, "embed")
         feed_forward = MixtureOfExperts if config.num_experts else FeedForward
         self.mlp = feed_forward(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm = _norm(config, config.d_model, "embed")
+            self.mlp_post_norm = _norm(config, config.d_model, "embed")
 
     def __call__(
         self,
@@ -110,9 +130,13 @@ class Layer(nnx.Module):
             mixed_BTD, layer_out = self.attention(
                 self.attention_norm(x_BTD), rotation, attend, compute
             )
+            if self.post_norms:
+                mixed_BTD = self.attention_post_norm(mixed_BTD)
         x_BTD = x_BTD + mixed_BTD
         with jax.named_scope("mlp"):
             out_BTD, routing = self.mlp(self.mlp_norm(x_BTD), live_BT, compute)
+            if self.post_norms:
+                out_BTD = self.mlp_post_norm(out_BTD)
         x_BTD = compute.constrain(x_BTD + out_BTD, ("batch", "length", "activation"))
         return x_BTD, layer_out, routing
 
@@ -138,7 +162,7 @@ class Decoder(nnx.Module):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
         self.layers = nnx.vmap(lambda r: Layer(config, rngs=r))(rngs.split(config.num_layers))
-        self.final_norm = RMSNorm(config.d_model, "embed", config.rms_norm_eps)
+        self.final_norm = _norm(config, config.d_model, "embed")
         if config.has_unembedding:
             self.unembedding = normal(rngs.params(), (width, rows), config.d_model)
         if config.num_scores:
@@ -172,27 +196,46 @@ class Decoder(nnx.Module):
             # Whole in width before the lookup: rows split over fsdp would be gathered by every token.
             table_VD = compute.constrain(self.embedding[...].astype(compute.dtype), ("vocab", None))
             x_BTD = table_VD[tokens_BT]
+            if self.config.scale_embeddings:
+                # Rounded to the type of the activations first, as in Transformers.
+                x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, compute.dtype)
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
-        rotation = rotary_angles(
-            positions_BT, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
-        )
         layer_graph, weights = nnx.split(self.layers)
 
-        def layer(x_BTD, layer_weights, layer_in, row_in):
-            rotation, live_BT, attend_in = row_in
-            module = nnx.merge(layer_graph, layer_weights)
-            attend_here = lambda q, k, v: attend(q, k, v, layer_in, attend_in)  # noqa: E731
+        def layer(x_BTD, one_layer, layer_in, row_in):
+            layer_weights, slides = one_layer
+            rotations, live_BT, attend_in = row_in
+            module, kind = nnx.merge(layer_graph, layer_weights), self._kind(slides)
+            attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
+            rotation = _rotation_of(rotations, kind)
             x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, compute)
             return x_BTD, tuple(outputs)
 
         policy = REMAT_POLICIES[compute.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        row_in = (rotation, live_BT, per_row)
+        sliding = self.config.sliding_layers
+        slides_L = jnp.array(sliding) if any(sliding) and not all(sliding) else None
+        row_in = (self._rotations(positions_BT), live_BT, per_row)
         x_BTD, (layer_out, routing) = compute.layers(
-            layer, x_BTD, weights, per_layer, row_in, unroll=compute.unroll
+            layer, x_BTD, (weights, slides_L), per_layer, row_in, unroll=compute.unroll
         )
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
+
+    def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
+        """The attention of a layer, of which `slides` says whether it has the window; None as all others."""
+        window, softcap = self.config.sliding_window, self.config.attention_softcap
+        if isinstance(slides, jax.Array):
+            return AttentionKind(window, softcap, slides)
+        return AttentionKind(0 if slides is False else window, softcap)
+
+    def _rotations(self, positions_BT: jax.Array) -> tuple[Any, Any]:
+        """Angles of layers that see everything, and of sliding layers where they have a base of their own."""
+        config = self.config
+        whole = rotary_angles(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
+        if not config.rope_local_theta:
+            return whole, None
+        return whole, rotary_angles(positions_BT, config.head_dim, config.rope_local_theta, None)
 
     def logits(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 logits [..., V]; padding ids get a logit that no softmax can see."""
@@ -203,6 +246,9 @@ class Decoder(nnx.Module):
             weight_DV.astype(compute.dtype),
             preferred_element_type=jnp.float32,
         )
+        if self.config.logits_softcap:
+            cap = self.config.logits_softcap
+            logits = cap * jnp.tanh(logits / cap)
         if self.config.live_tokens < self.config.vocab_size:
             live_V = jnp.arange(self.config.vocab_size) < self.config.live_tokens
             logits = jnp.where(live_V, logits, -1e30)
@@ -216,6 +262,16 @@ class Decoder(nnx.Module):
             self.score_head[...].astype(compute.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def _rotation_of(rotations: tuple[Any, Any], kind: AttentionKind) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines of a layer, of the two pairs of `Decoder._rotations`."""
+    (whole, local), slides = rotations, kind.slides
+    if local is None or not kind.window:
+        return whole
+    if slides is None:
+        return local
+    return jax.tree.map(lambda a, b: jnp.where(slides, a, b), local, whole)
 
 
 def rotary_angles(
@@ -233,16 +289,22 @@ def rotary_angles(
 
 
 def _stretch_wavelengths(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """All frequencies divided by `factor`, or by Llama 3.1: those of short wavelengths kept, some blended."""
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
     turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = jnp.clip(keep, 0.0, 1.0)
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def rotate(x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]) by its angle; keeps the type of `x_BTNH`."""
+def rotate(
+    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array], *, scale: float = 1.0
+) -> jax.Array:
+    """Rotates each pair (x[i], x[i + H/2]) by its angle, times `scale`; keeps the type of `x_BTNH`."""
     cos, sin = rotation
+    if scale != 1.0:
+        cos, sin = scale * cos, scale * sin
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x_BTNH.dtype)
@@ -272,5 +334,5 @@ def _axes_of(param: nnx.Param) -> nnx.Variable:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Fresh float32 weights: normal with variance 1 / fan-in, biases 0, norm scales 1."""
+    """Fresh float32 weights: normal with variance 1 / fan-in, biases 0, norms that scale by 1."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))

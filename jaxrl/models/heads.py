@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import ModelConfig
 
 
 def score_config(config: ModelConfig, *, num_scores: int = 1) -> ModelConfig:

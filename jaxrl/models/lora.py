@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.decoder import Params, init_params
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 _LEAVES = ("lora_a", "lora_b")
 

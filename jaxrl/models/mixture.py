@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.modules import Projection, normal
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.config import LoraConfig
+from jaxrl.models.model_config import LoraConfig
 
 # Name and size of each dimension; None names one that is never split.
 Dims = tuple[tuple[str | None, int], ...]
@@ -78,15 +78,18 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dimension, in float32."""
+    """x / rms(x) * scale over the last dimension, in float32; `zero_centered` weights are scale - 1."""
 
-    def __init__(self, size: int, axis: str, eps: float):
-        self.scale = constant(1.0, ((axis, size),))
+    def __init__(self, size: int, axis: str, eps: float, *, zero_centered: bool = False):
+        self.scale = constant(0.0 if zero_centered else 1.0, ((axis, size),))
         self.eps = eps
+        self.zero_centered = zero_centered
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises [..., size]; keeps the type of `x`."""
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
+        if self.zero_centered:
+            scale = scale + 1
         return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.model_config import ModelConfig, RopeScaling
 
 
 def _qwen25(*shape: int, small: bool = False, eps: float = 1e-6) -> ModelConfig:
@@ -31,6 +31,28 @@ def _qwen3(*shape: int, tied: bool = False, experts: tuple[int, int] = (0, 0)) -
 
 def _llama3(*shape: int, rope_scaling: RopeScaling | None = None) -> ModelConfig:
     return _dense(128_256, *shape, rope_theta=5e5, rms_norm_eps=1e-5, rope_scaling=rope_scaling)
+
+
+def _mistral(vocab_size: int, *shape: int, **others) -> ModelConfig:
+    return _dense(vocab_size, *shape, rms_norm_eps=1e-5, **others)
+
+
+def _gemma3(*shape: int, window: int, query_scalar: float = 256.0) -> ModelConfig:
+    return _dense(
+        262_144,
+        *shape,
+        tied=True,
+        rope_theta=1e6,
+        rope_local_theta=1e4,
+        sliding_window=window,
+        layer_pattern=("sliding",) * 5 + ("full",),
+        qk_norm=True,
+        query_pre_attn_scalar=query_scalar,
+        activation="gelu_tanh",
+        post_norms=True,
+        zero_centered_norms=True,
+        scale_embeddings=True,
+    )
 
 
 def _dense(
@@ -78,6 +100,14 @@ SHAPES = {
     "llama-3-8b": _llama3(32, 4096, 32, 8, 128, 14336),
     "llama-3-70b": _llama3(80, 8192, 64, 8, 128, 28672),
     "llama-3.1-8b": _llama3(32, 4096, 32, 8, 128, 14336, rope_scaling=RopeScaling()),
+    "mistral-7b-v0.1": _mistral(
+        32_000,
+        *(32, 4096, 32, 8, 128, 14336),
+        sliding_window=4096,
+        layer_pattern=("sliding",),
+    ),
+    "mistral-7b-v0.3": _mistral(32_768, 32, 4096, 32, 8, 128, 14336, rope_theta=1e6),
+    "gemma-3-1b": _gemma3(26, 1152, 4, 1, 256, 6912, window=512),
 }
 
 

@@ -39,8 +39,8 @@ from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings, shards_of
 from jaxrl.mesh.transition import Transition
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.optimizer import OptimConfig
@@ -422,9 +422,9 @@ def _weights(
     trained = f"float32, {_train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
     of_optimizer = f"float32, {_train_name(layout)}, {_OFFLOADED if offload else like}"
-    # [L, S, K, H, C], or of one layer
+    # [L, S, K, H, C], or each layer's own
     keys = jax.tree.leaves(rollout.slots.context.cache)[0]
-    _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
+    slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)[-4:]
     return [
         _holding(
             "actor in training",

@@ -6,8 +6,8 @@ from jax.sharding import Mesh
 
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import offload, onloaded_copy
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.packed_model import PackedModel, TrainConfig
 
 

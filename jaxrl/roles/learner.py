@@ -24,9 +24,9 @@ from jaxrl.mesh.offload import offload, onload
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import replicated, shardings
 from jaxrl.models import lora
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel, TrainConfig, micro_of

@@ -26,11 +26,11 @@ from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
 from jaxrl.models.mixture import Routing
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import PackedBatch
 
 Batch = TypeVar("Batch")
@@ -98,7 +98,9 @@ class PackedModel:
             ),
             unroll=train.unroll,
         )
-        implementation = pick_implementation(platform_of(mesh), train.dtype, train.attention)
+        implementation = pick_implementation(
+            platform_of(mesh), train.dtype, train.attention, softcap=model.attention_softcap
+        )
         self._attention = attention_parallel(
             functools.partial(attention, implementation=implementation), mesh, TRAIN_RULES
         )
@@ -188,8 +190,8 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
-        def attend(q, k, v, _, segment_ids):
-            return self._attention(q, k, v, segment_ids), None
+        def attend(q, k, v, kind, _, segment_ids):
+            return self._attention(q, k, v, segment_ids, kind), None
 
         return model(
             micro.tokens,

@@ -19,10 +19,10 @@ from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.mesh.transfer import Transfer
 from jaxrl.mesh.transition import Transition
 from jaxrl.models import lora
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities
 from jaxrl.models.mixture import Routing
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Stats

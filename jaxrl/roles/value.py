@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import score_config, score_params, values_before
 from jaxrl.models.mixture import Routing
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.objective import Stats
 from jaxrl.roles.optimizer import OptimConfig

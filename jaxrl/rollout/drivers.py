@@ -13,8 +13,8 @@ from typing import TypeAlias
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeText, RolloutBackend
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,26 +47,15 @@ from jaxrl.mesh.rules import (
     shards_of,
 )
 from jaxrl.models.attention import attention, pick_implementation
-from jaxrl.models.cached_attention import (
-    KVCache,
-    PartialAttention,
-    cache_axes,
-    cache_of,
-    cached_attention,
-    empty_cache,
-    extending_attention,
-    put_token,
-)
-from jaxrl.models.cached_attention_paged import KERNELS, pick_decode_implementation
+from jaxrl.models.cache import row_moves
+from jaxrl.models.cache.interface import Cache, DecodeStep, cache_bytes
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import log_softmax_entropy
-from jaxrl.rollout import rows
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.buckets import bucket_sizes
-from jaxrl.rollout.layers import layers_apart
-from jaxrl.rollout.past_attention import PastAttention, past_attention
+from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.sampling import (
     Truncation,
     forbid,
@@ -81,8 +70,6 @@ from jaxrl.rollout.settings import EngineConfig
 
 # The smallest sizes worth a program of their own.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
-# The longest cache is a multiple of so many tokens where a kernel reads it page by page.
-_PAGE = 128
 
 
 @jax.tree_util.register_dataclass
@@ -91,14 +78,13 @@ class Prefix:
     """Sequences so far: all but their last token is cached, which the next step reads.
 
     Attributes:
-      cache: keys and values [L, P, ..], of some capacity C; or, where layers are computed apart, a list of
-        caches of one layer [1, P, ..].
+      cache: keys and values of all layers, of some capacity C, as the engine's `CacheKind` has them.
       history: int32 [P, C], the cached tokens.
       length: int32 [P], how many.
       token: int32 [P], the last token.
     """
 
-    cache: KVCache | list[KVCache]
+    cache: Cache
     history: jax.Array
     length: jax.Array
     token: jax.Array
@@ -172,17 +158,28 @@ class DecodeState:
         return dataclasses.replace(self, **changes)
 
 
+# Logical axes of a prefix whose cache is None.
+_PREFIX_AXES: Any = Prefix(*cast(Any, (None, ("batch", "length"), ("batch",), ("batch",))))
+
+
+class _NewTokens(NamedTuple):
+    """W tokens of every row that come on top: a cache of them, and int32 [n, W]."""
+
+    cache: Cache
+    tokens: jax.Array
+
+
 class _Step(NamedTuple):
     """What changes within a dispatch, of which every row that is still active has drawn `i` tokens.
 
     Attributes:
       i: int32 scalar.
-      recent: keys and values of these tokens, as `Engine._by_layer` has them.
+      recent: keys and values of these tokens, a buffer of the `CacheKind`.
       token, active, out_count, out_token, out_logprob, out_entropy: as of the state.
     """
 
     i: jax.Array
-    recent: Any
+    recent: Cache
     token: jax.Array
     active: jax.Array
     out_count: jax.Array
@@ -219,27 +216,27 @@ class Engine:
             unroll=config.unroll,
         )
         platform = platform_of(mesh)
-        implementation = pick_implementation(platform, config.dtype, config.attention)
+        implementation = pick_implementation(
+            platform, config.dtype, config.attention, softcap=model.attention_softcap
+        )
         self._attention = attention_parallel(
             functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
         )
-        one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
-        self._past_attention = _kernel_of_past(model, mesh, config)
-        all_unrolled = config.unroll >= model.num_layers and one_stage
-        self._layers_apart = all_unrolled and self._past_attention is None
-        # A pipeline hands every layer its cache; else a kernel finds a layer's part by its number.
-        self._past_by_number = self._past_attention is not None and one_stage
-        keys_last = "length" if platform in (None, "cpu") else "head_dim"
-        self._cache_form: Any = {"dtype": config.cache_dtype, "keys_last": keys_last}
-        self._cache_of = functools.partial(cache_of, **self._cache_form)
+        self._cache = choose_cache(
+            model,
+            mesh,
+            dtype=config.dtype,
+            kv_dtype=config.cache_dtype,
+            unroll=config.unroll,
+            decode_attention=config.decode_attention,
+        )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
         self.slot_sizes = self._shared_out(config.slots, config.fewest_rows)
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))
         longest = config.max_context_tokens + config.tokens_per_dispatch
-        if self._past_attention is not None:
-            longest += -longest % _PAGE
+        longest += -longest % self._cache.capacity_multiple
         self.cache_sizes = bucket_sizes(longest, _SHORTEST_CACHE)
         self.prompt_sizes = bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT)
         self._idle = jax.jit(self._idle_state, static_argnums=(0, 1))
@@ -282,23 +279,17 @@ class Engine:
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
-            shardings(_axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
+            shardings(self._axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
         )
 
-    def _empty_cache(self, n: int, capacity: int) -> KVCache | list[KVCache]:
-        m = self.model
-
-        def empty(layers: int) -> KVCache:
-            return empty_cache(layers, n, m.num_kv_heads, m.head_dim, capacity, **self._cache_form)
-
-        if self._layers_apart:
-            return [empty(1) for _ in range(m.num_layers)]
-        return empty(m.num_layers)
+    def cache_bytes(self, rows: int, capacity: int) -> int:
+        """Bytes of the keys and values of a state, over all devices."""
+        return cache_bytes(self._cache, rows, capacity)
 
     def _idle_state(self, n: int, capacity: int) -> DecodeState:
         W = self.config.tokens_per_dispatch
         ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-        cache = self._empty_cache(n, capacity)
+        cache = self._cache.empty(n, capacity)
         return self._place(
             DecodeState(
                 context=Prefix(cache, ints((n, capacity)), ints((n,)), ints((n,))),
@@ -319,7 +310,18 @@ class Engine:
 
     def _place(self, tree: Any) -> Any:
         """Pins every field to where its logical axes lie."""
-        return jax.tree.map(self._constrain, tree, _axes_of(tree))
+        return jax.tree.map(self._constrain, tree, self._axes_of(tree))
+
+    def _axes_of(self, tree: Any) -> Any:
+        """Logical axes of every leaf of a state or prefix, or of a tree of arrays of one entry per row."""
+        if isinstance(tree, DecodeState):
+            rest = tree.replace(context=None)
+            return _rows_first(rest).replace(context=self._axes_of(tree.context))
+        if isinstance(tree, Prefix):
+            return dataclasses.replace(_PREFIX_AXES, cache=self._cache.axes(tree.cache))
+        if isinstance(tree, _NewTokens):
+            return _NewTokens(self._cache.axes(tree.cache), _PREFIX_AXES.history)
+        return _rows_first(tree)
 
     def _on_own_rows(
         self, function: Callable[..., Any], tree: Any, *others: Any, whole: Any = None
@@ -346,7 +348,7 @@ class Engine:
             axes = tuple(None if axis == without else axis for axis in axes)
             return partition_spec(axes, leaf.shape, GENERATE_RULES, sizes, "rows")
 
-        return jax.tree.map(spec, tree, _axes_of(tree))
+        return jax.tree.map(spec, tree, self._axes_of(tree))
 
     # Prefill
 
@@ -357,21 +359,9 @@ class Engine:
         positions_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
         # Padding sits after the prompt, so causality alone hides it from real tokens.
         one_segment_PT = jnp.ones((P, T), jnp.int32)
-
-        def attend(q, k, v, _, segment_ids):
-            return self._attention(q, k, v, segment_ids), self._cache_of(k, v)
-
-        _, cache, _ = model(
-            tokens_PT,
-            positions_PT,
-            attend,
-            compute=self._compute,
-            per_row=one_segment_PT,
-            live_BT=positions_PT < length_P[:, None],
-        )
-        if self._layers_apart:
-            layers = range(self.model.num_layers)
-            cache = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], cache) for i in layers]
+        live_PT = positions_PT < length_P[:, None]
+        fresh = self._cache.prefill(self._attention, one_segment_PT)
+        _, cache = fresh.run(model, tokens_PT, positions_PT, live_PT, self._compute)
         return self._place(Prefix(cache, tokens_PT, length_P - 1, _last(tokens_PT, length_P)))
 
     def _extend(
@@ -385,43 +375,41 @@ class Engine:
         model: Decoder = nnx.merge(self._graph, params)
         fed_PT = jnp.concatenate([prefix.token[:, None], tokens_PT[:, :-1]], axis=1)
         offset_PT = jnp.broadcast_to(jnp.arange(fed_PT.shape[1]), fed_PT.shape)
+        positions_PT, live_PT = prefix.length[:, None] + offset_PT, offset_PT < length_P[:, None]
+        on_top = self._cache.extend(model, prefix.cache, prefix.length)
+        _, new = on_top.run(model, fed_PT, positions_PT, live_PT, self._compute)
         live_P = length_P > 0
-
-        def attend(q, k, v, cache, cached_P):
-            new = self._cache_of(k, v)
-            return extending_attention(q, k, v, cache, cached_P), new
-
-        _, new, _ = model(
-            fed_PT,
-            prefix.length[:, None] + offset_PT,
-            attend,
-            compute=self._compute_of(model),
-            per_layer=self._by_layer(prefix.cache),
-            per_row=prefix.length,
-            live_BT=offset_PT < length_P[:, None],
-        )
         # With padding there may be no room, which would move what is written: there is for a moment.
-        wide = rows.with_capacity(prefix, _axes_of(prefix), prefix.capacity + fed_PT.shape[1])
-        cache, history = self._append(wide, self._kept(new), fed_PT, live_P)
-        kept = (cache, history)
-        cache, history = rows.with_capacity(kept, _axes_of(kept), prefix.capacity)
+        wide = self._with_capacity(prefix, prefix.capacity + fed_PT.shape[1])
+        prefix = self._with_capacity(self._append(wide, new, fed_PT, live_P), prefix.capacity)
         token_P = jnp.where(live_P, _last(tokens_PT, length_P), prefix.token)
-        return self._place(Prefix(cache, history, prefix.length + length_P, token_P))
+        return self._place(
+            dataclasses.replace(prefix, length=prefix.length + length_P, token=token_P)
+        )
 
     def _append(
-        self, context: Prefix, new: Any, tokens_nW: jax.Array, live_n: jax.Array
-    ) -> tuple[Any, jax.Array]:
-        """Cache and history of `context`, with W tokens more in the live rows."""
-        kept = (context.cache, context.history)
+        self, context: Prefix, new: Cache, tokens_nW: jax.Array, live_n: jax.Array
+    ) -> Prefix:
+        """`context` with W tokens more in the cache and the history of its live rows; no length changes."""
 
-        def append(kept, new, length_n, live_n):
-            return rows.written(kept, _axes_of(kept), new, length_n, live_n)
+        def append(context: Prefix, new: _NewTokens, live_n):
+            start_n = context.length
+            history = row_moves.written(
+                context.history, _PREFIX_AXES.history, new.tokens, start_n, live_n
+            )
+            cache = self._cache.write(context.cache, new.cache, start_n, live_n)
+            return dataclasses.replace(context, cache=cache, history=history)
 
-        return self._on_own_rows(append, kept, (new, tokens_nW), context.length, live_n)
+        return self._on_own_rows(append, context, _NewTokens(new, tokens_nW), live_n)
+
+    def _with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
+        history = row_moves.with_capacity(prefix.history, _PREFIX_AXES.history, capacity)
+        cache = self._cache.resize(prefix.cache, capacity)
+        return dataclasses.replace(prefix, cache=cache, history=history)
 
     def _widen(self, prefix: Prefix, *, capacity: int) -> Prefix:
         """A copy of the prefix with room for `capacity` tokens."""
-        return self._place(rows.with_capacity(prefix, _axes_of(prefix), capacity))
+        return self._place(self._with_capacity(prefix, capacity))
 
     # Rows
 
@@ -441,13 +429,12 @@ class Engine:
         def put(old, new):
             return jnp.where(new_n.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
 
-        def copy(context, source_n, prefix):
-            return rows.copied(context, _axes_of(context), prefix, source_n)
-
         key_n2 = sample_keys(seed, step, assignment.prompt_id, assignment.sample_index)
         return self._place(
             state.replace(
-                context=self._on_own_rows(copy, state.context, assignment.source, whole=prefix),
+                context=self._on_own_rows(
+                    self._copied, state.context, assignment.source, whole=prefix
+                ),
                 key=put(state.key, key_n2),
                 temperature=put(state.temperature, temperature),
                 truncation=jax.tree.map(put, state.truncation, truncation),
@@ -469,8 +456,9 @@ class Engine:
           length_P, token_P: as of `Prefix`: where each is to end.
         """
 
-        def take(context, row):
-            return rows.taken(context, _axes_of(context), row)
+        def take(context: Prefix, row_P):
+            taken = row_moves.taken(_without_cache(context), _PREFIX_AXES, row_P)
+            return dataclasses.replace(taken, cache=self._cache.take(context.cache, row_P))
 
         context = self._on_own_rows(take, state.context, row_P)
         return dataclasses.replace(context, length=length_P, token=token_P)
@@ -484,12 +472,20 @@ class Engine:
             for an idle row.
           capacity: C, at least W more than the longest sequence of an active row.
         """
-
-        def move(idle, row_n, state):
-            return rows.copied(idle, _axes_of(idle), state, row_n)
-
         idle = self._idle_state(row_n.shape[0], capacity)
-        return self._on_own_rows(move, idle, row_n, state)
+        return self._on_own_rows(self._copied, idle, row_n, state)
+
+    def _copied(self, tree: Any, source_n: jax.Array, other: Any) -> Any:
+        """A state or prefix with row i replaced by row source_n[i] of `other` where that is not negative."""
+        if isinstance(tree, DecodeState):
+            rest, others = tree.replace(context=None), other.replace(context=None)
+            copied = row_moves.copied(rest, _rows_first(rest), others, source_n)
+            return copied.replace(context=self._copied(tree.context, source_n, other.context))
+        rest, others = _without_cache(tree), _without_cache(other)
+        copied = row_moves.copied(rest, _PREFIX_AXES, others, source_n)
+        return dataclasses.replace(
+            copied, cache=self._cache.copy(tree.cache, other.cache, source_n)
+        )
 
     def _release(self, state: DecodeState, keep_n: jax.Array) -> DecodeState:
         """Retires the active rows where `keep_n`, bool, is False."""
@@ -509,10 +505,10 @@ class Engine:
         """
         model: Decoder = nnx.merge(self._graph, params)
         W, start = self.config.tokens_per_dispatch, state.context
-        recent = self._empty_cache(state.rows, W)
+        buffer = self._cache.buffer(state.rows, W)
         step = _Step(
             jnp.int32(0),
-            self._by_layer(self._place(recent)),
+            jax.tree.map(self._constrain, buffer, self._cache.axes(buffer)),
             start.token,
             state.active,
             jnp.zeros_like(state.count),
@@ -520,23 +516,22 @@ class Engine:
             jnp.zeros_like(state.out_logprob),
             jnp.zeros_like(state.out_entropy),
         )
-        past = self._by_layer(self._past(start.cache))
-        compute = self._compute_of(model)
+        on_past = self._cache.decoding(model, start.cache, start.length)
 
         def unfinished(step: _Step):
             return (step.i < W) & (step.active.sum() > least_active)
 
         def decode(step: _Step):
-            return self._decode(model, compute, past, state, step)
+            return self._decode(model, on_past, state, step)
 
         step = jax.lax.while_loop(unfinished, decode, step)
-        recent = self._kept(step.recent)
         fed_nW = jnp.concatenate([start.token[:, None], step.out_token[:, :-1]], axis=1)
-        cache, history = self._append(start, recent, fed_nW, state.active)
-        context = Prefix(cache, history, start.length + step.out_count, step.token)
+        context = self._append(start, step.recent, fed_nW, state.active)
         return self._place(
             state.replace(
-                context=context,
+                context=dataclasses.replace(
+                    context, length=start.length + step.out_count, token=step.token
+                ),
                 count=state.count + step.out_count,
                 active=step.active,
                 out_count=step.out_count,
@@ -546,69 +541,19 @@ class Engine:
             )
         )
 
-    def _past(self, cache: Any) -> Any:
-        """What the layers get of the past: their part of it, or their number, int32 [L, n]."""
-        if not self._past_by_number:
-            return cache
-        L, n = cache.v.shape[:2]
-        return jnp.broadcast_to(jnp.arange(L)[:, None], (L, n))
-
-    def _compute_of(self, model: Decoder) -> Compute:
-        """How layers are run that get what `_by_layer` returns."""
-        if not self._layers_apart:
-            return self._compute
-        return dataclasses.replace(self._compute, layers=layers_apart(model))
-
-    def _by_layer(self, cache: Any) -> Any:
-        """A cache as the layers take it: stacked for a scan, or without L one by one."""
-        if not self._layers_apart:
-            return cache
-        return tuple(jax.tree.map(lambda leaf: leaf[0], layer) for layer in cache)
-
-    def _kept(self, caches: Any) -> Any:
-        """The inverse of `_by_layer`."""
-        if not self._layers_apart:
-            return caches
-        return [jax.tree.map(lambda leaf: leaf[None], layer) for layer in caches]
-
-    def _put_token(self, recent: Any, new: Any, i: jax.Array) -> Any:
-        """`recent` with token `i` of the dispatch, both as `_by_layer` has them."""
-        if not self._layers_apart:
-            return put_token(recent, new, i)
-        return tuple(put_token(old, one, i) for old, one in zip(recent, new, strict=True))
-
     def _decode(
-        self, model: Decoder, compute: Compute, past: Any, state: DecodeState, step: _Step
+        self, model: Decoder, on_past: DecodeStep, state: DecodeState, step: _Step
     ) -> _Step:
         """One token for every active row."""
-        i, length_n = step.i, state.context.length
-        past_length_n = length_n
-        if self._past_attention is not None:
-            # A kernel reads nothing of an empty row, and nobody reads what an idle one gives.
-            past_length_n = jnp.where(step.active, length_n, 0)
-
-        def attend(q_n1QH, k_n1KH, v_n1KH, caches, lengths):
-            q, k, v = q_n1QH[:, 0], k_n1KH[:, 0], v_n1KH[:, 0]
-            new = self._cache_of(k_n1KH, v_n1KH)
-            past, recent = zip(caches, lengths, strict=True)
-            if self._past_attention is None:
-                return cached_attention(q, k, v, [past, recent])[:, None], new
-            of_past = self._attend_to_past(q, *past, state.context.cache)
-            return cached_attention(q, k, v, [recent], of_past)[:, None], new
-
-        per_layer: Any = (past, step.recent)
-        if self._layers_apart:
-            per_layer = tuple(zip(*per_layer, strict=True))
-        hidden_n1D, new, _ = model(
+        i = step.i
+        hidden_n1D, new = on_past(step.recent, i, step.active).run(
+            model,
             step.token[:, None],
-            (length_n + i)[:, None],
-            attend,
-            compute=compute,
-            per_layer=per_layer,
-            per_row=(past_length_n, jnp.full_like(length_n, i)),
-            live_BT=step.active[:, None],
+            (state.context.length + i)[:, None],
+            step.active[:, None],
+            self._compute,
         )
-        logits_nV = model.logits(hidden_n1D[:, 0], compute=compute)
+        logits_nV = model.logits(hidden_n1D[:, 0], compute=self._compute)
         token_n, logprob_n, entropy_n = self._sample(logits_nV, state, step)
         stopped_n = jnp.isin(token_n, jnp.array(self.config.stop_ids, jnp.int32))
         stopped_n |= state.count + i + 1 >= state.limit
@@ -619,7 +564,7 @@ class Engine:
 
         return _Step(
             i + 1,
-            self._put_token(step.recent, new, i),
+            self._cache.put(step.recent, new, i),
             jnp.where(step.active, token_n, step.token),
             step.active & ~stopped_n,
             step.out_count + step.active.astype(jnp.int32),
@@ -627,16 +572,6 @@ class Engine:
             at_i(step.out_logprob, logprob_n),
             at_i(step.out_entropy, entropy_n),
         )
-
-    def _attend_to_past(
-        self, q_nQH: jax.Array, past: Any, length_n: jax.Array, cache: Any
-    ) -> PartialAttention:
-        """Attention to what a layer got by `_past`; `cache` is that of all layers."""
-        assert self._past_attention is not None, "asked for the kernel of an engine that has none"
-        if self._past_by_number:
-            return self._past_attention(q_nQH, cache, past[0], length_n)
-        stack = jax.tree.map(lambda leaf: leaf[None], past)
-        return self._past_attention(q_nQH, stack, jnp.int32(0), length_n)
 
     def _sample(self, logits_nV: jax.Array, state: DecodeState, step: _Step):
         """Draws tokens; log-probability and entropy are those of the tempered distribution alone."""
@@ -653,16 +588,6 @@ class Engine:
         )
         logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
         return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
-
-
-def _kernel_of_past(model: ModelConfig, mesh: Mesh, config: EngineConfig) -> PastAttention | None:
-    """The kernel that attends to the past, or None where that is left to XLA."""
-    implementation = pick_decode_implementation(
-        platform_of(mesh), config.dtype, config.cache_dtype, model.head_dim, config.decode_attention
-    )
-    if implementation == "xla":
-        return None
-    return past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
 
 
 def _seen(vocab_size: int, state: DecodeState, step: _Step) -> jax.Array:
@@ -685,23 +610,13 @@ def _last(tokens_PT: jax.Array, length_P: jax.Array) -> jax.Array:
     return jnp.take_along_axis(tokens_PT, jnp.maximum(length_P - 1, 0)[:, None], axis=1)[:, 0]
 
 
-def _axes_of(tree: Any) -> Any:
-    """Logical axes of every leaf: rows over the data-like and micro axes, kv heads over tensor_gen."""
-    if isinstance(tree, KVCache):
-        return cache_axes(tree)
-    if isinstance(tree, list):
-        return [cache_axes(layer) for layer in tree]
-    if isinstance(tree, Prefix):
-        per_row: Any = ("batch",)
-        history: Any = ("batch", "length")
-        return Prefix(_axes_of(tree.cache), history, per_row, per_row)
-    if isinstance(tree, DecodeState):
-        rest = tree.replace(context=None)
-        per_row = jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), rest)
-        return per_row.replace(context=_axes_of(tree.context))
-    if isinstance(tree, tuple):
-        return _axes_of(tree[0]), ("batch", "length")
-    return ("batch",)
+def _rows_first(tree: Any) -> Any:
+    """Logical axes of arrays that lead with rows."""
+    return jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), tree)
+
+
+def _without_cache(prefix: Prefix) -> Prefix:
+    return dataclasses.replace(prefix, cache=None)
 
 
 def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:

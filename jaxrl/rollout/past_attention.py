@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
-from jaxrl.models.cached_attention import KVCache, PartialAttention, cache_axes
-
-# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
-PastAttention = Callable[[jax.Array, KVCache, jax.Array, jax.Array], PartialAttention]
+from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.cache.kv_cache import cache_axes
+from jaxrl.models.cache.stacked_cache import PastAttention
 
 
 def past_attention(
@@ -26,7 +25,7 @@ def past_attention(
     """`kernel`, run on every device for its own rows and heads, which the compiler cannot see to.
 
     Args:
-      kernel: one of `models.cached_attention_paged.KERNELS`.
+      kernel: one of `models.kernels.paged_attention.KERNELS`.
       mesh, rules: where rows and heads lie. Layers must not be split: inside a pipeline give the kernel the
         caches of a stage.
     """

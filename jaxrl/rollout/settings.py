@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
 from jaxrl.models.attention import IMPLEMENTATIONS
-from jaxrl.models.cached_attention_paged import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
+from jaxrl.models.kernels.paged_attention import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

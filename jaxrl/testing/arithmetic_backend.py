@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeText, Enough, SamplingOptions, check_lengths
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.rollout.settings import EngineConfig

@@ -33,7 +33,7 @@ from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
 from jaxrl.roles import losses

@@ -22,9 +22,9 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
-from jaxrl.models.config import LoraConfig, ModelConfig
-from jaxrl.models.huggingface_config import read_adapter_config, read_config
-from jaxrl.models.huggingface_weights import check_adapter, check_params
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
+from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.planner.requirements import DataFile, Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of

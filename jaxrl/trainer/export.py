@@ -14,22 +14,22 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl.errors import UserError
 from jaxrl.models import lora
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import (
+from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
     read_adapter_config,
     read_config,
     read_config_json,
 )
-from jaxrl.models.huggingface_export import save_adapter, save_checkpoint
-from jaxrl.models.huggingface_files import (
+from jaxrl.models.huggingface.model_files import (
     ADAPTER_CONFIG_FILE,
     check_new,
     copy_companions,
     write_json,
 )
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.context import RunContext
 

@@ -18,9 +18,9 @@ from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.records import Record, check_task
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_weights import check_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_loading import check_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.requirements import Lookup
 from jaxrl.rewards.score import check_answers, grader
 from jaxrl.rewards.user import user_reward

@@ -14,8 +14,8 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import Pool
 from jaxrl.models import lora
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, Companion, DryRun, dry_run
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.context import (

@@ -20,7 +20,7 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.pairs import (

@@ -9,7 +9,7 @@ from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.policy import Actor, Reference

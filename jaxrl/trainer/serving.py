@@ -29,10 +29,10 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh, memory_bytes
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.huggingface_config import read_config, read_config_json
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface.config_json import read_config, read_config_json
+from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.online import Ask, Delta, NotFinite, OnlineDriver, ServingError
 from jaxrl.rollout.openai_api import Limits

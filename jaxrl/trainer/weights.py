@@ -16,8 +16,8 @@ from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_weights import load_adapter, load_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.value import Critic
 from jaxrl.trainer.context import RunContext

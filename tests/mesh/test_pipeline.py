@@ -20,11 +20,11 @@ from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pip
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.mixture import load_balancing_loss
+from jaxrl.models.model_config import ModelConfig
 
 B, T = 8, 8
 DENSE = ModelConfig(

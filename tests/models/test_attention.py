@@ -14,34 +14,53 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
-from jaxrl.models.attention_cudnn import cudnn_arguments
-from jaxrl.models.attention_splash import splash_attention
-from jaxrl.models.cached_attention import KVCache, cached_attention
+from jaxrl.models.attention_kind import FULL, AttentionKind
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import KVCache
+from jaxrl.models.kernels.cudnn_attention import cudnn_arguments
+from jaxrl.models.kernels.splash_attention import splash_attention
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])
+KINDS = {
+    "full": FULL,
+    "window": AttentionKind(window=3),
+    # As scanned layers have it, of which some slide.
+    "slides": AttentionKind(window=3, slides=np.array(True)),
+    "does not slide": AttentionKind(window=3, slides=np.array(False)),
+    "window, capped": AttentionKind(window=4, softcap=0.7),
+}
 
 
 def normal(rng, *shape) -> np.ndarray:
     return rng.normal(size=shape).astype(np.float32)
 
 
-def attention_twin(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, d_out_BTQH=None) -> list[np.ndarray]:
+def attention_twin(
+    q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, d_out_BTQH=None, kind=FULL
+) -> list[np.ndarray]:
     """Output, and gradients of q, k and v for a cotangent of it; one query at a time, in float64."""
+    slides = kind.window and (kind.slides is None or bool(kind.slides))
+    window = kind.window if slides else q_BTQH.shape[1]
     B, T, Q, H = q_BTQH.shape
     group = Q // k_BTKH.shape[2]
     q, k, v = (a.astype(np.float64) for a in (q_BTQH, k_BTKH, v_BTKH))
     d_out = np.zeros_like(q) if d_out_BTQH is None else d_out_BTQH
     out, d_q, d_k, d_v = (np.zeros_like(a) for a in (q, q, k, v))
     for b, t, n in np.ndindex(B, T, Q):
-        seen = [s for s in range(t + 1) if segment_ids_BT[b, s] == segment_ids_BT[b, t]]
+        near = range(max(0, t + 1 - window), t + 1)
+        seen = [s for s in near if segment_ids_BT[b, s] == segment_ids_BT[b, t]]
         at = (b, seen, n // group)
         scores = k[at] @ q[b, t, n] / np.sqrt(H)
+        slope = np.ones_like(scores)
+        if kind.softcap:
+            slope = 1 / np.cosh(scores / kind.softcap) ** 2
+            scores = kind.softcap * np.tanh(scores / kind.softcap)
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         out[b, t, n] = weights @ v[at]
         d_weights = v[at] @ d_out[b, t, n]
-        d_scores = weights * (d_weights - weights @ d_weights) / np.sqrt(H)
+        d_scores = weights * (d_weights - weights @ d_weights) * slope / np.sqrt(H)
         d_q[b, t, n] = d_scores @ k[at]
         d_k[at] += np.outer(d_scores, q[b, t, n])
         d_v[at] += np.outer(weights, d_out[b, t, n])
@@ -78,12 +97,12 @@ def packed():
 
 
 @BLOCK_TOKENS
-def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens):
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens, kind):
     d_out = normal(np.random.default_rng(1), 3, 9, 4, 8)
-    attend = functools.partial(attention, block_tokens=block_tokens)
-    for ours, twin in zip(
-        with_gradients(attend, *packed, d_out), attention_twin(*packed, d_out), strict=True
-    ):
+    attend = functools.partial(attention, kind=kind, block_tokens=block_tokens)
+    twins = attention_twin(*packed, d_out, kind)
+    for ours, twin in zip(with_gradients(attend, *packed, d_out), twins, strict=True):
         assert_close(ours, twin)
 
 
@@ -158,6 +177,26 @@ def test_blocks_without_a_common_segment_and_blocks_of_the_future_are_never_comp
     np.testing.assert_array_equal(poisoned[:, 8:12], clean[:, 8:12])
 
 
+@pytest.mark.parametrize("kind", [AttentionKind(4), AttentionKind(4, slides=np.array(True))])
+def test_of_a_window_only_the_blocks_it_reaches_are_computed(kind):
+    """Two blocks of keys for each block of queries, however long the row: a cost linear in the length."""
+    rng = np.random.default_rng(2)
+    q, k, v = normal(rng, 1, 64, 2, 8), normal(rng, 1, 64, 1, 8), normal(rng, 1, 64, 1, 8)
+    ids = np.ones((1, 64), np.int32)
+    attend = functools.partial(
+        with_gradients, functools.partial(attention, kind=kind, block_tokens=4)
+    )
+    out, d_q, *_ = attend(q, k, v, ids, q)
+    for begin in (16, 60):
+        far = [x.copy() for x in (k, v)]
+        for x in far:
+            # Computed and masked, it would show: 0 * nan is nan.
+            x[:, : begin - 4] = np.nan
+        poisoned, d_q_poisoned, *_ = attend(q, *far, ids, q)
+        np.testing.assert_array_equal(poisoned[:, begin:], out[:, begin:])
+        np.testing.assert_array_equal(d_q_poisoned[:, begin:], d_q[:, begin:])
+
+
 def test_memory_is_linear_in_the_length():
     attend = functools.partial(attention, block_tokens=64)
     assert temp_bytes(attend, 2048) < 2.1 * temp_bytes(attend, 1024)
@@ -186,18 +225,28 @@ def test_a_mesh_changes_nothing(packed):
 # Kernels
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_splash_interpreted_agrees_with_xla(head_dim):
+@pytest.mark.parametrize(
+    ("head_dim", "kind"),
+    [
+        (64, FULL),
+        (128, FULL),
+        (64, AttentionKind(window=30, softcap=0.7)),
+        pytest.param(64, AttentionKind(150, slides=np.array(True)), marks=pytest.mark.slow),
+        pytest.param(64, AttentionKind(150, slides=np.array(False)), marks=pytest.mark.slow),
+    ],
+)
+def test_splash_interpreted_agrees_with_xla(head_dim, kind):
     rng = np.random.default_rng(3)
     # 200 tokens are two blocks of 128, padded.
     q, d_out = normal(rng, 2, 200, 4, head_dim), normal(rng, 2, 200, 4, head_dim)
     k, v = normal(rng, 2, 200, 2, head_dim), normal(rng, 2, 200, 2, head_dim)
     ids = np.ones((2, 200), np.int32)
     ids[0, 90:], ids[1, 140:] = 2, 0
-    splash = functools.partial(splash_attention, block_tokens=128, interpret=True)
+    splash = functools.partial(splash_attention, kind=kind, block_tokens=128, interpret=True)
+    by_xla = functools.partial(attention, kind=kind)
     for ours, xla in zip(
         with_gradients(splash, q, k, v, ids, d_out),
-        with_gradients(attention, q, k, v, ids, d_out),
+        with_gradients(by_xla, q, k, v, ids, d_out),
         strict=True,
     ):
         assert_close(ours, xla)
@@ -265,19 +314,21 @@ def test_splash_compiles_ahead_of_time_for_a_tpu_mesh_in_linear_memory():
     assert short < long < 2.5 * short
 
 
-def test_cudnn_is_asked_for_the_same_thing(packed):
+@pytest.mark.parametrize("name", [name for name in KINDS if "capped" not in name])
+def test_cudnn_is_asked_for_the_same_thing(packed, name):
     q, k, v, ids = packed
+    kind = KINDS[name]
 
     def as_xla(q, k, v, ids):
-        arguments = cudnn_arguments(q, k, v, ids)
+        arguments = cudnn_arguments(q, k, v, ids, kind)
         return jax.nn.dot_product_attention(**arguments, implementation="xla")[:, :9]
 
     d_out = normal(np.random.default_rng(4), 3, 9, 4, 8)
     for ours, twin in zip(
-        with_gradients(as_xla, *packed, d_out), attention_twin(*packed, d_out), strict=True
+        with_gradients(as_xla, *packed, d_out), attention_twin(*packed, d_out, kind), strict=True
     ):
         assert_close(ours, twin)
-    arguments = cudnn_arguments(q, k, v, ids)
+    arguments = cudnn_arguments(q, k, v, ids, kind)
     assert arguments["query"].shape[1] % 2 == 0
     assert arguments["mask"].shape == (3, 1, 10, 10)
 
@@ -327,6 +378,15 @@ def test_the_device_and_the_type_pick_the_implementation(platform, dtype, picked
 def test_an_implementation_that_cannot_run_is_refused(requested, platform, dtype, message):
     with pytest.raises(UserError, match=message):
         pick_implementation(platform, dtype, requested)
+
+
+def test_capped_scores_are_left_to_those_who_have_them():
+    assert pick_implementation("gpu", jnp.bfloat16, softcap=50.0) == "xla"
+    assert pick_implementation("tpu", jnp.bfloat16, softcap=50.0) == "splash"
+    with pytest.raises(
+        UserError, match=r"'cudnn' on gpu in bfloat16 with capped scores.*use auto or xla"
+    ):
+        pick_implementation("gpu", jnp.bfloat16, "cudnn", softcap=50.0)
 
 
 def test_every_implementation_can_be_picked():

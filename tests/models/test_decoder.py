@@ -10,9 +10,7 @@ from flax import nnx
 
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
-from jaxrl.models.cached_attention import KVCache, cached_attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.decoder import (
     decoder_graph,
     init_params,
@@ -20,6 +18,7 @@ from jaxrl.models.decoder import (
     rotate,
 )
 from jaxrl.models.logprobs import token_logprobs
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
@@ -34,6 +33,24 @@ FAMILIES = {
         tie_embeddings=False,
         d_model=20,
         rope_scaling=RopeScaling(factor=4.0, original_max_positions=16),
+    ),
+    "gemma": dataclasses.replace(
+        TINY,
+        num_layers=3,
+        qkv_bias=False,
+        qk_norm=True,
+        sliding_window=3,
+        layer_pattern=("sliding", "full"),
+        rope_theta=1_000.0,
+        rope_local_theta=100.0,
+        rope_scaling=RopeScaling(factor=8.0, kind="linear"),
+        query_pre_attn_scalar=4.0,
+        attention_softcap=5.0,
+        logits_softcap=8.0,
+        activation="gelu_tanh",
+        post_norms=True,
+        zero_centered_norms=True,
+        scale_embeddings=True,
     ),
 }
 
@@ -56,8 +73,8 @@ def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=Non
     model = nnx.merge(graph, params)
     compute = compute or Compute()
 
-    def attend(q, k, v, *_):
-        return attention(q, k, v, segment_ids_BT), None
+    def attend(q, k, v, kind, *_):
+        return attention(q, k, v, segment_ids_BT, kind), None
 
     hidden_BTD, *_ = model(tokens_BT, positions_BT, attend, compute=compute)
     return token_logprobs(
@@ -84,9 +101,14 @@ def whole_sequence(tokens_BT):
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_the_parameter_count_is_that_of_the_weights(tie_embeddings, qkv_bias, qk_norm):
+@pytest.mark.parametrize("post_norms", [True, False])
+def test_the_parameter_count_is_that_of_the_weights(tie_embeddings, qkv_bias, qk_norm, post_norms):
     config = dataclasses.replace(
-        TINY, tie_embeddings=tie_embeddings, qkv_bias=qkv_bias, qk_norm=qk_norm
+        TINY,
+        tie_embeddings=tie_embeddings,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        post_norms=post_norms,
     )
     _, shapes, _ = decoder_graph(config)
     assert config.num_params == sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -152,54 +174,6 @@ def test_packed_equals_unpacked(config):
         assert_close(packed[0, start : start + len(sequence)], logprob[0, : len(sequence)], scale=1)
 
 
-@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
-def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
-    graph, params = model_of(config)
-    tokens_BT = random_tokens(9, rows=2)
-    T = tokens_BT.shape[1]
-    prompt = 4
-    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    compute = Compute()
-
-    def keep_kv(q, k, v, *_):
-        return attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32)), (k, v)
-
-    @jax.jit
-    def whole(tokens_BT, positions_BT):
-        model = nnx.merge(graph, params)
-        hidden, kv, _ = model(tokens_BT, positions_BT, keep_kv, compute=compute)
-        return model.logits(hidden, compute=compute), kv
-
-    @jax.jit
-    def one(token_B, cache_k, cache_v, length_B):
-        model = nnx.merge(graph, params)
-
-        def attend(q, k, v, cache, _):
-            q, k, v = q[:, 0], k[:, 0], v[:, 0]
-            return cached_attention(q, k, v, [(KVCache(*cache), length_B)])[:, None], (k, v)
-
-        hidden, kv, _ = model(
-            token_B[:, None],
-            length_B[:, None],
-            attend,
-            compute=compute,
-            per_layer=(cache_k, cache_v),
-        )
-        return model.logits(hidden[:, 0], compute=compute), kv
-
-    positions_BT = whole_sequence(tokens_BT)[0]
-    logits_BTV, _ = whole(tokens_BT, positions_BT)
-    _, (k, v) = whole(tokens_BT[:, :prompt], positions_BT[:, :prompt])
-    cache_k = np.full((L, 2, K, H, T), 9.0, np.float32)
-    cache_v = np.full((L, 2, K, T, H), 9.0, np.float32)
-    cache_k[..., :prompt] = k.transpose(0, 1, 3, 4, 2)
-    cache_v[:, :, :, :prompt] = v.transpose(0, 1, 3, 2, 4)
-    for t in range(prompt, T):
-        logits_BV, (k, v) = one(tokens_BT[:, t], cache_k, cache_v, np.full(2, t, np.int32))
-        assert_close(logits_BV, logits_BTV[:, t])
-        cache_k[..., t], cache_v[:, :, :, t] = k, v
-
-
 @pytest.mark.slow
 def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
     _, params = model_of(TINY)
@@ -250,9 +224,13 @@ def test_padding_ids_never_get_probability():
     assert np.isfinite(gradient).all()
 
 
-def test_every_weight_takes_part():
+@pytest.mark.parametrize(
+    "config",
+    [dataclasses.replace(TINY, qk_norm=True, tie_embeddings=False), FAMILIES["gemma"]],
+    ids=["all parts", "gemma"],
+)
+def test_every_weight_takes_part(config):
     """A weight without gradient would be one that the forward pass forgot."""
-    config = dataclasses.replace(TINY, qk_norm=True, tie_embeddings=False)
     _, params = model_of(config)
     tokens_BT = random_tokens(12, rows=4)
     gradient = jax.jit(
@@ -272,6 +250,7 @@ def test_every_weight_takes_part():
         ("compiled", {}),
         ("traced", {"lora": LoraConfig(rank=2)}),
         ("traced", {"num_experts": 4, "experts_per_token": 2}),
+        ("traced", {"sliding_window": 3, "layer_pattern": ("sliding", "sliding", "full")}),
     ],
 )
 def test_the_program_does_not_grow_with_depth(stage, changes):
@@ -288,6 +267,31 @@ def test_the_program_does_not_grow_with_depth(stage, changes):
         return len((program if stage == "traced" else program.compile()).as_text())
 
     assert abs(size(64) / size(4) - 1) < 0.1
+
+
+def test_a_window_is_a_window_in_every_layer_that_slides_and_in_no_other():
+    """Through L sliding layers a token knows L * (window - 1) tokens before it; one full layer knows all."""
+    tokens_BT = random_tokens(12)
+    changed_BT = tokens_BT.copy()
+    changed_BT[0, 0] += 1
+
+    def seen(pattern):
+        config = dataclasses.replace(
+            TINY, num_layers=3, sliding_window=3, layer_pattern=pattern, num_scores=0
+        )
+        graph, params = model_of(config)
+        model = nnx.merge(graph, params)
+        positions_BT, segment_ids_BT = whole_sequence(tokens_BT)
+
+        def hidden(tokens_BT):
+            attend = lambda q, k, v, kind, *_: (attention(q, k, v, segment_ids_BT, kind), None)  # noqa: E731
+            return model(tokens_BT, positions_BT, attend, compute=Compute()).hidden_BTD
+
+        differs_BT = (hidden(tokens_BT) != hidden(changed_BT)).any(-1)
+        return np.flatnonzero(differs_BT[0]).max()
+
+    assert seen(("sliding",)) == 6
+    assert seen(("sliding", "full")) == seen(("sliding", "sliding", "full")) == 11
 
 
 def test_rotation_depends_on_distance_alone():

@@ -14,12 +14,12 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.heads import last_scores, score_config, score_params
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.model_config import ModelConfig
 
 ACTOR = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8

@@ -18,11 +18,11 @@ from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from jaxrl.models.decoder import decoder_graph, init_params
-from jaxrl.models.huggingface_export import save_adapter, save_checkpoint
-from jaxrl.models.huggingface_weights import load_adapter
-from jaxrl.models.weight_table import adapter_table, dimension_sizes
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_adapter
+from jaxrl.models.huggingface.weight_table import adapter_table, dimension_sizes
+from jaxrl.models.model_config import LORA_TARGETS, LoraConfig, ModelConfig
 
 DENSE = ModelConfig(
     vocab_size=24,
@@ -37,7 +37,20 @@ DENSE = ModelConfig(
 MIXTURE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
 )
-MODELS = {"dense": DENSE, "mixture": MIXTURE}
+GEMMA = dataclasses.replace(
+    DENSE,
+    qkv_bias=False,
+    qk_norm=True,
+    sliding_window=4,
+    layer_pattern=("sliding", "full"),
+    rope_local_theta=100.0,
+    query_pre_attn_scalar=8.0,
+    activation="gelu_tanh",
+    post_norms=True,
+    zero_centered_norms=True,
+    scale_embeddings=True,
+)
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "gemma": GEMMA}
 TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
@@ -56,7 +69,7 @@ def logits(config, params, tokens_BT=TOKENS):
     model = nnx.merge(decoder_graph(config)[0], params)
     segments = jnp.ones_like(tokens_BT)
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    attend = lambda q, k, v, *_: (attention(q, k, v, segments), None)  # noqa: E731
+    attend = lambda q, k, v, kind, *_: (attention(q, k, v, segments, kind), None)  # noqa: E731
     hidden, *_ = model(tokens_BT, positions, attend, compute=Compute())
     return model.logits(hidden, compute=Compute())
 
@@ -102,9 +115,18 @@ def test_the_base_has_the_parameters_of_the_model_without():
     assert jax.tree.structure(rest) == jax.tree.structure(plain)
 
 
-@pytest.mark.parametrize("settings", [{"rank": -1}, {"rank": 4, "targets": ("q", "query")}])
-def test_what_is_no_adapter_is_refused(settings):
-    with pytest.raises(ValueError, match="targets are some of q, k, v, o, gate, up, down"):
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rank": -1}, "rank -1 is below 0"),
+        (
+            {"rank": 4, "targets": ("q", "query")},
+            "'query' is not one of q, k, v, o, gate, up, down",
+        ),
+    ],
+)
+def test_what_is_no_adapter_is_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
         LoraConfig(**settings)
 
 

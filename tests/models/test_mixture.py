@@ -11,7 +11,6 @@ from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.mixture import (
     MixtureOfExperts,
@@ -19,6 +18,7 @@ from jaxrl.models.mixture import (
     load_balancing_loss,
     routing_metrics,
 )
+from jaxrl.models.model_config import ModelConfig
 
 B, T, D, F, E, A = 2, 7, 6, 5, 4, 2
 CONFIG = ModelConfig(d_model=D, d_ff=F, num_experts=E, experts_per_token=A)

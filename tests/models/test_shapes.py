@@ -23,6 +23,9 @@ PARAMETERS = {
     "llama-3-8b": (8_030_261_248, 8_030_261_248),
     "llama-3-70b": (70_553_706_496, 70_553_706_496),
     "llama-3.1-8b": (8_030_261_248, 8_030_261_248),
+    "mistral-7b-v0.1": (7_241_732_096, 7_241_732_096),
+    "mistral-7b-v0.3": (7_248_023_552, 7_248_023_552),
+    "gemma-3-1b": (999_885_952, 999_885_952),
 }
 
 
@@ -30,7 +33,7 @@ def test_every_model_has_as_many_parameters_as_published():
     assert {n: (c.num_params, c.num_active_params) for n, c in SHAPES.items()} == PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b"])
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):
     shapes = decoder_graph(shape_of(name))[1]
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name][0]

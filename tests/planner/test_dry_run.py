@@ -15,7 +15,7 @@ from jaxrl.data.packing import PackedShape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, DryRun, dry_run
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig

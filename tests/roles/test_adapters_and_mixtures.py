@@ -12,7 +12,7 @@ from closeness import assert_close
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models import lora
-from jaxrl.models.config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig

@@ -12,7 +12,7 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantages import VocabularyBatch
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs

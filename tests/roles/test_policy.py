@@ -13,7 +13,7 @@ from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.correction import CorrectionConfig, RejectionConfig, corrected
 from jaxrl.roles.learner import TrainState

@@ -9,7 +9,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.groupings import ZERO, state_tables
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig

@@ -9,8 +9,8 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import drivers
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.settings import EngineConfig, EngineSettings

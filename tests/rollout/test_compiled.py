@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig

@@ -16,8 +16,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend

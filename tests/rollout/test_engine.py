@@ -15,16 +15,16 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
-from jaxrl.models.cached_attention_paged import KERNELS, paged_attention_tpu
 from jaxrl.models.compute import Compute
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
-from jaxrl.rollout import engine as engine_module
+from jaxrl.rollout import cache_choice
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Assignment, Engine, host_inputs
@@ -295,7 +295,7 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
         return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
 
     monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
-    monkeypatch.setattr(engine_module, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     config = dataclasses.replace(config, decode_attention="auto")
     actor = actor_of(*layout, config=config, model=model)
     assert_same(sample(actor, num_samples=1), by_xla)
@@ -303,6 +303,57 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert actor.backend.engine.cache_sizes == (64, 96, 128)
     # Of all layers where there are no stages; else of a layer, a device's rows of a microbatch and its head.
     assert cache_shapes == {(2, 8, 2, 64, 128) if layout == ("1-1-1",) else (1, 2, 1, 64, 128)}
+
+
+WINDOWED = dataclasses.replace(
+    MODEL,
+    sliding_window=4,
+    layer_pattern=("sliding", "full"),
+    rope_local_theta=100.0,
+    post_norms=True,
+    zero_centered_norms=True,
+    attention_softcap=4.0,
+    logits_softcap=8.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (("1-1-1",), {"prefill_chunk_tokens": 3}),
+        (("1-1-1",), {"unroll": 2}),
+        # Stages have layers of different kinds, and heads and rows are split.
+        (("2-2-2", "2-2-1-2", 1), {}),
+    ],
+    ids=["one stack, chunks", "layer by layer", "stages"],
+)
+def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
+    config = dataclasses.replace(BASE, stop_ids=(), **changes)
+    actor = actor_of(*layout, config=config, model=WINDOWED)
+    sampled = sample(actor, num_samples=1)
+    shape = PackedShape.for_sequences(7, longest=T + R, minibatches=1, rows=2, tokens=24)
+    packing, batch = pack(sampled, shape)
+    trainer = packing.unpack(actor.logprobs(actor.place(batch)))
+    for (_, response, logprob, _), whole in zip(answers(sampled), trainer, strict=True):
+        # Longer than the window.
+        assert len(response) == R
+        np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
+
+
+def test_a_kernel_without_windows_is_not_asked_for_them(monkeypatch):
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    model = dataclasses.replace(WINDOWED, head_dim=128)
+    layout = ParallelLayout.from_config(LayoutConfig())
+    mesh = build_mesh(layout, jax.devices()[:1])
+    choose = functools.partial(
+        cache_choice.choose_cache, mesh=mesh, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
+    )
+    assert choose(model).capacity_multiple == 1
+    assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
+    with pytest.raises(
+        UserError, match=r"'paged_tpu' for a model with sliding windows.*use auto or xla"
+    ):
+        choose(model, decode_attention="paged_tpu")
 
 
 def test_the_step_and_the_prompts_id_enter_the_sample(expected):

@@ -23,8 +23,8 @@ grpc = import_extra("dev", "grpc")
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.mesh.devices import build_mesh  # noqa: E402
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout  # noqa: E402
-from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
+from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout import jetstream  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402

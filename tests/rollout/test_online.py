@@ -13,8 +13,8 @@ from closeness import assert_close
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine

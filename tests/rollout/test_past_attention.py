@@ -10,8 +10,9 @@ from closeness import assert_close
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
-from jaxrl.models.cached_attention import cache_of, cached_attention
-from jaxrl.models.cached_attention_paged import paged_attention_tpu
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import cache_of
+from jaxrl.models.kernels.paged_attention import paged_attention_tpu
 from jaxrl.rollout.past_attention import past_attention
 
 L, B, Q, C, H, LAYER = 2, 4, 8, 64, 128, 1

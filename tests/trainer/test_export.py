@@ -13,12 +13,12 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import take_devices
 from jaxrl.models import lora
-from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import adapter_config_json, config_json, read_config
-from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.models.huggingface_files import write_json
-from jaxrl.models.huggingface_weights import load_adapter, load_params
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config
+from jaxrl.models.huggingface.model_files import write_json
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
 from jaxrl.trainer.config import Config

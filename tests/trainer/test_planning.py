@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner.dry_run import DryRun
 from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config

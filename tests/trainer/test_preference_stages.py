@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.trainer import program

@@ -14,7 +14,7 @@ from extras import import_extra
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor

@@ -9,10 +9,10 @@ from closeness import assert_close
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import from_config_dict, to_config_dict

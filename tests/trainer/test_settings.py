@@ -27,7 +27,7 @@ from jaxrl.data.records import check_task
 from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import ZERO
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.config import RopeScaling
+from jaxrl.models.model_config import RopeScaling
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer import command_line

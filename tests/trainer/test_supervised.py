@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig

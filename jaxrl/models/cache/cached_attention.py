@@ -1,52 +1,26 @@
-"""Keys and values kept from earlier tokens, and attention to them.
+"""Attention of new tokens to a cache of earlier ones, in plain XLA, on any device.
 
-    B sequences   T new tokens   C capacity of a cache   L layers   Q query heads   K kv heads   H head size
-    G = Q / K
+    B sequences   T new tokens   C capacity of a cache   Q query heads   K kv heads   H head size   G = Q / K
 
-Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity, in
-float32, bfloat16 or int8 with a scale per token and head. What a cache holds beyond a sequence's length is
-never seen. Plain XLA, on any device; `cached_attention_paged.py` has kernels for the long part of one token's
-attention on accelerators. Not covered: paged caches, sliding windows.
+Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity and
+type, all of the past or a sliding window of it. What a cache holds beyond a sequence's length is never seen.
+`kernels/paged_attention.py` has kernels for the long part of one token's attention on accelerators. Not
+covered: caches that forget what no window reaches any more.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.attention_kind import FULL, AttentionKind
+from jaxrl.models.cache.kv_cache import KVCache, cache_axes, cache_of
+
 # Large and finite: a row with every key masked gives a uniform softmax, not NaN.
 _MASKED = -1e30
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Rotated keys and values, of one layer or, with a leading L, of all.
-
-    On CPU keys keep length last, which makes q·k a plain matrix product, 5 to 7 times faster than the other
-    way; kernels want their head size last, as that of values.
-
-    Attributes:
-      k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
-      v: [.., B, K, C, H].
-      k_scale, v_scale: float32 [.., B, K, C], what int8 entries are multiplied by; None in other types.
-      keys_last: the last dimension of k, "length" or "head_dim".
-    """
-
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-    keys_last: str = dataclasses.field(default="length", metadata={"static": True})
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
-        return self.v.shape[-2]
 
 
 class PartialAttention(NamedTuple):
@@ -61,64 +35,6 @@ class PartialAttention(NamedTuple):
     top: jax.Array
     total: jax.Array
     mixed: jax.Array
-
-
-def cache_axes(cache: KVCache) -> KVCache:
-    """Logical axes of a cache of all layers, in its structure."""
-    heads = ("layers", "batch", "kv_heads")
-    scale: Any = None if cache.k_scale is None else (*heads, "length")
-    v: Any = (*heads, "length", "head_dim")
-    k: Any = v if cache.keys_last == "head_dim" else (*heads, "head_dim", "length")
-    return KVCache(k, v, scale, scale, cache.keys_last)
-
-
-def empty_cache(
-    num_layers: int,
-    batch: int,
-    num_kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    dtype: Any,
-    keys_last: str = "length",
-) -> KVCache:
-    """Zeros for all layers; `dtype` is float32, bfloat16 or int8."""
-    L, B, K, H, C = num_layers, batch, num_kv_heads, head_dim, capacity
-    scales: Any = [None, None]
-    if jnp.dtype(dtype) == jnp.int8:
-        scales = [jnp.zeros((L, B, K, C)) for _ in range(2)]
-    k_shape = (L, B, K, C, H) if keys_last == "head_dim" else (L, B, K, H, C)
-    return KVCache(
-        jnp.zeros(k_shape, dtype), jnp.zeros((L, B, K, C, H), dtype), *scales, keys_last=keys_last
-    )
-
-
-def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "length") -> KVCache:
-    """A cache that holds exactly the given keys and values, [.., T, K, H]."""
-    k_KTH, v_KTH = (x.swapaxes(-3, -2) for x in (k_TKH, v_TKH))
-    scales: Any = [None, None]
-    if jnp.dtype(dtype) == jnp.int8:
-        (k_KTH, scales[0]), (v_KTH, scales[1]) = _quantized(k_KTH), _quantized(v_KTH)
-    k = k_KTH if keys_last == "head_dim" else k_KTH.swapaxes(-1, -2)
-    return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
-
-
-def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
-    """`cache` with a `new` one of one token written at the same place in all rows: no scatter."""
-
-    def put(old, new, axes):
-        # Counted from the end, as a layer's own cache has no "layers".
-        dim = old.ndim - len(axes) + axes.index("length")
-        return jax.lax.dynamic_update_slice_in_dim(old, new, place, dim)
-
-    return jax.tree.map(put, cache, new, cache_axes(cache))
-
-
-def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[.., H] as int8 and a scale [..]: the largest entry becomes 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / 127
-    steps = x / jnp.where(scale > 0, scale, 1)[..., None]
-    return jnp.round(steps).astype(jnp.int8), scale
 
 
 def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
@@ -147,6 +63,8 @@ def cached_attention(
     v_BKH: jax.Array,
     caches: Sequence[tuple[KVCache, jax.Array]],
     others: PartialAttention | None = None,
+    *,
+    kind: AttentionKind = FULL,
 ) -> jax.Array:
     """Attention of one new token per sequence to its cached past and to itself.
 
@@ -155,9 +73,10 @@ def cached_attention(
 
     Args:
       q_BQH, k_BKH, v_BKH: the new token's rotated query and key, and its value.
-      caches: one layer's caches with int32 [B], how many tokens of each are real. Their order is free: a
-        key carries its position.
-      others: attention to cached tokens that are not in `caches`.
+      caches: one layer's caches with int32 [B], how many tokens of each are real; in the order of the
+        sequence.
+      others: attention to cached tokens that are not in `caches`, for kinds that see everything.
+      kind: window and cap of the layer.
 
     Returns:
       [B, Q, H] in the type of `q_BQH`; softmax is taken in float32.
@@ -166,13 +85,20 @@ def cached_attention(
     K = k_BKH.shape[1]
     q = q_BQH.reshape(B, K, Q // K, 1, H)
     own = jnp.einsum("bkgth,bkh->bkgt", q, k_BKH, preferred_element_type=jnp.float32) * H**-0.5
+    own = kind.capped(own)
+    plain = not kind.window and not kind.softcap
+    assert others is None or plain, "kernels know no windows and no caps"
     scores, top = [], own
     if others is not None:
         others = PartialAttention(*(x.reshape(B, K, Q // K, 1, *x.shape[2:]) for x in others))
         top = jnp.maximum(top, others.top)
-    for cache, length_B in caches:
-        real_BS = jnp.arange(cache.capacity)[None] < length_B[:, None]
-        past = jnp.where(real_BS[:, None, None, None], _scores(q, cache) * H**-0.5, _MASKED)
+    for (cache, length_B), first_B in zip(caches, _first_seen(caches, kind.reach), strict=True):
+        place_S = jnp.arange(cache.capacity)
+        real_BS = place_S[None] < length_B[:, None]
+        if first_B is not None:
+            real_BS &= place_S[None] >= first_B[:, None]
+        past = kind.capped(_scores(q, cache) * H**-0.5)
+        past = jnp.where(real_BS[:, None, None, None], past, _MASKED)
         scores.append(past)
         top = jnp.maximum(top, past.max(-1))
     total = jnp.exp(own - top)
@@ -188,6 +114,19 @@ def cached_attention(
     return (mixed / total[..., None]).reshape(B, Q, H).astype(q_BQH.dtype)
 
 
+def _first_seen(
+    caches: Sequence[tuple[KVCache, jax.Array]], reach: jax.Array | int | None
+) -> list[jax.Array | None]:
+    """The first place of each cache that the token behind all of them sees, int32 [B]; None for all."""
+    if reach is None:
+        return [None] * len(caches)
+    firsts, behind_B = [], 1
+    for _, length_B in reversed(caches):
+        behind_B = behind_B + length_B
+        firsts.append(behind_B - reach)
+    return firsts[::-1]
+
+
 def extending_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
@@ -195,17 +134,19 @@ def extending_attention(
     cache: KVCache,
     length_B: jax.Array,
     *,
+    kind: AttentionKind = FULL,
     block_tokens: int = 512,
 ) -> jax.Array:
     """Attention of T new tokens per sequence to its cached past and, causally, to each other.
 
-    The past is gone through block by block as far as the longest sequence reaches, so its cost follows the
-    real lengths and no score outlives its block.
+    The past is gone through block by block, from the first block that any window reaches to the end of the
+    longest sequence, so its cost follows the real lengths and no score outlives its block.
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: the new tokens', as of `cached_attention`.
       cache: one layer's.
       length_B: int32, cached tokens that are real.
+      kind: window and cap of the layer.
       block_tokens: of the past, at a time.
 
     Returns:
@@ -217,7 +158,11 @@ def extending_attention(
     q = q_BTQH.reshape(B, T, K, Q // K, H).transpose(0, 2, 3, 1, 4)
     new = cache_of(k_BTKH, v_BTKH, k_BTKH.dtype)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
-    own = jnp.where(causal_TT[None, None, None], _scores(q, new) * H**-0.5, _MASKED)
+    reach, offset_T = kind.reach, jnp.arange(T)
+    if reach is not None:
+        causal_TT &= offset_T[:, None] - offset_T[None] < reach
+    own = kind.capped(_scores(q, new) * H**-0.5)
+    own = jnp.where(causal_TT[None, None, None], own, _MASKED)
     top = own.max(-1)
     weight = jnp.exp(own - top[..., None])
     start = (top, weight.sum(-1), _mixed(weight, new, q.dtype))
@@ -226,20 +171,28 @@ def extending_attention(
         top, total, mixed = carry
         first = jnp.minimum(i * block, C - block)
         part = jax.tree.map(
-            lambda x, axes: jax.lax.dynamic_slice_in_dim(x, first, block, axes.index("length") - 1),
+            lambda x, axes: jax.lax.dynamic_slice_in_dim(x, first, block, axes.index("length")),
             cache,
             cache_axes(cache),
         )
         position_S = first + jnp.arange(block)
         # The last block may reach back into the one before.
         real_BS = (position_S >= i * block)[None] & (position_S[None] < length_B[:, None])
-        past = jnp.where(real_BS[:, None, None, None], _scores(q, part) * H**-0.5, _MASKED)
+        real_BTS = real_BS[:, None]
+        if reach is not None:
+            position_BT = length_B[:, None] + offset_T[None]
+            real_BTS &= position_BT[..., None] - position_S[None, None] < reach
+        past = kind.capped(_scores(q, part) * H**-0.5)
+        past = jnp.where(real_BTS[:, None, None], past, _MASKED)
         new_top = jnp.maximum(top, past.max(-1))
         weight, keep = jnp.exp(past - new_top[..., None]), jnp.exp(top - new_top)
         total = total * keep + weight.sum(-1)
         return new_top, total, mixed * keep[..., None] + _mixed(weight, part, q.dtype)
 
     num_blocks = -(-length_B.max() // block)
-    _, total, mixed = jax.lax.fori_loop(0, num_blocks, attend_to_block, start)
+    first_block = 0
+    if reach is not None:
+        first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
+    _, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
     out = (mixed / total[..., None]).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, Q, H).astype(q_BTQH.dtype)

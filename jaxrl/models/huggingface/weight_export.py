@@ -22,10 +22,9 @@ import safetensors.numpy
 
 from jaxrl.checks import at_least, check_value
 from jaxrl.errors import UserError
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface_config import adapter_config_json, config_json, read_config_json
-from jaxrl.models.huggingface_files import (
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
+from jaxrl.models.huggingface.model_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     INDEX_FILE,
@@ -34,7 +33,7 @@ from jaxrl.models.huggingface_files import (
     new_directory,
     write_json,
 )
-from jaxrl.models.weight_table import (
+from jaxrl.models.huggingface.weight_table import (
     Row,
     adapter_table,
     bounds_of,
@@ -43,6 +42,7 @@ from jaxrl.models.weight_table import (
     offset_of,
     weight_table,
 )
+from jaxrl.models.model_config import ModelConfig
 
 
 def save_checkpoint(

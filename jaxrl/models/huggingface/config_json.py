@@ -5,73 +5,35 @@ code does without asking the file (Qwen2 always has biases on q, k and v). Both 
 settings are read: `rope_theta` with `rope_scaling`, and the `rope_parameters` of Transformers 5. The
 first is written, since every version reads it.
 
-Not covered, and refused with the key that asks for it: sliding windows, other activations than silu,
-rotation of a part of the head, other scalings of rotary wavelengths than Llama 3.1's, biases on the
-output projection or the feed-forward network, quantised weights.
+Not covered, and refused with the key that asks for it: other gates than silu and, in Gemma, tanh's gelu,
+rotation of a part of the head, other scalings of rotary wavelengths than Llama 3.1's and a plain factor,
+biases on the output projection or the feed-forward network, images, quantised weights.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-import types
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
-
-
-@dataclasses.dataclass(frozen=True)
-class _Architecture:
-    """What a family of classes of Transformers is in our terms.
-
-    Attributes:
-      model_type: its name in config.json.
-      qkv_bias, qk_norm: as in ModelConfig.
-      mixture: its layers are mixtures of experts.
-      needs: value each of its own switches must have, since our decoder has no other side.
-    """
-
-    model_type: str
-    qkv_bias: bool
-    qk_norm: bool
-    needs: Mapping[str, Any]
-    mixture: bool = False
-
-
-# By what the names of their classes begin with.
-_ARCHITECTURES: Mapping[str, _Architecture] = types.MappingProxyType(
-    {
-        "Qwen2": _Architecture("qwen2", qkv_bias=True, qk_norm=False, needs={}),
-        "Qwen3": _Architecture(
-            "qwen3", qkv_bias=False, qk_norm=True, needs={"attention_bias": False}
-        ),
-        "Qwen3Moe": _Architecture(
-            "qwen3_moe",
-            qkv_bias=False,
-            qk_norm=True,
-            needs={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-            mixture=True,
-        ),
-        "Llama": _Architecture(
-            "llama",
-            qkv_bias=False,
-            qk_norm=False,
-            needs={"attention_bias": False, "mlp_bias": False},
-        ),
-    }
-)
-_NEEDS: Mapping[str, Any] = {"hidden_act": "silu"}
-
-# What their names end with: a language model, and one that gives scores in the place of logits.
-_LANGUAGE_MODEL, _SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
+from jaxrl.models.huggingface.architectures import ARCHITECTURES, SOFTCAP_KEYS, Architecture
+from jaxrl.models.huggingface.json_values import boolean, integer, number, shown
+from jaxrl.models.huggingface.sliding_windows import read_windows, window_values
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 # Keys whose meaning `config_json` rewrites under another name, or that describe other weights.
 _REPLACED = frozenset(
-    {"dtype", "rope_parameters", "layer_types", "quantization_config", "num_local_experts"}
+    {
+        "dtype",
+        "rope_parameters",
+        "layer_types",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "quantization_config",
+        "num_local_experts",
+    }
 )
 
 # What the file must say about the world outside the weights when there is no file to take it from.
@@ -100,6 +62,12 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+# By rope_type, which is what we call the kind of a scaling.
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "llama3": _LLAMA3_KEYS,
+    "linear": ("factor",),
+}
 
 
 def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -> dict[str, Any]:
@@ -136,34 +104,34 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     """
     architecture = _architecture_named(values, origin)
     _check_switches(values, architecture, origin)
-    _check_whole_attention(values, origin)
-    num_heads = _integer(values, "num_attention_heads", origin)
+    num_heads = integer(values, "num_attention_heads", origin)
     d_ff_key = "moe_intermediate_size" if architecture.mixture else "intermediate_size"
-    d_model = _integer(values, "hidden_size", origin)
-    theta, scaling = _rope(values, origin)
+    d_model = integer(values, "hidden_size", origin)
+    window, pattern = read_windows(values, architecture, origin)
     fields: dict[str, Any] = dict(
-        vocab_size=_integer(values, "vocab_size", origin),
-        num_layers=_integer(values, "num_hidden_layers", origin),
+        vocab_size=integer(values, "vocab_size", origin),
+        num_layers=integer(values, "num_hidden_layers", origin),
         d_model=d_model,
-        d_ff=_integer(values, d_ff_key, origin),
+        d_ff=integer(values, d_ff_key, origin),
         num_heads=num_heads,
-        num_kv_heads=_integer(values, "num_key_value_heads", origin, absent=num_heads),
+        num_kv_heads=integer(values, "num_key_value_heads", origin, absent=num_heads),
         head_dim=_head_dim(values, architecture, d_model, num_heads, origin),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=_number(values, "rms_norm_eps", origin),
-        tie_embeddings=_boolean(values, "tie_word_embeddings", origin),
-        qkv_bias=architecture.qkv_bias,
-        qk_norm=architecture.qk_norm,
-        num_scores=_num_scores(values, origin),
+        **_rotary_fields(values, architecture, origin),
+        sliding_window=window,
+        layer_pattern=pattern,
+        rms_norm_eps=number(values, "rms_norm_eps", origin),
+        tie_embeddings=boolean(values, "tie_word_embeddings", origin, absent=architecture.tied),
+        num_scores=_num_scores(values, architecture, origin),
+        **architecture.all_traits,
+        **_score_fields(values, architecture, origin),
     )
     if architecture.mixture:
         # Transformers 5 writes the second.
         experts_key = "num_experts" if "num_experts" in values else "num_local_experts"
         fields |= dict(
-            num_experts=_integer(values, experts_key, origin),
-            experts_per_token=_integer(values, "num_experts_per_tok", origin),
-            normalize_experts=_boolean(values, "norm_topk_prob", origin),
+            num_experts=integer(values, experts_key, origin),
+            experts_per_token=integer(values, "num_experts_per_tok", origin),
+            normalize_experts=boolean(values, "norm_topk_prob", origin),
         )
     try:
         return ModelConfig(**fields)
@@ -185,15 +153,14 @@ def config_json(
     Raises:
       UserError: no architecture of Transformers has this shape.
     """
-    family, architecture = _architecture_of(config)
-    head = _SCORE_MODEL if config.num_scores else _LANGUAGE_MODEL
+    architecture = _architecture_of(config, base or {})
     kept = {k: v for k, v in (base or _WITHOUT_BASE).items() if k not in _REPLACED}
-    scaling = config.rope_scaling
     return {
         **kept,
-        **_NEEDS,
         **architecture.needs,
-        "architectures": [family + head],
+        "architectures": [
+            architecture.score_model if config.num_scores else architecture.language_model
+        ],
         "model_type": architecture.model_type,
         "torch_dtype": dtype,
         "vocab_size": config.vocab_size,
@@ -204,10 +171,11 @@ def config_json(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else _llama3_values(scaling),
+        "rope_scaling": _scaling_values(config.rope_scaling),
+        **_gemma_values(config, architecture),
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": False,
+        **window_values(config, architecture),
         **_score_values(config),
     }
 
@@ -241,16 +209,16 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
     for key, needed in needs.items():
         if (values.get(key) or None) not in (needed, None):
             raise UserError(
-                f"{origin}: {key} is {_cut(values[key])}, but only {needed!r} is supported; "
+                f"{origin}: {key} is {shown(values[key])}, but only {needed!r} is supported; "
                 "merge the adapter into its base model with PEFT and start from that"
             )
     modules = values.get("target_modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise UserError(f"{origin}: target_modules is {_cut(modules)}; it must be a list of names")
+        raise UserError(f"{origin}: target_modules is {shown(modules)}; it must be a list of names")
     try:
         return LoraConfig(
-            rank=_integer(values, "r", origin),
-            alpha=_number(values, "lora_alpha", origin),
+            rank=integer(values, "r", origin),
+            alpha=number(values, "lora_alpha", origin),
             targets=tuple(sorted(name.removesuffix("_proj") for name in modules)),
         )
     except ValueError as error:
@@ -281,64 +249,76 @@ def _score_values(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _num_scores(values: Mapping[str, Any], origin: str) -> int:
-    if values["architectures"][0].endswith(_LANGUAGE_MODEL):
+def _num_scores(values: Mapping[str, Any], architecture: Architecture, origin: str) -> int:
+    if values["architectures"] == [architecture.language_model]:
         return 0
     labels = values.get("id2label")
     if not isinstance(labels, dict | None):
-        raise UserError(f"{origin}: id2label is {_cut(labels)}; it must be an object or null")
+        raise UserError(f"{origin}: id2label is {shown(labels)}; it must be an object or null")
     # Two labels are the default of Transformers, which it does not write.
-    return len(labels) if labels else _integer(values, "num_labels", origin, absent=2)
+    return len(labels) if labels else integer(values, "num_labels", origin, absent=2)
 
 
-def _architecture_named(values: Mapping[str, Any], origin: str) -> _Architecture:
+def _architecture_named(values: Mapping[str, Any], origin: str) -> Architecture:
     names = values.get("architectures")
-    supported = {
-        family + head: architecture
-        for family, architecture in _ARCHITECTURES.items()
-        for head in (_LANGUAGE_MODEL, _SCORE_MODEL)
-    }
+    supported = {a.language_model: a for a in ARCHITECTURES}
+    supported |= {a.score_model: a for a in ARCHITECTURES}
     # A list is compared with lists, since what is in it need not have a hash.
     if not isinstance(names, list) or names not in [[name] for name in supported]:
         raise UserError(
-            f"{origin}: architectures is {_cut(names)}, but supported is one of "
+            f"{origin}: architectures is {shown(names)}, but supported is one of "
             f"{', '.join(supported)}; choose a checkpoint of one of these"
         )
     return supported[names[0]]
 
 
-def _architecture_of(config: ModelConfig) -> tuple[str, _Architecture]:
-    mixture = bool(config.num_experts)
-    fitting = [
-        (family, a)
-        for family, a in _ARCHITECTURES.items()
-        if (a.qkv_bias, a.qk_norm, a.mixture) == (config.qkv_bias, config.qk_norm, mixture)
-    ]
+def _architecture_of(config: ModelConfig, base: Mapping[str, Any]) -> Architecture:
+    """The architecture to write: that of `base` if it can say all of `config`, else the first that can."""
+    fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         raise UserError(
-            f"no architecture of Transformers has qkv_bias={config.qkv_bias} together with "
-            f"qk_norm={config.qk_norm}{' and experts' if mixture else ''}; train a model with one of "
-            "the two, or with neither (a mixture of experts: with qk_norm)"
+            f"no architecture of Transformers has {' together with '.join(_unusual(config))}; train a model "
+            f"that is one of {', '.join(a.model_type for a in ARCHITECTURES)} in all of these"
         )
-    family, architecture = fitting[0]
-    if family == "Llama" and config.d_model % config.num_heads:
+    of_base = [a for a in fitting if a.model_type == base.get("model_type")]
+    architecture = (of_base or fitting)[0]
+    if architecture.divides and config.d_model % config.num_heads:
         raise UserError(
-            f"d_model {config.d_model} is not a multiple of num_heads {config.num_heads}, which "
-            "the Llama of Transformers demands though head_dim is set apart; change d_model"
+            f"d_model {config.d_model} is not a multiple of num_heads {config.num_heads}, which the "
+            f"{architecture.language_model} of Transformers demands though head_dim is set apart; change "
+            "d_model"
         )
-    return family, architecture
+    return architecture
 
 
-def _check_switches(values: Mapping[str, Any], architecture: _Architecture, origin: str) -> None:
-    for key, needed in {**_NEEDS, **architecture.needs}.items():
+def _unusual(config: ModelConfig) -> list[str]:
+    """What a shape has that plain Llama does not."""
+    plain = ModelConfig(qkv_bias=False)
+    names = (
+        *ARCHITECTURES[0].all_traits,
+        *SOFTCAP_KEYS,
+        "num_experts",
+        "query_pre_attn_scalar",
+        "rope_local_theta",
+        "layer_pattern",
+    )
+    return [
+        f"{name}={getattr(config, name)}"
+        for name in names
+        if getattr(config, name) != getattr(plain, name)
+    ]
+
+
+def _check_switches(values: Mapping[str, Any], architecture: Architecture, origin: str) -> None:
+    for key, needed in architecture.needs.items():
         if values.get(key) not in (needed, None):
             raise UserError(
-                f"{origin}: {key} is {_cut(values[key])}, but only {needed!r} is supported; "
+                f"{origin}: {key} is {shown(values[key])}, but only {needed!r} is supported; "
                 "choose a checkpoint without it"
             )
     if values.get("partial_rotary_factor") not in (1, None):
         raise UserError(
-            f"{origin}: partial_rotary_factor is {_cut(values['partial_rotary_factor'])}, but only "
+            f"{origin}: partial_rotary_factor is {shown(values['partial_rotary_factor'])}, but only "
             "rotation of the whole head is supported; choose a checkpoint without it"
         )
     if values.get("quantization_config") is not None:
@@ -348,40 +328,16 @@ def _check_switches(values: Mapping[str, Any], architecture: _Architecture, orig
         )
 
 
-def _check_whole_attention(values: Mapping[str, Any], origin: str) -> None:
-    """Refuses a sliding window in use. Many files name one that `use_sliding_window` keeps off."""
-    layer_types = values.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list):
-            raise UserError(f"{origin}: layer_types is {_cut(layer_types)}; it must be a list")
-        other = sorted({str(t) for t in layer_types} - {"full_attention"})
-        if other:
-            raise UserError(
-                f"{origin}: layer_types has {', '.join(other)}, but only full_attention is "
-                "supported; choose a checkpoint without it"
-            )
-        return
-    # The first `max_window_layers` layers see everything even so.
-    whole = values.get("max_window_layers")
-    every = isinstance(whole, int) and whole >= _integer(values, "num_hidden_layers", origin)
-    if values.get("use_sliding_window") and not every:
-        raise UserError(
-            f"{origin}: use_sliding_window is true, but attention is always to the whole past here; "
-            "choose a checkpoint with false, or write false for texts that fit into the window"
-        )
-
-
 def _head_dim(
     values: Mapping[str, Any],
-    architecture: _Architecture,
+    architecture: Architecture,
     d_model: int,
     num_heads: int,
     origin: str,
 ) -> int:
     if values.get("head_dim") is not None:
-        return _integer(values, "head_dim", origin)
-    # A Qwen3 head has nothing to do with hidden_size, so a missing value cannot be derived.
-    if architecture.qk_norm or d_model % num_heads:
+        return integer(values, "head_dim", origin)
+    if architecture.own_head_dim or d_model % num_heads:
         raise UserError(
             f"{origin}: head_dim is missing, and hidden_size {d_model} / num_attention_heads "
             f"{num_heads} need not be it; add the size of one attention head"
@@ -389,25 +345,72 @@ def _head_dim(
     return d_model // num_heads
 
 
-def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | None]:
+def _score_fields(
+    values: Mapping[str, Any], architecture: Architecture, origin: str
+) -> dict[str, float]:
+    """How the scores of attention and the logits are scaled and capped."""
+    fields = {}
+    if architecture.has_query_scalar:
+        # 256 is what the classes of Transformers take.
+        scalar = number(values, "query_pre_attn_scalar", origin, absent=256.0)
+        fields["query_pre_attn_scalar"] = scalar
+    for field, absent in architecture.softcaps.items():
+        key = SOFTCAP_KEYS[field]
+        capped = values.get(key, absent) not in (None, 0.0)
+        fields[field] = number(values, key, origin, absent=absent) if capped else 0.0
+    return fields
+
+
+def _rotary_fields(
+    values: Mapping[str, Any], architecture: Architecture, origin: str
+) -> dict[str, Any]:
+    """The bases of the rotary wavelengths, and their scaling."""
+    if not architecture.has_local_rope:
+        theta, scaling = _rope(values, architecture, origin)
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    by_type = values.get("rope_parameters")
+    if not isinstance(by_type, dict) or values.get("rope_scaling"):
+        theta, scaling = _rope(values, architecture, origin)
+        local = number(values, "rope_local_base_freq", origin, absent=10_000.0)
+        return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local}
+    kinds = ("full_attention", "sliding_attention")
+    if by_type.keys() - set(kinds):
+        raise UserError(
+            f"{origin}: rope_parameters has {', '.join(map(shown, by_type.keys() - set(kinds)))}, but only "
+            f"{' and '.join(kinds)} are supported; copy the published config.json"
+        )
+    whole, sliding = ({"rope_parameters": by_type.get(name)} for name in kinds)
+    theta, scaling = _rope(whole, architecture, f"{origin}: full_attention of rope_parameters")
+    where = f"{origin}: sliding_attention of rope_parameters"
+    local, of_local = _rope({"rope_theta": 10_000.0, **sliding}, architecture, where)
+    if of_local is not None:
+        raise UserError(
+            f"{where} has rope_type {of_local.kind!r}, but only 'default' is supported there; choose a "
+            "checkpoint without it"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local}
+
+
+def _rope(
+    values: Mapping[str, Any], architecture: Architecture, origin: str
+) -> tuple[float, RopeScaling | None]:
     """The base of the rotary wavelengths, and their scaling."""
     # Where both spellings are filled Transformers takes the older one.
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = values.get(key) or {}
     if not isinstance(settings, dict):
-        raise UserError(f"{origin}: {key} is {_cut(settings)}; it must be an object or null")
+        raise UserError(f"{origin}: {key} is {shown(settings)}; it must be an object or null")
     where = f"{origin}: {key}"
     theta_of = settings if "rope_theta" in settings else values
-    # 10,000 is what the classes of Transformers take where an early Llama names no base.
-    theta = _number(theta_of, "rope_theta", origin, absent=10_000.0)
+    theta = number(theta_of, "rope_theta", origin, absent=architecture.rope_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if kind not in _ROPE_KEYS:
         raise UserError(
-            f"{where} has rope_type {_cut(kind)}, but only 'default' and 'llama3' are supported; "
+            f"{where} has rope_type {shown(kind)}, but only {', '.join(_ROPE_KEYS)} are supported; "
             "choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
-    known = {"rope_type", "type", "rope_theta", *(_LLAMA3_KEYS if kind == "llama3" else ())}
+    known = {"rope_type", "type", "rope_theta", *_ROPE_KEYS[kind]}
     if settings.get("partial_rotary_factor") == 1:
         known.add("partial_rotary_factor")
     unknown = sorted(settings.keys() - known)
@@ -418,53 +421,42 @@ def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | 
         )
     if kind == "default":
         return theta, None
-    factor, low, high = (_number(settings, k, where) for k in _LLAMA3_KEYS[:3])
-    positions = _integer(settings, _LLAMA3_KEYS[3], where)
+    factor, *frequencies = (number(settings, k, where) for k in _ROPE_KEYS[kind][:3])
     try:
+        if kind == "linear":
+            return theta, RopeScaling(factor, kind="linear")
+        positions = integer(settings, _LLAMA3_KEYS[3], where)
+        low, high = frequencies
         return theta, RopeScaling(factor, low, high, positions)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _llama3_values(scaling: RopeScaling) -> dict[str, Any]:
+def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
     numbers = (
         scaling.factor,
         scaling.low_freq_factor,
         scaling.high_freq_factor,
         scaling.original_max_positions,
     )
-    return {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
+    # A plain factor has no more than the first.
+    return {
+        "rope_type": scaling.kind,
+        **dict(zip(_ROPE_KEYS[scaling.kind], numbers, strict=False)),
+    }
 
 
-def _integer(values: Mapping[str, Any], key: str, origin: str, *, absent: int | None = None) -> int:
-    number = _number(values, key, origin, absent=absent)
-    if number != int(number):
-        raise UserError(f"{origin}: {key} is {number}; it must be a whole number")
-    return int(number)
-
-
-def _number(
-    values: Mapping[str, Any], key: str, origin: str, *, absent: float | None = None
-) -> float:
-    """A positive number; `absent` stands for a key that is missing or null."""
-    value = values.get(key)
-    if value is None:
-        value = absent
-    if value is None:
-        raise UserError(f"{origin}: {key} is missing; copy the published config.json")
-    if not is_finite(value) or value <= 0:
-        raise UserError(f"{origin}: {key} is {_cut(value)}; it must be a positive number")
-    return float(value)
-
-
-def _boolean(values: Mapping[str, Any], key: str, origin: str) -> bool:
-    """A flag; missing or null is false, as in the classes of Transformers covered here."""
-    value = values.get(key)
-    if value not in (None, True, False):
-        raise UserError(f"{origin}: {key} is {_cut(value)}; it must be true or false")
-    return bool(value)
-
-
-def _cut(value: Any) -> str:
-    """A value in a message: files of strangers hold long ones."""
-    return repr(value)[:80]
+def _gemma_values(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """Keys that only Gemma's classes know."""
+    values: dict[str, Any] = {
+        SOFTCAP_KEYS[field]: getattr(config, field) or None for field in architecture.softcaps
+    }
+    if architecture.has_query_scalar:
+        scalar = config.query_pre_attn_scalar or config.head_dim
+        # The class wants a whole number where it is one.
+        values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    if architecture.has_local_rope:
+        values["rope_local_base_freq"] = config.rope_local_theta
+    return values

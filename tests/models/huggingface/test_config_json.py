@@ -3,14 +3,15 @@ import json
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
-from jaxrl.models.huggingface_config import (
+from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
     parse_config,
     read_adapter_config,
     read_config,
 )
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
+from jaxrl.models.shapes import SHAPES
 
 # As published with Qwen2.5-0.5B, without what no reader needs.
 QWEN2 = {
@@ -119,6 +120,68 @@ QWEN3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# Mistral-7B-v0.1.
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+# Gemma-3-1b.
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+PUBLISHED = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "gemma3": GEMMA3,
+}
 
 
 def without(values, *keys):
@@ -132,8 +195,10 @@ def without(values, *keys):
         (QWEN3, 596_049_920),
         (QWEN3_MOE, 30_532_122_624),
         (LLAMA, 8_030_261_248),
+        (MISTRAL, 7_241_732_096),
+        (GEMMA3, 999_885_952),
     ],
-    ids=["qwen2", "qwen3", "qwen3_moe", "llama"],
+    ids=PUBLISHED,
 )
 def test_published_files_give_models_of_the_published_size(values, num_params):
     config = parse_config(values)
@@ -163,6 +228,52 @@ def test_every_value_is_read():
     qwen2 = parse_config({**QWEN2, "rms_norm_eps": 1e-5, "rope_theta": 10000})
     assert (qwen2.head_dim, qwen2.qkv_bias) == (64, True)
     assert (qwen2.rms_norm_eps, qwen2.rope_theta) == (1e-5, 10_000.0)
+
+
+def test_the_shapes_known_by_name_are_those_of_the_files():
+    assert parse_config(MISTRAL) == SHAPES["mistral-7b-v0.1"]
+    newer = {"sliding_window": None, "rope_theta": 1e6, "vocab_size": 32768}
+    assert parse_config({**MISTRAL, **newer}) == SHAPES["mistral-7b-v0.3"]
+    assert parse_config(GEMMA3) == SHAPES["gemma-3-1b"]
+
+
+def test_what_gemma_3_files_of_other_versions_say_means_the_same():
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)]
+    listed = {**without(GEMMA3, "sliding_window_pattern"), "layer_types": kinds}
+    assert parse_config(listed) == parse_config(GEMMA3)
+    nested = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    bare = without(listed, "rope_theta", "rope_scaling", "rope_local_base_freq")
+    assert parse_config({**bare, "rope_parameters": nested}) == parse_config(GEMMA3)
+    # What the class takes where a file says nothing.
+    sparse = without(GEMMA3, "sliding_window_pattern", "rope_theta", "rope_local_base_freq")
+    assert parse_config(without(sparse, "query_pre_attn_scalar")) == parse_config(GEMMA3)
+    scaled = parse_config({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.rope_scaling == RopeScaling(8.0, kind="linear")
+
+
+def test_windows_of_qwen_are_read_and_written():
+    on = {**QWEN2, "use_sliding_window": True, "max_window_layers": 12}
+    config = parse_config(on)
+    assert config.sliding_window == 32768
+    assert config.sliding_layers == (False,) * 12 + (True,) * 12
+    written = config_json(config, dtype="bfloat16", base=on)
+    assert on.items() <= written.items()
+    assert parse_config(written) == config
+    everywhere = {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4096}
+    assert all(parse_config(everywhere).sliding_layers)
+
+
+def test_the_architecture_of_the_source_is_written_where_it_can_say_the_same():
+    config = parse_config({**MISTRAL, "sliding_window": None})
+    assert config_json(config, dtype="float32")["architectures"] == ["LlamaForCausalLM"]
+    of_base = config_json(config, dtype="float32", base=MISTRAL)
+    assert (of_base["architectures"], of_base["sliding_window"]) == (["MistralForCausalLM"], None)
+    # A window is more than Llama can say.
+    windowed = config_json(parse_config(MISTRAL), dtype="float32", base=LLAMA)
+    assert windowed["architectures"] == ["MistralForCausalLM"]
 
 
 def test_a_mixture_is_read():
@@ -234,19 +345,44 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
         (QWEN3_MOE, {"num_experts": None}, "num_experts is missing"),
         (QWEN3_MOE, {"num_experts_per_tok": 129}, "experts_per_token 129 of num_experts 128"),
         (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (LLAMA, {"use_sliding_window": True}, "use_sliding_window is true, but LlamaForCausalLM"),
         (
             QWEN2,
-            {"use_sliding_window": True, "max_window_layers": 12},
-            "use_sliding_window is true",
+            {"layer_types": ["sliding_attention"] * 24},
+            "layer_types has sliding_attention, but use_sliding_window",
         ),
-        (QWEN2, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
+        (QWEN2, {"layer_types": ["full_attention"]}, "layer_types names 1 layers of .* 24"),
+        (QWEN2, {"layer_types": ["chunked_attention"] * 24}, "layer_types has chunked_attention"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers is"),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
+            "sliding_window is missing",
+        ),
+        (MISTRAL, {"layer_types": ["full_attention"] * 32}, "layer_types has full_attention, but"),
+        (GEMMA3, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures is"),
+        (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA3, {"head_dim": None}, "head_dim is missing"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"chunked_attention": {"rope_theta": 1e4}}},
+            "rope_parameters has 'chunked_attention'",
+        ),
+        (
+            GEMMA3,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention of rope_parameters has rope_type 'linear'",
+        ),
         (QWEN2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (QWEN2, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
         (QWEN3, {"attention_bias": True}, "attention_bias is True"),
         (QWEN3, {"head_dim": None}, "head_dim is missing"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.*'yarn'"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
         (
             LLAMA,
@@ -281,12 +417,14 @@ def test_what_the_decoder_does_not_have_is_refused_with_its_key(base, change, me
         parse_config({**base, **change}, origin="somewhere")
 
 
-@pytest.mark.parametrize("values", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("values", PUBLISHED.values(), ids=PUBLISHED)
 def test_written_values_read_back_and_keep_what_the_shape_does_not_say(values):
     config = parse_config(values)
     written = config_json(config, dtype="bfloat16", base=values)
     assert parse_config(written) == config
     kept = without(values, "torch_dtype")
+    if "tie_word_embeddings" not in kept:
+        kept["tie_word_embeddings"] = True
     assert {k: written[k] for k in kept} == kept
     assert written["torch_dtype"] == "bfloat16"
     assert parse_config(config_json(config, dtype="float32")) == config
@@ -304,6 +442,17 @@ def test_one_spelling_is_written_even_where_the_source_has_the_other():
     ("config", "message"),
     [
         (ModelConfig(qkv_bias=True, qk_norm=True), "qkv_bias=True together with qk_norm=True"),
+        (ModelConfig(activation="gelu_tanh"), "qkv_bias=True together with activation=gelu_tanh"),
+        (
+            ModelConfig(
+                qkv_bias=False,
+                qk_norm=True,
+                logits_softcap=30.0,
+                sliding_window=8,
+                layer_pattern=("full", "sliding"),
+            ),
+            "qk_norm=True together with logits_softcap=30.0 together with layer_pattern",
+        ),
         (ModelConfig(qkv_bias=False, d_model=130), "d_model 130 is not a multiple of num_heads 4"),
     ],
 )

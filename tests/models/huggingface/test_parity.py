@@ -15,9 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.models.huggingface_weights import load_params
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.logprobs import token_logprobs
 
 torch = import_extra("parity", "torch")
@@ -63,8 +63,50 @@ FAMILIES = {
     "llama": lambda **kw: transformers.LlamaConfig(
         **SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3, **kw
     ),
+    # Windows are shorter than the texts.
+    "mistral": lambda **kw: transformers.MistralConfig(
+        **SIZES, sliding_window=10, rms_norm_eps=1e-5, rope_parameters=PLAIN, **kw
+    ),
+    "gemma3": lambda **kw: transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention"],
+        final_logit_softcapping=5.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **kw,
+    ),
+    "gemma2": lambda **kw: transformers.Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=10,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        rope_parameters=PLAIN,
+        **kw,
+    ),
+    "qwen2 with windows": lambda **kw: transformers.Qwen2Config(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=10,
+        max_window_layers=1,
+        rope_parameters=PLAIN,
+        **kw,
+    ),
 }
-FAMILY_AND_TIE = [(family, tie) for family in FAMILIES for tie in (True, False)]
+# Of the others only the kind of unembedding that published models have; the code is the same for all.
+BOTH = ("qwen2", "qwen3", "qwen3_moe", "llama")
+PUBLISHED = [("mistral", False), ("gemma3", True), ("gemma2", True)]
+FAMILY_AND_TIE = [
+    *((family, tie) for family in BOTH for tie in (True, False)),
+    *PUBLISHED,
+    pytest.param("qwen2 with windows", True, marks=pytest.mark.slow),
+]
 COMPUTE = Compute()
 # All batches have one shape, so that one program per model is compiled.
 B, T = 3, 64
@@ -93,9 +135,10 @@ def pair_of(tmp_path_factory):
             for parameter in theirs.parameters():
                 # Norm scales and biases too, or a forgotten one could not be seen.
                 scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-                centre = float(parameter.ndim == 1)
+                # Gemma's are scales less 1.
+                centre = float(parameter.ndim == 1 and "gemma" not in family)
                 parameter.copy_(centre + scale * torch.randn_like(parameter))
-        directory = tmp_path_factory.mktemp(f"{family}-{tie}")
+        directory = tmp_path_factory.mktemp(f"{family.replace(' ', '-')}-{tie}")
         theirs.save_pretrained(directory)
         config = read_config(directory)
         return Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
@@ -110,8 +153,8 @@ def load(directory, config):
 
 
 def hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT):
-    def attend(q, k, v, *_):
-        return attention(q, k, v, segment_ids_BT), None
+    def attend(q, k, v, kind, *_):
+        return attention(q, k, v, segment_ids_BT, kind), None
 
     return nnx.merge(graph, params)(tokens_BT, positions_BT, attend, compute=COMPUTE)[0]
 
@@ -241,9 +284,12 @@ def their_gradient(pair, sequences, directory):
     ("family", "tie"),
     [
         # Half of them: the logits above cover both kinds of unembedding for every family.
-        pytest.param(family, tie, marks=pytest.mark.slow if tie != (i % 2 == 0) else ())
-        for i, family in enumerate(FAMILIES)
-        for tie in (True, False)
+        *(
+            pytest.param(family, tie, marks=pytest.mark.slow if tie != (i % 2 == 0) else ())
+            for i, family in enumerate(BOTH)
+            for tie in (True, False)
+        ),
+        *PUBLISHED,
     ],
 )
 def test_gradients_of_padded_and_packed_batches(pair_of, tmp_path, family, tie):

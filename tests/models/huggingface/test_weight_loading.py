@@ -16,13 +16,13 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface_config import config_json, read_config
-from jaxrl.models.huggingface_export import save_checkpoint
-from jaxrl.models.huggingface_files import INDEX_FILE, SINGLE_FILE, new_directory
-from jaxrl.models.huggingface_weights import checkpoint_dtype, load_params
-from jaxrl.models.weight_table import dimension_sizes, weight_table
+from jaxrl.models.huggingface.config_json import config_json, read_config
+from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE, new_directory
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import checkpoint_dtype, load_params
+from jaxrl.models.huggingface.weight_table import dimension_sizes, weight_table
+from jaxrl.models.model_config import ModelConfig
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
@@ -334,7 +334,7 @@ def no_data_is_read(monkeypatch):
     def refuse(*_):
         raise AssertionError("data was read before all headers were checked")
 
-    monkeypatch.setattr("jaxrl.models.huggingface_weights._Reader.slice_of", refuse)
+    monkeypatch.setattr("jaxrl.models.huggingface.weight_loading._Reader.slice_of", refuse)
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face directory to our parameter tree; safetensors only.
 
 A table (`weight_table.py`) says where each tensor of a checkpoint lives in our tree; loading, and export in
-`huggingface_export.py`, follow it and know no model. The dimensions' letters are explained there.
+`weight_export.py`, follow it and know no model. The dimensions' letters are explained there.
 
 Loading never holds more than a piece of one tensor on the host. A leaf that stacks all layers can be
 larger than a whole file, so it grows on the devices: each device's shard starts as zeros, and layer after
@@ -36,10 +36,9 @@ from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
-from jaxrl.models.weight_table import (
+from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
+from jaxrl.models.huggingface.weight_table import (
     Bounds,
     Row,
     adapter_table,
@@ -49,6 +48,7 @@ from jaxrl.models.weight_table import (
     offset_of,
     weight_table,
 )
+from jaxrl.models.model_config import ModelConfig
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -68,7 +68,7 @@ def load_params(
 
     Args:
       directory: holds model.safetensors, or several files and model.safetensors.index.json.
-      config: the shape; see `huggingface_config.read_config`.
+      config: the shape; see `config_json.read_config`.
       shardings: tree of the parameters with a Sharding at each leaf.
       dtype: of the result; values are rounded to it on the devices.
 

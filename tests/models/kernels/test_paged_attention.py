@@ -10,8 +10,9 @@ from closeness import assert_close
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxrl.errors import UserError
-from jaxrl.models.cached_attention import KVCache, cache_of, cached_attention
-from jaxrl.models.cached_attention_paged import (
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import KVCache, cache_of
+from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_gpu,
     paged_attention_tpu,

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from jaxrl.models.cached_attention import (
-    cache_axes,
-    cache_of,
-    cached_attention,
-    empty_cache,
-    extending_attention,
-    put_token,
-)
+from jaxrl.models.cache.cached_attention import cached_attention, extending_attention
+from jaxrl.models.cache.kv_cache import CacheShape, cache_axes, cache_of, put_token
 
 B, T, Q, K, H, C = 2, 3, 4, 2, 8, 6
 
@@ -41,12 +35,13 @@ def test_attention_does_not_depend_on_how_keys_lie(dtype):
 
 @pytest.mark.parametrize("keys_last", ["length", "head_dim"])
 def test_axes_name_every_dimension(keys_last):
-    cache = empty_cache(5, B, K, H, C, jnp.int8, keys_last)
+    shape = CacheShape(5, K, H, jnp.int8, keys_last)
     sizes = {"layers": 5, "batch": B, "kv_heads": K, "head_dim": H, "length": C}
-    jax.tree.map(
-        lambda leaf, axes: np.testing.assert_array_equal(leaf.shape, [sizes[a] for a in axes]),
-        cache,
-        cache_axes(cache),
-    )
-    assert cache.k.shape[-1] == sizes[keys_last]
-    assert cache.capacity == C
+    for cache in (shape.empty(B, C), shape.empty_layer(B, C)):
+        jax.tree.map(
+            lambda leaf, axes: np.testing.assert_array_equal(leaf.shape, [sizes[a] for a in axes]),
+            cache,
+            cache_axes(cache),
+        )
+        assert cache.k.shape[-1] == sizes[keys_last]
+        assert cache.capacity == C

@@ -1,4 +1,4 @@
-"""The shape of a decoder. One dataclass covers the Qwen2, Qwen3, Qwen3-MoE and Llama families."""
+"""The shape of a decoder: one dataclass for Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma 2 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -20,14 +20,25 @@ from jaxrl.checks import (
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
+# What the gate of a feed-forward network goes through.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of rotary wavelengths; lengths in tokens."""
+    """Stretching of rotary wavelengths; lengths in tokens.
+
+    Attributes:
+      factor: by which wavelengths grow.
+      low_freq_factor, high_freq_factor, original_max_positions: of "llama3" alone.
+      kind: "llama3" (Llama 3.1) stretches the long ones, "linear" all (Gemma 3).
+    """
 
     factor: Annotated[float, at_least(1)] = 8.0
     low_freq_factor: Annotated[float, positive()] = 1.0
     high_freq_factor: Annotated[float, positive()] = 4.0
     original_max_positions: Annotated[int, token_count(1)] = 8192
+    kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
 
     def __post_init__(self):
         check_fields(self)
@@ -68,7 +79,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a pre-norm decoder with RMSNorm, SwiGLU, rotary positions and grouped queries.
+    """Architecture of a decoder with RMSNorm, gated feed-forward, rotary positions and grouped queries.
 
     The defaults are those of the demo's Qwen2-architecture model.
 
@@ -78,11 +89,22 @@ class ModelConfig:
       num_layers, d_model: depth, width.
       d_ff: width of the feed-forward network, of each expert in a mixture.
       num_heads, num_kv_heads, head_dim: query heads, key-value heads, size of each.
-      rope_theta, rope_scaling: base of the rotary wavelengths, and Llama 3.1's scaling if any.
+      rope_theta, rope_scaling: base of the rotary wavelengths, and their scaling if any.
+      rope_local_theta: base in layers with a sliding window, which are never scaled (Gemma 3); 0 is none of
+        their own.
+      sliding_window: tokens that a token of a sliding layer sees, itself included; 0 where no layer slides.
+      layer_pattern: kinds of attention, each "full" or "sliding", repeated over the layers from the first.
       rms_norm_eps: added to the mean square before its root.
       tie_embeddings: the unembedding is the embedding transposed.
       qkv_bias: biases on the query, key and value projections (Qwen2).
-      qk_norm: RMSNorm over head_dim on queries and keys before the rotation (Qwen3).
+      qk_norm: RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3).
+      query_pre_attn_scalar: scores are divided by its root; 0 is head_dim.
+      attention_softcap, logits_softcap: c of c * tanh(x / c), applied to the scores of attention and to the
+        logits (Gemma 2); 0 is none.
+      activation: of the gate, "silu" or "gelu_tanh".
+      post_norms: attention and feed-forward are normed behind too, before they are added (Gemma).
+      zero_centered_norms: the weights of norms are their scales less 1 (Gemma).
+      scale_embeddings: embeddings are multiplied by the root of d_model (Gemma).
       num_experts: experts of every layer (Qwen3-MoE); 0 is a dense feed-forward network.
       experts_per_token: how many of them each token is sent to.
       normalize_experts: the weights of a token's experts sum to 1 (`norm_topk_prob`).
@@ -101,10 +123,20 @@ class ModelConfig:
     head_dim: Annotated[int, at_least(2, at_most=MAX_WIDTH)] = 32
     rope_theta: Annotated[float, at_least(1, at_most=1e11)] = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rope_local_theta: Annotated[float, at_least(0, at_most=1e11)] = 0.0
+    sliding_window: Annotated[int, token_count(0)] = 0
+    layer_pattern: tuple[Annotated[str, one_of("full", "sliding")], ...] = ("full",)
     rms_norm_eps: Annotated[float, positive(at_most=1)] = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
+    query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
+    attention_softcap: Annotated[float, at_least(0)] = 0.0
+    logits_softcap: Annotated[float, at_least(0)] = 0.0
+    activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
+    post_norms: bool = False
+    zero_centered_norms: bool = False
+    scale_embeddings: bool = False
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     normalize_experts: bool = True
@@ -131,6 +163,27 @@ class ModelConfig:
                 f"experts_per_token {self.experts_per_token} of num_experts {self.num_experts}: a token "
                 "goes to at least one expert of a mixture and at most to all; a dense model has 0 of 0"
             )
+        self._check_attention_kinds()
+        if self.num_experts and self.activation != "silu":
+            raise ValueError(
+                f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
+                "silu; use it, or a dense model"
+            )
+
+    def _check_attention_kinds(self) -> None:
+        if not self.layer_pattern:
+            raise ValueError("layer_pattern is empty; name the attention of one layer or more")
+        if any(self.sliding_layers) != bool(self.sliding_window):
+            raise ValueError(
+                f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
+                "with sliding layers has a window of 1 or more tokens, another has 0"
+            )
+
+    @property
+    def sliding_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has a sliding window."""
+        pattern = self.layer_pattern
+        return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
 
     @property
     def live_tokens(self) -> int:
@@ -162,7 +215,7 @@ class ModelConfig:
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
             feed_forward = d * self.num_experts + num_experts * feed_forward
-        layer = attention + feed_forward + 2 * d
+        layer = attention + feed_forward + (4 if self.post_norms else 2) * d
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return self.num_layers * layer + d + self.vocab_size * d + head
 

@@ -36,7 +36,8 @@ from jax.experimental.pallas.ops.gpu import paged_attention as gpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as tpu
 
 from jaxrl.errors import UserError
-from jaxrl.models.cached_attention import KVCache, PartialAttention
+from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.cache.kv_cache import KVCache
 
 # Rows of a float32 tile in a TPU's vector memory, and of the smallest matrix product on a GPU.
 _TPU_QUERIES, _GPU_QUERIES = 8, 16
@@ -271,7 +272,13 @@ IMPLEMENTATIONS = ("xla", *KERNELS)
 
 
 def pick_decode_implementation(
-    platform: str | None, dtype: Any, kv_dtype: Any, head_dim: int, requested: str = "auto"
+    platform: str | None,
+    dtype: Any,
+    kv_dtype: Any,
+    head_dim: int,
+    requested: str = "auto",
+    *,
+    plain: bool = True,
 ) -> str:
     """How one new token attends to a long cache: "xla", that is `cached_attention`, or a key of `KERNELS`.
 
@@ -282,6 +289,7 @@ def pick_decode_implementation(
       kv_dtype: of the cache.
       head_dim: H.
       requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel where it can run, else "xla".
+      plain: all layers see all of the past, and no scores are capped.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -298,13 +306,18 @@ def pick_decode_implementation(
         "xla": True,
     }
     if requested == "auto":
-        return next(name for name, can_run in runs.items() if can_run)
+        return next(name for name, can_run in runs.items() if can_run and (plain or name == "xla"))
     if requested not in runs:
         raise UserError(
             f"unknown decode attention {requested!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}"
         )
     if platform is None:
         return "xla"
+    if requested != "xla" and not plain:
+        raise UserError(
+            f"decode attention {requested!r} for a model with sliding windows or capped scores, which the "
+            "kernel does not have; use auto or xla"
+        )
     if not runs[requested]:
         rule = {
             "paged_tpu": "TPUs, a bfloat16 cache and head sizes that are a multiple of 128",

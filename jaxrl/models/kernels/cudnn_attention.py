@@ -4,7 +4,8 @@
 
 Not covered: linear memory. The kernel computes scores tile by tile, but `jax.nn` offers it segments
 only as a mask, which it turns into a bias of 2 bytes per query and key, and the backward pass writes
-that bias a gradient of the same size.
+that bias a gradient of the same size. A window that every layer has is the kernel's own, which skips the
+tiles before it; one that only some layers have is a part of that mask. Not covered either: capped scores.
 """
 
 from __future__ import annotations
@@ -14,24 +15,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.attention_kind import AttentionKind
+
 
 def cudnn_attention(
-    q_BTQH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array
+    q_BTQH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    kind: AttentionKind,
 ) -> jax.Array:
     """`attention` by `jax.nn.dot_product_attention`.
 
     Its price is a mask: 2 T² bytes per sequence in the forward pass and 4 T² in the backward one,
     whatever the number of heads; 0.8 and 1.7 GB at 20,480 tokens.
     """
-    arguments = cudnn_arguments(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
+    arguments = cudnn_arguments(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind)
     out_BTQH = jax.nn.dot_product_attention(**arguments, implementation="cudnn")
     return out_BTQH[:, : q_BTQH.shape[1]]
 
 
 def cudnn_arguments(
-    q_BTQH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array
+    q_BTQH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    kind: AttentionKind,
 ) -> dict[str, Any]:
     """Arguments of `jax.nn.dot_product_attention`, with T made even, as the kernel's gradient wants it."""
+    assert not kind.softcap, "pick_implementation leaves capped scores to others"
     odd = q_BTQH.shape[1] % 2
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (q_BTQH, k_BTKH, v_BTKH)
@@ -39,4 +51,11 @@ def cudnn_arguments(
     ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, odd)))
     # One mask for all heads. Causality stays out of it: told about it, the kernel skips half the tiles.
     mask_B1TT = (ids_BT[:, :, None] == ids_BT[:, None, :])[:, None]
-    return {"query": query, "key": key, "value": value, "mask": mask_B1TT, "is_causal": True}
+    arguments = {"query": query, "key": key, "value": value, "is_causal": True}
+    if isinstance(kind.reach, int):
+        return {**arguments, "mask": mask_B1TT, "local_window_size": (kind.reach - 1, 0)}
+    if kind.reach is not None:
+        position_T = jnp.arange(query.shape[1])
+        seen_TT = position_T[:, None] - position_T[None, :] < kind.reach
+        mask_B1TT &= seen_TT[None, None]
+    return {**arguments, "mask": mask_B1TT}

@@ -2,13 +2,14 @@
 
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
-The future is skipped tile by tile; tiles without a common segment are computed and masked. The kernel
-is opaque to the partitioner: on a mesh it must be called under `shard_map`, where it sees the shapes
-of one device.
+The future and what lies before a sliding window are skipped tile by tile; tiles without a common segment
+are computed and masked. The kernel is opaque to the partitioner: on a mesh it must be called under
+`shard_map`, where it sees the shapes of one device.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
 from jaxrl.errors import UserError
+from jaxrl.models.attention_kind import FULL, AttentionKind
 
 _LANES = 128
 
@@ -26,6 +28,7 @@ def splash_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array,
+    kind: AttentionKind = FULL,
     *,
     block_tokens: int,
     interpret: bool = False,
@@ -33,7 +36,8 @@ def splash_attention(
     """`attention` by the splash kernel, in tiles of `block_tokens` x `block_tokens`.
 
     Args:
-      q_BTQH, k_BTKH, v_BTKH, segment_ids_BT: as of `attention`.
+      q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind: as of `attention`. Where only some layers slide there are
+        two kernels, one of which runs.
       block_tokens: a multiple of 128. Tiles of 1024 fit into a TPU v5p's vector memory, 2048 do not.
       interpret: run the kernel in Python, on any device; for tests.
 
@@ -55,18 +59,29 @@ def splash_attention(
         for x in (q_BTQH, k_BTKH, v_BTKH)
     )
     segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, pad)))
-    kernel = splash.make_splash_mha(
-        MultiHeadMask([splash.CausalMask((T + pad, T + pad))] * Q),
-        block_sizes=_square_tiles(block),
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
 
-    def row(q_QTH, k_KTH, v_KTH, segment_ids_T) -> Any:
-        return kernel(q_QTH, k_KTH, v_KTH, splash.SegmentIds(segment_ids_T, segment_ids_T))
+    def masked_by(mask: splash.Mask) -> Any:
+        kernel = splash.make_splash_mha(
+            MultiHeadMask([mask] * Q),
+            block_sizes=_square_tiles(block),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=kind.softcap or None,
+            interpret=interpret,
+        )
 
-    return jax.vmap(row)(q_BQTH, k_BKTH, v_BKTH, segment_ids_BT).swapaxes(1, 2)[:, :T]
+        def row(q_QTH, k_KTH, v_KTH, segment_ids_T) -> Any:
+            return kernel(q_QTH, k_KTH, v_KTH, splash.SegmentIds(segment_ids_T, segment_ids_T))
+
+        return jax.vmap(row)
+
+    square = (T + pad, T + pad)
+    attend = masked_by(splash.CausalMask(square))
+    if kind.window:
+        whole, attend = attend, masked_by(splash.LocalMask(square, (kind.window - 1, 0), 0))
+        if kind.slides is not None:
+            attend = functools.partial(jax.lax.cond, kind.slides, attend, whole)
+    return attend(q_BQTH, k_BKTH, v_BKTH, segment_ids_BT).swapaxes(1, 2)[:, :T]
 
 
 def _square_tiles(block: int) -> splash.BlockSizes:

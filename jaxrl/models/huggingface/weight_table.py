@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.model_config import ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
 
@@ -91,7 +91,13 @@ def weight_table(config: ModelConfig) -> tuple[Row, ...]:
     if config.qk_norm:
         per_layer("self_attn.q_norm.weight", "H", "attention.q_norm.scale", "H")
         per_layer("self_attn.k_norm.weight", "H", "attention.k_norm.scale", "H")
-    per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
+    if config.post_norms:
+        # Gemma's name for what the others call so is the norm behind attention.
+        per_layer("post_attention_layernorm.weight", "D", "attention_post_norm.scale", "D")
+        per_layer("pre_feedforward_layernorm.weight", "D", "mlp_norm.scale", "D")
+        per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
+    else:
+        per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
     if config.num_experts:
         per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
     expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")

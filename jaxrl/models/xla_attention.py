@@ -13,16 +13,20 @@ one block of queries against one of keys:
     queries 3    -  -  #  #
 
 One tile exists at a time, in the backward pass too, which computes it again from the log-sum-exp of
-its rows. That is FlashAttention (Dao et al., 2022), written for the compiler instead of by hand.
+its rows. That is FlashAttention (Dao et al., 2022), written for the compiler instead of by hand. Tiles before
+a sliding window are not computed either, so that the cost of a layer with one is linear in the length.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxrl.models.attention_kind import AttentionKind
 
 # Large and finite: a row with every key masked gives a uniform softmax, not NaN.
 _MASKED = -1e30
@@ -33,17 +37,23 @@ def xla_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array,
+    kind: AttentionKind,
     *,
     block_tokens: int,
 ) -> jax.Array:
     """`attention` by matrix products, a tile of `block_tokens` x `block_tokens` scores at a time."""
+    arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
     if q_BTQH.shape[1] <= block_tokens:
-        return _at_once(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
-    return _in_blocks(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, block_tokens)
+        return _at_once(*arrays, kind)
+    return _in_blocks(*arrays, kind, block_tokens)
 
 
 def _at_once(
-    q_BTQH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array
+    q_BTQH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    kind: AttentionKind,
 ) -> jax.Array:
     B, T, Q, H = q_BTQH.shape
     K = k_BTKH.shape[2]
@@ -52,8 +62,12 @@ def _at_once(
         "btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32
     ) * (H**-0.5)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
+    reach = kind.reach
+    if reach is not None:
+        position_T = jnp.arange(T)
+        causal_TT &= position_T[:, None] - position_T[None, :] < reach
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    scores = jnp.where((same_BTT & causal_TT[None])[:, None, None], scores, _MASKED)
+    scores = jnp.where((same_BTT & causal_TT[None])[:, None, None], kind.capped(scores), _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v_BTKH).reshape(B, T, Q, H)
 
@@ -63,6 +77,7 @@ def _in_blocks(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array,
+    kind: AttentionKind,
     block_tokens: int,
 ) -> jax.Array:
     B, T, Q, H = q_BTQH.shape
@@ -76,28 +91,30 @@ def _in_blocks(
 
     q_NBKGCH = blocks(q_BTQH).reshape(N, B, C, K, Q // K, H).transpose(0, 1, 3, 4, 2, 5)
     k_NBKSH, v_NBKSH = (blocks(x).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, blocks(segment_ids_BT))
+    reach = None if kind.reach is None else jnp.int32(kind.reach)
+    out_NBKGCH = _blocks_attention(
+        q_NBKGCH, k_NBKSH, v_NBKSH, blocks(segment_ids_BT), reach, kind.softcap
+    )
     return out_NBKGCH.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * C, Q, H)[:, :T]
 
 
-@jax.custom_vjp
-def _blocks_attention(
-    q_NBKGCH: jax.Array, k_NBKSH: jax.Array, v_NBKSH: jax.Array, segment_ids_NBC: jax.Array
-) -> jax.Array:
-    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC)[0]
-
-
 def _forward(
-    q_NBKGCH: jax.Array, k_NBKSH: jax.Array, v_NBKSH: jax.Array, segment_ids_NBC: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    q_NBKGCH: jax.Array,
+    k_NBKSH: jax.Array,
+    v_NBKSH: jax.Array,
+    segment_ids_NBC: jax.Array,
+    reach: jax.Array | None,
+    softcap: float,
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Returns the mixed values, and what the backward pass needs."""
+    tile = functools.partial(_scores, reach=reach, softcap=softcap)
 
     def mix(query_block):
         i, first, q_BKGCH = query_block
 
         def add(j, sums):
             top_BKGC, total_BKGC, mixed_BKGCH = sums
-            scores = _scores(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
+            scores, _ = tile(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
             new_top_BKGC = jnp.maximum(top_BKGC, scores.max(-1))
             weights = jnp.exp(scores - new_top_BKGC[..., None])
             decay_BKGC = jnp.exp(top_BKGC - new_top_BKGC)
@@ -120,13 +137,17 @@ def _forward(
         return out_BKGCH, top_BKGC + jnp.log(total_BKGC)
 
     blocks = jnp.arange(len(q_NBKGCH))
-    first_N = _first_key_block(segment_ids_NBC)
+    first_N = _first_key_block(segment_ids_NBC, reach)
     out_NBKGCH, logsumexp_NBKGC = lax.map(mix, (blocks, first_N, q_NBKGCH))
-    return out_NBKGCH, (q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, out_NBKGCH, logsumexp_NBKGC)
+    operands = (q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach)
+    return out_NBKGCH, (*operands, out_NBKGCH, logsumexp_NBKGC)
 
 
-def _backward(residuals: tuple[jax.Array, ...], d_out_NBKGCH: jax.Array) -> tuple[Any, ...]:
-    q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, out_NBKGCH, logsumexp_NBKGC = residuals
+def _backward(
+    softcap: float, residuals: tuple[Any, ...], d_out_NBKGCH: jax.Array
+) -> tuple[Any, ...]:
+    q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach, out_NBKGCH, logsumexp_NBKGC = residuals
+    tile = functools.partial(_scores, reach=reach, softcap=softcap)
     dtype, scale = q_NBKGCH.dtype, q_NBKGCH.shape[-1] ** -0.5
     # What a softmax subtracts from its cotangent, sum(weights * d_weights), is out . d_out.
     shift_NBKGC = _product("nbkgch,nbkgch->nbkgc", out_NBKGCH, d_out_NBKGCH)
@@ -136,10 +157,11 @@ def _backward(residuals: tuple[jax.Array, ...], d_out_NBKGCH: jax.Array) -> tupl
 
         def add(j, sums):
             d_q_BKGCH, d_k_NBKHS, d_v_NBKHS = sums
-            scores = _scores(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
+            scores, slope = tile(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
             weights = jnp.exp(scores - logsumexp_BKGC[..., None])
             d_weights = _product("bkgch,bksh->bkgcs", d_out_BKGCH, v_NBKSH[j])
-            d_scores = (weights * (d_weights - shift_BKGC[..., None]) * scale).astype(dtype)
+            d_scores = weights * (d_weights - shift_BKGC[..., None]) * scale
+            d_scores = (d_scores if slope is None else d_scores * slope).astype(dtype)
             # Length last: the other way round the scores would be transposed, and the whole took
             # 1.7 times as long on CPU.
             d_k_BKHS = _product("bkgch,bkgcs->bkhs", q_BKGCH, d_scores)
@@ -155,7 +177,7 @@ def _backward(residuals: tuple[jax.Array, ...], d_out_NBKGCH: jax.Array) -> tupl
         return d_keys_values, d_q_BKGCH.astype(dtype)
 
     blocks = jnp.arange(len(q_NBKGCH))
-    first_N = _first_key_block(segment_ids_NBC)
+    first_N = _first_key_block(segment_ids_NBC, reach)
     zeros_NBKHS = jnp.zeros_like(k_NBKSH.swapaxes(-1, -2), jnp.float32)
     d_keys_values, d_q_NBKGCH = lax.scan(
         unmix,
@@ -163,9 +185,21 @@ def _backward(residuals: tuple[jax.Array, ...], d_out_NBKGCH: jax.Array) -> tupl
         (blocks, first_N, q_NBKGCH, d_out_NBKGCH, logsumexp_NBKGC, shift_NBKGC),
     )
     d_k_NBKSH, d_v_NBKSH = (x.swapaxes(-1, -2).astype(dtype) for x in d_keys_values)
-    return d_q_NBKGCH, d_k_NBKSH, d_v_NBKSH, None
+    return d_q_NBKGCH, d_k_NBKSH, d_v_NBKSH, None, None
 
 
+def _mixed(
+    q_NBKGCH: jax.Array,
+    k_NBKSH: jax.Array,
+    v_NBKSH: jax.Array,
+    segment_ids_NBC: jax.Array,
+    reach: jax.Array | None,
+    softcap: float,
+) -> jax.Array:
+    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach, softcap)[0]
+
+
+_blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(5,))
 _blocks_attention.defvjp(_forward, _backward)
 
 
@@ -179,17 +213,30 @@ def _scores(
     query_ids_BC: jax.Array,
     key_ids_BS: jax.Array,
     blocks_back: jax.Array,
-) -> jax.Array:
-    """Masked scores [B, K, G, C, S] of one tile, whose keys lie `blocks_back` blocks before its queries."""
+    *,
+    reach: jax.Array | None,
+    softcap: float,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Masked scores [B, K, G, C, S] of one tile, whose keys lie `blocks_back` blocks before its queries.
+
+    With a cap, its derivative by the score before it comes second, else None.
+    """
     C, H = q_BKGCH.shape[-2:]
     scores = _product("bkgch,bksh->bkgcs", q_BKGCH, k_BKSH) * (H**-0.5)
+    slope = None
+    if softcap:
+        squashed = jnp.tanh(scores / softcap)
+        scores, slope = softcap * squashed, 1 - squashed * squashed
     offset_C = jnp.arange(C)
-    causal_CS = blocks_back * C + offset_C[:, None] >= offset_C[None, :]
+    distance_CS = blocks_back * C + offset_C[:, None] - offset_C[None, :]
+    seen_CS = distance_CS >= 0
+    if reach is not None:
+        seen_CS &= distance_CS < reach
     same_BCS = query_ids_BC[:, :, None] == key_ids_BS[:, None, :]
-    return jnp.where((same_BCS & causal_CS[None])[:, None, None], scores, _MASKED)
+    return jnp.where((same_BCS & seen_CS[None])[:, None, None], scores, _MASKED), slope
 
 
-def _first_key_block(segment_ids_NBC: jax.Array) -> jax.Array:
+def _first_key_block(segment_ids_NBC: jax.Array, reach: jax.Array | None) -> jax.Array:
     """For each block of queries, int32 [N], the first block with a key that any row may look at.
 
     Two blocks have a segment in common only if the ranges of their ids overlap. The rows of
@@ -200,4 +247,9 @@ def _first_key_block(segment_ids_NBC: jax.Array) -> jax.Array:
     ids_NBC = jnp.where(segment_ids_NBC == 0, jnp.iinfo(jnp.int32).max, segment_ids_NBC)
     low_NB, high_NB = ids_NBC.min(-1), ids_NBC.max(-1)
     overlap_NNB = (low_NB[:, None] <= high_NB[None]) & (low_NB[None] <= high_NB[:, None])
-    return overlap_NNB.any(-1).argmax(1)
+    first_N = overlap_NNB.any(-1).argmax(1)
+    if reach is None:
+        return first_N
+    # The first query of a block looks back furthest.
+    N, _, C = segment_ids_NBC.shape
+    return jnp.maximum(first_N, (jnp.arange(N) * C - (reach - 1)) // C)

@@ -1,0 +1,93 @@
+"""A cache of each layer's own, and a stack of layers as a plain loop: for shallow models on CPU.
+
+There a scan copies a layer's part of a stacked cache, and its weights, to use them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models.cache.interface import Attention, CachePass, DecodeStep
+from jaxrl.models.cache.kv_cache import KVCache, put_token
+from jaxrl.models.cache.row_cache import RowCache
+from jaxrl.models.compute import LayerFunction
+from jaxrl.models.decoder import Decoder
+
+Layers = tuple[KVCache, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerCache(RowCache):
+    """Caches that are tuples of L caches [B, ..]."""
+
+    def empty(self, rows: int, capacity: int) -> Layers:
+        """See `CacheKind.empty`."""
+        return tuple(self.shape.empty_layer(rows, capacity) for _ in range(self.shape.num_layers))
+
+    def buffer(self, rows: int, tokens: int) -> Layers:
+        """See `CacheKind.buffer`."""
+        return self.empty(rows, tokens)
+
+    def put(self, buffer: Layers, new: Layers, i: jax.Array) -> Layers:
+        """See `CacheKind.put`."""
+        return tuple(put_token(old, one, i) for old, one in zip(buffer, new, strict=True))
+
+    def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
+        """See `CacheKind.prefill`."""
+
+        def kept(stacked: KVCache) -> Layers:
+            layers = range(self.shape.num_layers)
+            return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers)
+
+        return self._whole(attention, segment_ids_BT)._replace(kept=kept)
+
+    def extend(self, model: Decoder, cache: Layers, length_B: jax.Array) -> CachePass:
+        """See `CacheKind.extend`."""
+        layers = _one_by_one(model)
+        return CachePass(self._attend_chunk, cache, length_B, kept=tuple, layers=layers)
+
+    def decoding(self, model: Decoder, cache: Layers, length_B: jax.Array) -> DecodeStep:
+        """See `CacheKind.decoding`."""
+        layers = _one_by_one(model)
+
+        def step(buffer: Layers, i: jax.Array, _: jax.Array) -> CachePass:
+            caches = tuple(zip(cache, buffer, strict=True))
+            lengths = (length_B, jnp.full_like(length_B, i))
+            return CachePass(self._attend_token, caches, lengths, kept=tuple, layers=layers)
+
+        return step
+
+
+def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any]]]:
+    """What `models.compute.scan_layers` does, with arrays that belong to one layer each.
+
+    The weights are taken apart here, once, so that a loop around the stack does not do it in every round.
+
+    Returns:
+      A function of the arguments of `scan_layers`, except that `per_layer` is a sequence of L trees, and
+      that so is what it returns of each layer. The stacked weights that it is given it ignores.
+    """
+    _, stacked = nnx.split(model.layers)
+    layers = [
+        (jax.tree.map(lambda w, i=i: w[i], stacked), slides)
+        for i, slides in enumerate(model.config.sliding_layers)
+    ]
+
+    def run(
+        layer: LayerFunction, x_BTD: jax.Array, _: Any, per_layer: Any, per_row: Any, *, unroll: int
+    ) -> tuple[jax.Array, tuple[Any, Any]]:
+        del unroll
+        outs, sums = [], []
+        for one_layer, layer_in in zip(layers, per_layer, strict=True):
+            x_BTD, (out, of_rows) = layer(x_BTD, one_layer, layer_in, per_row)
+            outs.append(out)
+            sums.append(of_rows)
+        return x_BTD, (tuple(outs), tuple(sums))
+
+    return run

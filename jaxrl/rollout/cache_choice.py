@@ -1,0 +1,65 @@
+"""Which kind of cache an engine keeps: what its devices, its mesh and its settings allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl.mesh.devices import platform_of
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of
+from jaxrl.models.cache.interface import CacheKind
+from jaxrl.models.cache.kv_cache import CacheShape
+from jaxrl.models.cache.per_layer_cache import PerLayerCache
+from jaxrl.models.cache.stacked_cache import StackedCache
+from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.past_attention import past_attention
+
+
+def choose_cache(
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: Any,
+    kv_dtype: Any,
+    unroll: int = 1,
+    decode_attention: str = "auto",
+) -> CacheKind:
+    """The cache for a model on a mesh.
+
+    Args:
+      model: whose keys and values.
+      mesh: the devices, laid out for generation.
+      dtype: of queries.
+      kv_dtype: of the cache.
+      unroll: layers per iteration of the layer scan; with all of them every layer has its own cache.
+      decode_attention: "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
+
+    Raises:
+      UserError: `decode_attention` is unknown or cannot run there.
+    """
+    platform = platform_of(mesh)
+    shape = CacheShape(
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        kv_dtype,
+        keys_last="length" if platform in (None, "cpu") else "head_dim",
+    )
+    one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
+    implementation = pick_decode_implementation(
+        platform,
+        dtype,
+        kv_dtype,
+        model.head_dim,
+        decode_attention,
+        plain=not any(model.sliding_layers) and not model.attention_softcap,
+    )
+    if implementation != "xla":
+        kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
+        # A pipeline hands every layer its cache; else a kernel finds a layer's part by its number.
+        return StackedCache(shape, kernel, by_number=one_stage)
+    if unroll >= model.num_layers and one_stage:
+        return PerLayerCache(shape)
+    return StackedCache(shape)
