@@ -71,8 +71,8 @@ def test_a_resumed_run_judges_the_same():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"accuracy_loss": 0}, "accuracy_loss 0 is no share"),
-        ({"accuracy_loss": float("nan")}, "accuracy_loss nan is no share"),
+        ({"accuracy_loss": 0}, "accuracy_loss 0 is not positive"),
+        ({"accuracy_loss": float("nan")}, "accuracy_loss nan is not a number"),
         ({"reward_loss": -1}, "reward_loss -1 is below 0"),
         ({"reward_loss": float("inf")}, "reward_loss inf"),
         ({"ranges": {"a": 1}}, r"ranges\.a is 1; give two numbers"),
