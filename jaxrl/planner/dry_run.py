@@ -6,9 +6,10 @@
                                 +-- shard_shape of every array that stays: bytes per device
                                 +-- the update's layer scan: what the backward pass keeps of the layers
 
-Covered: everything that lives from one program to the next, and the two largest things inside the update.
-Not covered: other temporaries of the compiled programs, which only compiling them can tell; so totals are
-lower bounds. The reference, critic and reward models of other recipes.
+Covered: everything of the actor that lives from one program to the next, and the two largest things inside
+its update; weights and optimiser state of roles that share its devices. Not covered: other temporaries of the
+compiled programs, which only compiling them can tell; so totals are lower bounds. Nor are programs of other
+roles, and whatever else the caller names as left out, which the table repeats.
 
 R rows of a microbatch   T tokens of a row   L layers   S slots
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +44,9 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.packed_model import PackedModel, TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.value import Critic
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Assignment, DecodeState, Engine
 from jaxrl.rollout.sampling import untruncated
@@ -64,6 +66,7 @@ DEVICE_MEMORY_GB = {
 
 _GB = 1e9
 _PLAIN_WIDTH = 200
+_OFFLOADED = "in host memory while sampling"
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence"})
 
 
@@ -77,6 +80,8 @@ class BatchFlow:
       num_prompts: groups a step learns from.
       num_samples: G, samples of each prompt.
       shape: [U, M, R, T] of the packed sequences.
+      keeps_mixed_groups: only groups with right and wrong answers count (dynamic sampling).
+      greedy_answers: every prompt gets a greedy answer besides.
     """
 
     generation_prompts: int
@@ -84,6 +89,23 @@ class BatchFlow:
     num_prompts: int
     num_samples: int
     shape: PackedShape
+    keeps_mixed_groups: bool = False
+    greedy_answers: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Companion:
+    """A role on the actor's devices.
+
+    Attributes:
+      name: of the role.
+      model: its shape.
+      optim: how it learns; None if it does not. What learns is a critic, with a head of one score.
+    """
+
+    name: str
+    model: ModelConfig
+    optim: OptimConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +137,14 @@ class DryRun:
       layout: of its mesh.
       holdings: what lies on the devices.
       flow: (what, how many) of a step, in the order in which they happen.
+      left_out: (what, why) is not among all this.
     """
 
     title: str
     layout: ParallelLayout
     holdings: tuple[Holding, ...]
     flow: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def sampling_bytes(self) -> int:
@@ -161,6 +185,10 @@ class DryRun:
         table.add_section()
         for event, amount in self.flow:
             table.add_row(event, amount, "", "")
+        if self.left_out:
+            table.add_section()
+        for name, reason in self.left_out:
+            table.add_row(f"not counted: {name}", reason, "", "")
         return table
 
     def show(self, console: Console | None = None) -> None:
@@ -197,8 +225,12 @@ def dry_run(
     objective: Objective,
     flow: BatchFlow,
     tables: StateTables = ZERO["FSDP"],
+    offload: bool = False,
+    companions: Sequence[Companion] = (),
+    notes: Sequence[tuple[str, str]] = (),
+    left_out: Sequence[tuple[str, str]] = (),
 ) -> DryRun:
-    """Traces every program of a run on a mesh without devices.
+    """Traces every program of an actor on a mesh without devices, and counts what lies beside it.
 
     Args:
       title: of the run.
@@ -206,6 +238,10 @@ def dry_run(
       train, optim, temperature, objective, tables: as the actor takes them.
       engine: what it samples with.
       flow: batches of a step.
+      offload: training states wait in pinned host memory while their role is idle, and frozen weights do.
+      companions: roles on the same devices.
+      notes: (what, which) to be told with the flow.
+      left_out: (what, why) of what the caller knows to be missing.
 
     Raises:
       UserError: something does not divide over the layout.
@@ -228,10 +264,12 @@ def dry_run(
     rollout = _trace_rollout(actor, backend.engine)
     update = _trace_learning(actor, state, batch, objective)
     holdings = (
-        *_weights(layout, state, rollout, engine),
+        *_weights(layout, state, rollout, engine, model, offload=offload),
+        *(h for c in companions for h in _beside(c, actor, layout, offload=offload)),
         *_activations(actor, layout, train, flow.shape, batch, update),
     )
-    return DryRun(title, layout, holdings, _describe_flow(flow, actor, engine, train))
+    described = (*notes, *_describe_flow(flow, actor, engine, train))
+    return DryRun(title, layout, holdings, described, tuple(left_out))
 
 
 # Tracing: each runs the real methods on shapes, so that whatever does not fit raises here.
@@ -371,16 +409,30 @@ _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
 
 
 def _weights(
-    layout: ParallelLayout, state: TrainState, rollout: _Rollout, engine: EngineConfig
+    layout: ParallelLayout,
+    state: TrainState,
+    rollout: _Rollout,
+    engine: EngineConfig,
+    model: ModelConfig,
+    *,
+    offload: bool,
 ) -> list[Holding]:
     """What outlives a program."""
-    trained = f"float32, {_train_name(layout)}"
+    adapters = f", adapters of rank {model.lora.rank} included" if model.lora.rank else ""
+    trained = f"float32, {_train_name(layout)}{adapters}"
+    like = f"like the {'adapters' if adapters else 'weights'}"
+    of_optimizer = f"float32, {_train_name(layout)}, {_OFFLOADED if offload else like}"
     # [L, S, K, H, C], or of one layer
     keys = jax.tree.leaves(rollout.slots.context.cache)[0]
     _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
     return [
-        _holding("actor in training", trained, state.params),
-        _holding("optimiser state", f"{trained}, like the weights", state.opt_state),
+        _holding(
+            "actor in training",
+            f"{trained}, {_OFFLOADED}" if offload else trained,
+            state.params,
+            sampling=not offload,
+        ),
+        _holding("optimiser state", of_optimizer, state.opt_state, sampling=not offload),
         dataclasses.replace(
             _holding(
                 "actor in generation",
@@ -395,6 +447,29 @@ def _weights(
             rollout.slots,
             learning=False,
         ),
+    ]
+
+
+def _beside(
+    role: Companion, actor: Actor, layout: ParallelLayout, *, offload: bool
+) -> list[Holding]:
+    """What a role on the actor's devices keeps there."""
+    where = f"float32, {_train_name(layout)}"
+    name = role.name.replace("_", " ")
+    common: Any = {"train": actor.train, "tables": actor.tables}
+    if role.optim is None:
+        frozen = PackedModel(role.model, actor.mesh, **common)
+        where = f"{where}, in host memory between calls" if offload else where
+        weights = frozen.abstract_params()
+        return [
+            _holding(f"{name}, frozen", where, weights, sampling=not offload, learning=not offload)
+        ]
+    state = Critic(
+        role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common
+    ).abstract_state()
+    return [
+        _holding(f"{name} in training", where, state.params),
+        _holding(f"{name}, optimiser state", f"{where}, like the weights", state.opt_state),
     ]
 
 
@@ -470,12 +545,15 @@ def _describe_flow(
     sampled = flow.generation_prompts * flow.num_samples
     sequences = flow.num_prompts * flow.num_samples
     shards = shards_of("batch", GENERATE_RULES, actor.mesh)
+    batches = f"; at most {flow.max_generation_batches} batches a step"
+    greedy = f", and {flow.generation_prompts:,} greedy ones"
+    which = "with right and wrong answers" if flow.keeps_mixed_groups else "all of them"
     return (
         (
             "generation batch",
             f"{flow.generation_prompts:,} prompts x {flow.num_samples} samples = {sampled:,} responses of "
-            f"at most {engine.max_response_tokens:,} tokens; at most {flow.max_generation_batches} "
-            "batches a step",
+            f"at most {engine.max_response_tokens:,} tokens"
+            f"{greedy if flow.greedy_answers else ''}{batches if flow.keeps_mixed_groups else ''}",
         ),
         (
             "decoding",
@@ -489,7 +567,7 @@ def _describe_flow(
         ),
         (
             "groups kept",
-            f"{flow.num_prompts:,} with right and wrong answers = {sequences:,} sequences",
+            f"{flow.num_prompts:,}, {which} = {sequences:,} sequences",
         ),
         (
             "learning",
@@ -497,7 +575,10 @@ def _describe_flow(
             f"{T:,} tokens",
         ),
         *_describe_pipelines(flow, actor, engine, train),
-        ("programs", "to_generate, prefill, insert, generate, logprobs, update: all traced"),
+        (
+            "programs of the actor",
+            "to_generate, prefill, insert, generate, logprobs, update: all traced",
+        ),
     )
 
 

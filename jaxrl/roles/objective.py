@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxrl.algos.aggregation import Aggregation, token_mean
+from jaxrl.algos.moments import Tally
 
 Stats: TypeAlias = dict[str, jax.Array]
 # (what the role computes of a microbatch, the microbatch) -> (loss, stats), all [R, T].
@@ -29,6 +30,25 @@ def _nothing(outputs: Any, micro: Any) -> Stats:
 
 
 @dataclasses.dataclass(frozen=True)
+class InnerCorrection:
+    """What is changed in a microbatch that only the policy being trained can tell.
+
+    Attributes:
+      apply: (outputs, microbatch) -> (microbatch, tally): the same with other weights, and without the tokens
+        that are to be left out of everything; and statistics, which are added up.
+      norm_factor: (tally of a minibatch) -> what its gradient is divided by besides the count.
+      metrics: (tally of each minibatch, along the first axis) -> metrics of the step.
+      ends_late: tokens may be left out, or the factor is not 1: what the loss is divided by is known only at
+        the end of the minibatch.
+    """
+
+    apply: Callable[[Any, Any], tuple[Any, Tally]]
+    norm_factor: Callable[[Tally], jax.Array | float]
+    metrics: Callable[[Tally], Stats]
+    ends_late: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """What an update minimises. The same object must come back each step, or it is compiled again.
 
@@ -38,8 +58,7 @@ class Objective:
       aggregation: how token losses add up to the loss of a minibatch.
       stats: how stats do.
       prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
-      keep: (outputs, microbatch) -> [R, T], 0 on tokens to leave out of everything that is to be computed,
-        where only the policy being trained can tell; None keeps all.
+      correction: inside the loss; None has none.
       largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
     """
@@ -48,6 +67,6 @@ class Objective:
     aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
     stats: Aggregation = dataclasses.field(default_factory=token_mean)
     prepare: Callable[[Any, jax.Array], Any] = _as_it_is
-    keep: Callable[[Any, Any], jax.Array] | None = None
+    correction: InnerCorrection | None = None
     largest: Callable[[Any, Any], Stats] = _nothing
     needs_reference: bool = False
