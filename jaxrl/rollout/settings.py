@@ -59,6 +59,7 @@ class EngineConfig(EngineSettings):
     Attributes:
       max_prompt_tokens: T.
       max_response_tokens: R, end-of-sequence included.
+      context_tokens: of a prompt and its response together; 0 is T + R.
       stop_ids: ids that end a response.
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
       context_tokens: of a prompt and its response together; 0 is T + R.
@@ -67,6 +68,7 @@ class EngineConfig(EngineSettings):
     max_prompt_tokens: Annotated[int, token_count(1)]
     max_response_tokens: Annotated[int, token_count(1)]
     stop_ids: tuple[Annotated[int, at_least(0)], ...]
+    context_tokens: Annotated[int, token_count(0)] = 0
     attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
     context_tokens: Annotated[int, token_count(0)] = 0
 

@@ -40,8 +40,6 @@ from jaxrl.rollout.settings import EngineConfig, EngineSettings
 
 # Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
 _SHORTEST_CONTEXT = 2048
-# Prompts are prefilled so many tokens at a time: what a layer makes of all of a long one may not fit.
-_PREFILL_CHUNK = 2048
 # Share of a device's memory that weights and caches may take; the rest is for temporaries of programs.
 _MEMORY_SHARE = 0.8
 
@@ -79,6 +77,8 @@ class ServeConfig(EngineSettings):
     # Few requests at a time are the rule, and the last of them are waited for.
     fewest_rows: Annotated[int, count(1)] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
+    # What a layer makes of all of a long prompt at once may not fit.
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 8
@@ -251,8 +251,9 @@ def _context_of(directory: pathlib.Path) -> int:
 def _engine_config(
     config: ServeConfig, lengths: Lengths, stop_ids: tuple[int, ...]
 ) -> EngineConfig:
+    chunk = min(config.prefill_chunk_tokens, lengths.context)
     return EngineConfig(
-        **config.engine_settings(prefill_chunk_tokens=min(_PREFILL_CHUNK, lengths.context)),
+        **config.engine_settings(prefill_chunk_tokens=chunk),
         max_prompt_tokens=lengths.prompt,
         max_response_tokens=lengths.response,
         context_tokens=lengths.context,

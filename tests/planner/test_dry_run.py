@@ -7,7 +7,6 @@ import resource
 import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -194,7 +193,7 @@ def test_counts_what_real_arrays_take():
 def test_weights_that_need_not_move_are_counted_once():
     alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()))
     assert holding(alone, "actor in generation").bytes_per_device == 0
-    half = dataclasses.replace(TINY_ENGINE, dtype=jnp.bfloat16)
+    half = dataclasses.replace(TINY_ENGINE, dtype="bfloat16")
     alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()), engine=half)
     assert holding(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
 

@@ -424,7 +424,7 @@ def test_without_stop_ids_every_response_fills_the_limit(expected):
 
 
 def test_half_precision_rollout_stays_close_to_the_trainer():
-    config = dataclasses.replace(BASE, dtype=jnp.bfloat16)
+    config = dataclasses.replace(BASE, dtype="bfloat16")
     low = sample(actor_of(config=config))
     gaps = []
     for prompt, response, logprob, _ in answers(low):

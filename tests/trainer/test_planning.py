@@ -120,10 +120,12 @@ def test_pools_of_a_placement_are_told_apart():
 
 
 def test_what_waits_in_host_memory_is_not_counted_while_sampling():
-    here, parked = plan_of("ppo_tiny"), plan_of("ppo_tiny", mesh__park_training_state="True")
+    here, offloaded = plan_of("ppo_tiny"), plan_of("ppo_tiny", mesh__offload_training_state="True")
 
     def spared(phase: str) -> set[str]:
-        each = [{h.name for h in found.holdings if getattr(h, phase)} for found in (here, parked)]
+        each = [
+            {h.name for h in found.holdings if getattr(h, phase)} for found in (here, offloaded)
+        ]
         return each[0] - each[1]
 
     assert spared("sampling") == {"actor in training", "optimiser state", "reference, frozen"}
