@@ -30,6 +30,10 @@ B, T = 8, 8
 DENSE = ModelConfig(
     vocab_size=16, num_layers=4, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
 )
+# Stages whose layers differ in kind.
+WINDOWED = dataclasses.replace(
+    DENSE, sliding_window=2, layer_pattern=("sliding",) * 3 + ("full",), rope_local_theta=100.0
+)
 MIXTURE = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2)
 
 
@@ -71,8 +75,8 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
         )
         params = jax.device_put(params, shardings(axes, shapes, TRAIN_RULES, mesh))
 
-    def attend(q, k, v, _, segments):
-        return attend_rows(q, k, v, segments), None
+    def attend(q, k, v, kind, _, segments):
+        return attend_rows(q, k, v, segments, kind), None
 
     def loss(params, tokens, positions, segments, weights):
         decoder = nnx.merge(graph, params)
@@ -112,10 +116,11 @@ def expected(model):
     [
         (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
         (DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
+        (WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
         pytest.param(MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.slow),
         (MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
     ],
-    ids=["p=2", "p=4", "experts", "context, one microbatch"],
+    ids=["p=2", "p=4", "windows", "experts", "context, one microbatch"],
 )
 def test_losses_gradients_and_logprobs_are_those_of_one_device(model, layout, settings):
     program, arguments = compiled(model, mesh_of(**layout), **settings)

@@ -340,6 +340,18 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
         np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
 
 
+@pytest.mark.parametrize("unroll", [1, 2], ids=["one stack", "layer by layer"])
+def test_the_largest_state_is_described_without_being_allocated(unroll):
+    engine = actor_of(config=dataclasses.replace(BASE, unroll=unroll)).engine
+    described = engine.abstract_decode_state()
+    whole = engine.init_decode_state()
+    jax.tree.map(
+        lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail(), described, whole
+    )
+    cache = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.context.cache))
+    assert engine.cache_bytes(BASE.slots, whole.capacity) == cache
+
+
 def test_a_kernel_without_windows_is_not_asked_for_them(monkeypatch):
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     model = dataclasses.replace(WINDOWED, head_dim=128)

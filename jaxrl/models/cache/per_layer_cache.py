@@ -19,16 +19,17 @@ from jaxrl.models.cache.row_cache import RowCache
 from jaxrl.models.compute import LayerFunction
 from jaxrl.models.decoder import Decoder
 
-Layers = tuple[KVCache, ...]
+# No tuple: in a tree of logical axes that is the axes of one array.
+Layers = list[KVCache]
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerCache(RowCache):
-    """Caches that are tuples of L caches [B, ..]."""
+    """Caches that are lists of L caches [B, ..]."""
 
     def empty(self, rows: int, capacity: int) -> Layers:
         """See `CacheKind.empty`."""
-        return tuple(self.shape.empty_layer(rows, capacity) for _ in range(self.shape.num_layers))
+        return [self.shape.empty_layer(rows, capacity) for _ in range(self.shape.num_layers)]
 
     def buffer(self, rows: int, tokens: int) -> Layers:
         """See `CacheKind.buffer`."""
@@ -36,21 +37,21 @@ class PerLayerCache(RowCache):
 
     def put(self, buffer: Layers, new: Layers, i: jax.Array) -> Layers:
         """See `CacheKind.put`."""
-        return tuple(put_token(old, one, i) for old, one in zip(buffer, new, strict=True))
+        return [put_token(old, one, i) for old, one in zip(buffer, new, strict=True)]
 
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
         """See `CacheKind.prefill`."""
 
         def kept(stacked: KVCache) -> Layers:
             layers = range(self.shape.num_layers)
-            return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers)
+            return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers]
 
         return self._whole(attention, segment_ids_BT)._replace(kept=kept)
 
     def extend(self, model: Decoder, cache: Layers, length_B: jax.Array) -> CachePass:
         """See `CacheKind.extend`."""
         layers = _one_by_one(model)
-        return CachePass(self._attend_chunk, cache, length_B, kept=tuple, layers=layers)
+        return CachePass(self._attend_chunk, cache, length_B, kept=list, layers=layers)
 
     def decoding(self, model: Decoder, cache: Layers, length_B: jax.Array) -> DecodeStep:
         """See `CacheKind.decoding`."""
@@ -59,7 +60,7 @@ class PerLayerCache(RowCache):
         def step(buffer: Layers, i: jax.Array, _: jax.Array) -> CachePass:
             caches = tuple(zip(cache, buffer, strict=True))
             lengths = (length_B, jnp.full_like(length_B, i))
-            return CachePass(self._attend_token, caches, lengths, kept=tuple, layers=layers)
+            return CachePass(self._attend_token, caches, lengths, kept=list, layers=layers)
 
         return step
 

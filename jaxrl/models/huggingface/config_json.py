@@ -404,7 +404,8 @@ def _rope(
     theta_of = settings if "rope_theta" in settings else values
     theta = number(theta_of, "rope_theta", origin, absent=architecture.rope_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in _ROPE_KEYS:
+    # A tuple, since what a file says need not have a hash.
+    if kind not in tuple(_ROPE_KEYS):
         raise UserError(
             f"{where} has rope_type {shown(kind)}, but only {', '.join(_ROPE_KEYS)} are supported; "
             "choose a checkpoint with one of these, or remove the scaling for texts of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.checks import MAX_LAYERS
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.architectures import Architecture, WindowKeys
 from jaxrl.models.huggingface.json_values import boolean, integer, shown
@@ -27,6 +28,11 @@ def read_windows(
       UserError: layers are of kinds that the decoder or the architecture does not have.
     """
     num_layers = integer(values, "num_hidden_layers", origin)
+    if num_layers > MAX_LAYERS:
+        raise UserError(
+            f"{origin}: num_hidden_layers is {num_layers}, above {MAX_LAYERS:,}; copy the published "
+            "file again"
+        )
     sliding = _sliding(values, architecture, num_layers, origin)
     if not any(sliding):
         return 0, ("full",)
