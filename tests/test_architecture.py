@@ -23,6 +23,7 @@ LINES = (
     ("rollout", "rewards", "data"),
     ("roles",),
     ("recipes", "planner"),
+    ("tracking",),
     ("trainer",),
     ("launch", "configs"),
 )
@@ -30,7 +31,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
-    ("jaxrl/trainer/metrics.py", "wandb"): "extra `wandb`",
+    ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.http_server"): "extra `serve`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",

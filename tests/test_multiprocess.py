@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config
-from jaxrl.trainer.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPE = """

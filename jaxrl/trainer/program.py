@@ -12,13 +12,13 @@ from jaxrl.mesh.devices import abstract_mesh, simulate
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner import dry_run as planner
+from jaxrl.tracking.metrics import ensure_writable
 from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.export import keep_model_files
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.metrics import ensure_writable
 from jaxrl.trainer.recipe import check_recipe, policy_objective
 from jaxrl.trainer.reinforce import reinforce
 from jaxrl.trainer.run_folder import note_config, write_run_report

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.tracking.metrics import METRICS_FILE, read_metrics, write_atomically
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
-from jaxrl.trainer.metrics import METRICS_FILE, read_metrics, write_atomically
 from jaxrl.trainer.recipe import title_of
 from jaxrl.trainer.setup import Parts
 from jaxrl.types import Scored

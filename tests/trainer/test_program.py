@@ -17,6 +17,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.config import (
     Config,
@@ -28,7 +29,6 @@ from jaxrl.trainer.config import (
     SourceConfig,
     WarmStartConfig,
 )
-from jaxrl.trainer.metrics import read_metrics
 
 # What the clock says differs from run to run.
 CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")

@@ -12,9 +12,9 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
-from jaxrl.trainer.metrics import read_metrics
 from jaxrl.trainer.setup import build_parts, packed_shape, supervised_stream
 
 MODEL = ModelConfig(

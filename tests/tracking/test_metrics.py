@@ -9,8 +9,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxrl.errors import UserError
-from jaxrl.trainer import metrics
-from jaxrl.trainer.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
+from jaxrl.tracking import metrics
+from jaxrl.tracking.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
 
 
 def _run(directory, steps, **kwargs):
