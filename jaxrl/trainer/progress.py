@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.tracking.metrics import held_out_accuracy
+from jaxrl.tracking.metrics import evaluation_accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,7 +151,7 @@ class Progress:
         self._step = step
         self._held_out |= {
             name: self._entry(f"held-out {name.rsplit(' ', 1)[0]}", accuracy, _percent)
-            for name, accuracy in held_out_accuracy(metrics).items()
+            for name, accuracy in evaluation_accuracy(metrics).items()
         }
         self._entries = [
             *(self._entry(*shown) for shown in _present(_BEFORE_HELD_OUT, metrics)),

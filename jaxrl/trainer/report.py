@@ -21,7 +21,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxrl.tracking.metrics import held_out_accuracy, write_atomically
+from jaxrl.tracking.metrics import evaluation_accuracy, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -301,7 +301,7 @@ def _accuracy_html(stage: Stage) -> str:
 
 
 def _held_out_series(rows: Sequence[dict[str, Any]]) -> list[_Series]:
-    points = [{"step": row["step"], **held_out_accuracy(row)} for row in rows]
+    points = [{"step": row["step"], **evaluation_accuracy(row)} for row in rows]
     names = sorted({name for point in points for name in point} - {"step"})
     found = [_series(name, name, points) for name in names]
     return [series for series in found if series.values.size]
