@@ -77,7 +77,7 @@ def _samples_path(config: Config, when: str) -> pathlib.Path:
 def write_run_report(parts: Parts) -> pathlib.Path:
     """Writes one HTML page about the whole run; returns its path."""
     # Drawing libraries take a second to import, which only this last event has to wait for.
-    from jaxrl.trainer import report
+    from jaxrl.tracking import report
 
     config = parts.config
     rows = {
@@ -85,13 +85,13 @@ def write_run_report(parts: Parts) -> pathlib.Path:
         "Preferences": _rows(config.run_folder / "preference"),
         "Warm start (SFT)": _rows(config.warm_start_folder),
     }
-    stages = [report.Stage(title, found) for title, found in rows.items() if found]
+    sections = [report.Section(title, found) for title, found in rows.items() if found]
     path = config.run_folder / "report.html"
     report.write_report(
         path,
         title=f"{config.name}, seed {config.seed}",
         summary=_summary(parts, rows),
-        stages=stages,
+        sections=sections,
         samples=[
             report.SamplePair(
                 before["prompt"],
@@ -139,8 +139,8 @@ def _summary(parts: Parts, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]
     kind = parts.mesh_of("actor").devices.flat[0].device_kind
     lines = []
     if accuracy:
-        lines.append(("held-out accuracy before", f"{accuracy[0]:.1%}"))
-        lines.append(("held-out accuracy after", f"{accuracy[-1]:.1%}"))
+        lines.append(("evaluation accuracy before", f"{accuracy[0]:.1%}"))
+        lines.append(("evaluation accuracy after", f"{accuracy[-1]:.1%}"))
     if entropy:
         lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
     lines += [
