@@ -16,11 +16,11 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.metrics import MetricsWriter, Timers, WandbOptions
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.checkpoint import Checkpoints
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import flatten_config
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.progress import Progress
 
 # A log of a stage with quick steps has a line now and then, not a thousand.
 _LINE_EVERY_S = 2.0
