@@ -22,7 +22,7 @@ LINES = (
     ("user_code",),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
-    ("roles",),
+    ("roles", "serving"),
     ("recipes", "planner"),
     ("tracking",),
     ("trainer",),
