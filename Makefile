@@ -4,47 +4,54 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 SEED ?= 0
 # What is installed besides jaxrl itself. EXTRAS=dev,parity adds torch and Transformers, which some
-# tests compare with; they skip without them.
+# tests compare with; they skip without them, and fail where their extra is named but not there.
 EXTRAS ?= dev
+comma := ,
+# A stamp per extra, so that one named later is installed then, and one that is there is not again.
+INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))
+PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .PHONY: demo test test-all check format clean
 
-demo: $(STAMP)
+demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
 
-test: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PARALLEL)
+test: $(INSTALLED)
+	$(PYTEST) $(PARALLEL)
 
-test-all: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PARALLEL) -m ""
+test-all: $(INSTALLED)
+	$(PYTEST) $(PARALLEL) -m ""
 
 # What pre-commit and CI run: format, lint, types, tests.
-check: $(STAMP)
+check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(MAKE) test
 
-format: $(STAMP)
+format: $(INSTALLED)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-$(STAMP): pyproject.toml
+# `&:` runs this once for all stamps; make before 4.3 reads a target of its own, and does the same.
+$(INSTALLED) &: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "error: $(PYTHON) was not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $$($(PYTHON) --version) is too old; jaxrl needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	  echo "error: $(PYTHON) lacks the venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, tomllib; known = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  wrong = set(filter(None, sys.argv[1].split(","))) - set(known); \
+	  wrong and sys.exit(f"error: EXTRAS names {sorted(wrong)}; known are {sorted(known)}")' '$(EXTRAS)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
-	@touch $@
+	@touch $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl.errors import UserError
 
 
-def load_function(path: str, what: str) -> Callable[..., Any]:
+def load_function(path: str, what: str, *, takes: Sequence[str]) -> Callable[..., Any]:
     """The function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
       what: it is called in errors.
+      takes: what it will be called with, a name for each positional argument.
 
     Raises:
-      UserError: the path has another form, its module cannot be imported, or has no such function.
+      UserError: the path has another form, its module cannot be imported or has no such function, or the
+        function cannot be called so.
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
@@ -52,7 +55,22 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
         raise UserError(
             f"{what} {path!r} is {type(function).__name__}, which cannot be called; name a function"
         )
+    _check_takes(function, path, what, takes)
     return function
+
+
+def _check_takes(function: Callable[..., Any], path: str, what: str, takes: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise UserError(
+            f"{what} {path!r} is {path.rpartition(':')[2]}{signature}, which cannot be called with "
+            f"({', '.join(takes)}): {error}; give it these arguments"
+        ) from error
 
 
 def _named_module(path: str, where: str, what: str) -> types.ModuleType:

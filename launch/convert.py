@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface_config import read_config
-from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.models.huggingface_export import check_shard_bytes, save_checkpoint
 from jaxrl.models.huggingface_files import check_new, copy_companions, new_directory
 from jaxrl.models.huggingface_weights import checkpoint_dtype, load_params
 from jaxrl.trainer.export import export_run
@@ -68,7 +68,12 @@ def _restore(path: pathlib.Path, shapes: Any, dtype: str | None) -> Params:
         )
 
     with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(path.absolute()).item_metadata.tree
+        metadata = checkpointer.metadata(path.absolute()).item_metadata
+        if metadata is None:
+            raise UserError(
+                f"{path} holds no Orbax checkpoint; name a directory that this command wrote with --to orbax"
+            )
+        saved = metadata.tree
         if _shapes_by_name(saved) != _shapes_by_name(shapes):
             raise UserError(
                 f"{path} does not hold the model that {path.parent / 'config.json'} describes; "
@@ -117,10 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
+        check_shard_bytes(args.max_shard_bytes)
         if (args.source, args.target) == ("hf", "orbax"):
             hf_to_orbax(args.path, args.out, dtype=args.dtype)
+            print(f"{args.out} holds the model of {args.path}")
         elif (args.source, args.target) == ("orbax", "hf"):
             orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+            print(f"{args.out} holds the model of {args.path}")
         elif (args.source, args.target) == ("run", "hf"):
             step = export_run(
                 args.path,

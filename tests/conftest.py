@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from memory import drop_compiled_programs
 
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -37,6 +38,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.
 hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("jaxrl")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """What a file of tests has compiled goes when its last fixture has gone."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        drop_compiled_programs(item.module)
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ DAPO_32B = {
     "evaluation.temperature": 1.0,
     "evaluation.top_p": 0.7,  # rollout.val_kwargs.top_p
     "run.save_every": 5,  # trainer.save_freq
-    "run.resume": True,  # trainer.resume_mode auto
+    "run.resume": "auto",  # trainer.resume_mode auto
     "warm_start.num_steps": 0,
     "model.rms_norm_eps": 1e-5,
     "model.vocab_size": 152_064,

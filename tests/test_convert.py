@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -104,6 +105,10 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, convert, source, caps
     assert "--from hf --to hf converts nothing" in complaint(to="hf")
     assert "config.json does not exist" in complaint(path=tmp_path / "nowhere")
     assert "params does not exist" in complaint(**{"from": "orbax", "to": "hf"})
+    assert "max_shard_bytes -1 is below 1" in complaint(max_shard_bytes=-1)
+    assert "max_shard_bytes 0 is below 1" in complaint(max_shard_bytes=0)
+    assert "config.json does not exist, since" in complaint(path=source / "config.json")
+    assert "out cannot be made" in complaint(out=source / "config.json" / "out")
 
 
 def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, source, capsys):
@@ -116,6 +121,14 @@ def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, sour
         assert convert(**options) == 2
         assert "params does not hold the model that" in capsys.readouterr().err
         assert not (tmp_path / "hf").exists()
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path, convert, source, capsys):
+    (tmp_path / "params").mkdir()
+    shutil.copy(source / "config.json", tmp_path)
+    options = {"from": "orbax", "path": tmp_path, "to": "hf", "out": tmp_path / "hf"}
+    assert convert(**options) == 2
+    assert "params holds no Orbax checkpoint" in capsys.readouterr().err
 
 
 def test_the_script_runs(tmp_path):

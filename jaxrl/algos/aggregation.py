@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos.segments import last_tokens, masked, segment_count
+from jaxrl.checks import positive
 
 
 class Counts(NamedTuple):
@@ -100,7 +101,7 @@ def seq_mean_token_mean() -> Aggregation:
     return Aggregation(weigh, lambda counts: counts.sequences)
 
 
-def seq_mean_token_sum_norm(*, scale: float) -> Aggregation:
+def seq_mean_token_sum_norm(*, scale: Annotated[float, positive()]) -> Aggregation:
     """Sum over each sequence by a constant, mean over sequences: Dr. GRPO, arXiv 2503.20783 section 3.2.
 
     Args:

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.algos.ratio import Loss, bounded_log_ratio, flag, surrogate
+from jaxrl.algos.ratio import ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked
+from jaxrl.checks import at_least, between, finite
 
 
 def covariance(old_logprob_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -47,7 +49,12 @@ def covariance(old_logprob_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.
     return centered(old_logprob_BT) * centered(advantage_BT)
 
 
-def select_highest(covariance_BT: jax.Array, mask_BT: jax.Array, *, fraction: float) -> jax.Array:
+def select_highest(
+    covariance_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    fraction: Annotated[float, between(0, 1, has_low=False)],
+) -> jax.Array:
     """The trained tokens of highest covariance (KL-Cov): max(1, floor(fraction * tokens)) of them.
 
     Ties at the edge are all taken, so that the order of rows does not decide; a covariance of 0 or less is
@@ -66,9 +73,9 @@ def select_random(
     covariance_BT: jax.Array,
     mask_BT: jax.Array,
     *,
-    fraction: float,
-    lowest: float,
-    highest: float,
+    fraction: Annotated[float, between(0, 1, has_low=False)],
+    lowest: Annotated[float, finite()],
+    highest: Annotated[float, finite()],
 ) -> jax.Array:
     """Trained tokens drawn from those with lowest < covariance < highest (Clip-Cov).
 
@@ -90,8 +97,8 @@ def clip_cov(
     advantage: jax.Array,
     *,
     selected: jax.Array,
-    clip_low: float,
-    clip_high: float,
+    clip_low: ClipWidth,
+    clip_high: ClipWidth,
 ) -> Loss:
     """The clipped surrogate without the selected tokens, whose loss and gradient are 0 (eq. 12).
 
@@ -117,7 +124,7 @@ def kl_cov(
     advantage: jax.Array,
     *,
     selected: jax.Array,
-    kl_coef: float,
+    kl_coef: Annotated[float, at_least(0)],
 ) -> Loss:
     """The plain surrogate, with a price on moving the selected tokens: -r A + kl_coef * |log r| (eq. 14).
 

@@ -20,12 +20,14 @@ Not covered: advantages that differ within a sequence, see `token_advantages`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos.segments import masked
 from jaxrl.algos.whitening import whiten
+from jaxrl.checks import positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def grpo(
     *,
     num_groups: int,
     normalize_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
 ) -> jax.Array:
     """Score relative to its group: A = (s - mean) / (std + epsilon).
 
@@ -113,7 +115,7 @@ def grpo_passk(
     *,
     num_groups: int,
     normalize_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
 ) -> jax.Array:
     """Only a group's best is rewarded, by how far it leads: A = (max - second) / (std + epsilon), others 0.
 
@@ -200,7 +202,7 @@ def gdpo(
     weight_K: jax.Array,
     *,
     num_groups: int,
-    epsilon: float = 1e-6,
+    epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
 ) -> jax.Array:
     """GRPO of each component of the reward on its own, then their weighted sum, whitened over the batch.
 

@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import covariance
-from jaxrl.algos.ratio import MAX_LOG_RATIO, Loss, bounded_log_ratio, flag, surrogate
+from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked, segment_mean
+from jaxrl.checks import above, at_least, between, positive
 
 # The bound of a sequence's mean log-ratio (GSPO), from above only: exp takes no harm from below.
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -39,9 +41,9 @@ def clipped(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
+    clip_low: ClipWidth,
+    clip_high: ClipWidth,
+    dual_clip: Annotated[float, above(1, or_inf=True)],
 ) -> Loss:
     """The clipped surrogate with separate bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
@@ -80,7 +82,11 @@ def policy_gradient(logprob: jax.Array, old_logprob: jax.Array, advantage: jax.A
 
 
 def trpo(
-    logprob: jax.Array, old_logprob: jax.Array, advantage: jax.Array, *, kl_coef: float
+    logprob: jax.Array,
+    old_logprob: jax.Array,
+    advantage: jax.Array,
+    *,
+    kl_coef: Annotated[float, at_least(0)],
 ) -> Loss:
     """The unclipped surrogate with a penalty on the step's KL: -r A + kl_coef * (r - 1 - log r).
 
@@ -102,8 +108,8 @@ def cispo(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: ClipWidth,
+    clip_high: ClipWidth,
 ) -> Loss:
     """Policy gradient weighted by the clipped ratio: -sg(clip(r, 1-low, 1+high)) A logprob.
 
@@ -129,8 +135,8 @@ def sapo(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: Annotated[float, positive()] = 1.0,
+    tau_negative: Annotated[float, positive()] = 1.05,
 ) -> Loss:
     """A soft gate in the place of the clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
@@ -147,7 +153,13 @@ def sapo(
     return -advantage * gate, {"ppo_kl": -log_ratio}
 
 
-def dro(logprob: jax.Array, old_logprob: jax.Array, advantage: jax.Array, *, beta: float) -> Loss:
+def dro(
+    logprob: jax.Array,
+    old_logprob: jax.Array,
+    advantage: jax.Array,
+    *,
+    beta: Annotated[float, positive()],
+) -> Loss:
     """Policy gradient with a quadratic pull to the old policy: -(A logprob - beta / 2 * (log r)^2).
 
     DRO, arXiv 2405.19107, by token. The log-ratio is bounded as for the other losses (verl does not).
@@ -165,9 +177,9 @@ def dppo_tv(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    limit_low: float,
-    limit_high: float,
-    max_ratio: float,
+    limit_low: Annotated[float, between(0, 1)],
+    limit_high: Annotated[float, between(0, 1)],
+    max_ratio: Annotated[float, positive(or_inf=True)],
 ) -> Loss:
     """Policy gradient that stops where the token's probability itself has moved far enough.
 
@@ -177,7 +189,7 @@ def dppo_tv(
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
       limit_low, limit_high: how far the probability may fall or rise, 0 to 1.
-      max_ratio: bound on the weight.
+      max_ratio: bound on the weight; infinity for none.
 
     Returns:
       (loss, stats): `pg_clipfrac` 1 where a token is not kept, `ppo_kl`.
@@ -192,9 +204,9 @@ def dppo_kl(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    limit_low: float,
-    limit_high: float,
-    max_ratio: float,
+    limit_low: Annotated[float, at_least(0)],
+    limit_high: Annotated[float, at_least(0)],
+    max_ratio: Annotated[float, positive(or_inf=True)],
 ) -> Loss:
     """`dppo_tv` with the KL of "this token or another" in the place of the difference.
 
@@ -223,8 +235,8 @@ def gspo(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: ClipWidth = 3e-4,
+    clip_high: ClipWidth = 4e-4,
 ) -> Loss:
     """The clipped surrogate of a whole sequence's ratio, its tokens' geometric mean.
 
@@ -254,8 +266,8 @@ def gspo_token(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: ClipWidth = 3e-4,
+    clip_high: ClipWidth = 4e-4,
 ) -> Loss:
     """`gspo` whose gradient reaches each token through its own advantage: s_t = sg(s) * r_t / sg(r_t).
 
@@ -285,8 +297,8 @@ def geo_mean(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    clip_low: ClipWidth = 0.4,
+    clip_high: ClipWidth = 0.4,
 ) -> Loss:
     """The geometric mean of a sequence's clipped ratios: -A exp(mean of clipped log r).
 

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos.ratio import Loss
 from jaxrl.algos.segments import masked
+from jaxrl.checks import at_least, between, positive
 
 
 def preference_accuracy(better: jax.Array, worse: jax.Array) -> jax.Array:
@@ -43,7 +45,7 @@ def bradley_terry(
     rejected_score: jax.Array,
     margin: jax.Array | float = 0.0,
     *,
-    center_coef: float = 0.0,
+    center_coef: Annotated[float, at_least(0)] = 0.0,
 ) -> Loss:
     """Reward model: -log sigmoid(r_w - r_l - m) + center_coef * (r_w + r_l)^2.
 
@@ -111,8 +113,8 @@ def dpo(
     chosen_ref_logprob: jax.Array,
     rejected_ref_logprob: jax.Array,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Annotated[float, positive()],
+    label_smoothing: Annotated[float, between(0, 0.5, has_high=False)] = 0.0,
 ) -> Loss:
     """Direct preference optimisation: -(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta * (h_w - h_l).
 
@@ -143,7 +145,7 @@ def ipo(
     chosen_ref_logprob: jax.Array,
     rejected_ref_logprob: jax.Array,
     *,
-    beta: float,
+    beta: Annotated[float, positive()],
 ) -> Loss:
     """Identity preference optimisation: (h_w - h_l - 1 / (2 beta))^2.
 

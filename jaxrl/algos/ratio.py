@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 
+from jaxrl.checks import at_least
+
 Stats = dict[str, jax.Array]
 Loss = tuple[jax.Array, Stats]
+
+ClipWidth = Annotated[float, at_least(0)]
+"""How far the ratio may leave 1 to one side; downwards 1 or more is no bound."""
 
 # Bounds the log-ratio before exp: e^20 is finite in float32 and bfloat16, and far outside any clip range.
 MAX_LOG_RATIO = 20.0

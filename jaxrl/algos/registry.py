@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from jaxrl.checks import check_value
 from jaxrl.errors import UserError
 
 Entry = TypeVar("Entry")
@@ -53,9 +54,10 @@ def check_options(
       given: keywords that the program itself fills in.
 
     Raises:
-      UserError: an option does not exist, or one without a default is missing.
+      UserError: an option does not exist, one without a default is missing, or a value is not what the
+        function's annotation says (`checks`).
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = _signature(function).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -65,3 +67,13 @@ def check_options(
     needed = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if needed:
         raise UserError(f"{what} needs {', '.join(needed)}; set it among its options")
+    for name, value in options.items():
+        check_value(f"{what}: option {name}", value, known[name].annotation)
+
+
+def _signature(function: Callable) -> inspect.Signature:
+    """With annotations as objects, unless they name what only a type checker imports."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:  # a function of a user's, whose values are then not checked
+        return inspect.signature(function)

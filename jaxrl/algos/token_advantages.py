@@ -11,11 +11,14 @@ Not covered: the value of what follows a truncated sequence. Its last token is t
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos.segments import masked, next_values, running_sum, segment_scan, windowed_scan
 from jaxrl.algos.whitening import whiten
+from jaxrl.checks import between, token_count
 
 
 def gae(
@@ -24,9 +27,9 @@ def gae(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    steps: int | None = None,
+    gamma: Annotated[float, between(0, 1)] = 1.0,
+    lam: Annotated[float, between(0, 1)] = 1.0,
+    steps: Annotated[int, token_count(1)] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Generalised advantage estimation: A_t = sum over k of (gamma lam)^k delta_{t+k}.
 
@@ -60,7 +63,11 @@ def gae(
 
 
 def reinforce_plus_plus(
-    reward_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array, *, gamma: float = 1.0
+    reward_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    gamma: Annotated[float, between(0, 1)] = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Discounted reward to come, whitened over all tokens of the batch.
 

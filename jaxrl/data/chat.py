@@ -46,7 +46,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        # The last two are Python's, which jinja2 compiles to: expressions nested too deeply for it.
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise UserError(
                 f"the chat template of {origin} does not compile ({error}); put the template that "
                 "was published with the model there"

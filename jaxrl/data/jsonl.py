@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 
 Row = TypeVar("Row")
 
@@ -30,13 +31,10 @@ def read_jsonl(
     Raises:
       UserError: the file is missing or empty, or a row is broken ("file:line: ...").
     """
-    path = pathlib.Path(path)
     remedy = f"put one JSON object a line, such as {wanted} there"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; {remedy}")
     rows = []
     # Bytes, because str.splitlines also splits at characters that JSON allows in strings.
-    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    content = read_bytes(path, absent=remedy).removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -44,6 +42,8 @@ def read_jsonl(
             rows.append(parse(_object(line)))
         except BadRow as error:
             raise UserError(f"{path}:{number}: {error}") from error
+        except RecursionError as error:  # read, but nested too deeply to be shown
+            raise UserError(f"{path}:{number}: nested too deeply; remove the line") from error
     if not rows:
         raise UserError(f"{path} is empty; {remedy}")
     return rows

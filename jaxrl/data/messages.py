@@ -70,11 +70,16 @@ def render_prompt(prompt: str, tokenizer: Tokenizer, *, template: str, chat: boo
       template: text around it, with "{prompt}" where it goes.
       chat: send the text through the tokenizer's chat template as one user message.
     """
-    if "{prompt}" not in template:
-        raise UserError(f"template {template!r} has no {{prompt}}, so every prompt would be alike")
+    check_template(template)
     # Not str.format: templates write \boxed{} and other braces of their own.
     text = template.replace("{prompt}", prompt)
     return tokenizer.render_chat([{"role": "user", "content": text}]) if chat else text
+
+
+def check_template(template: str) -> None:
+    """Raises UserError for a template without a place for the question."""
+    if "{prompt}" not in template:
+        raise UserError(f"template {template!r} has no {{prompt}}, so every prompt would be alike")
 
 
 def render_context(context: Context, tokenizer: Tokenizer, *, template: str, chat: bool) -> str:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxrl.checks import is_finite
 from jaxrl.data.jsonl import BadRow, checked_text, field_of, read_jsonl, shown
 from jaxrl.data.messages import (
     ASSISTANT,
@@ -197,8 +197,7 @@ def _margin(row: dict[str, Any], name: str | None) -> float:
     if name is None:
         return 0.0
     value = field_of(row, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    if not is_finite(value) or value < 0:
         raise BadRow(
             f"field {name!r} is {shown(value)}; a margin must be a number of 0 or more (swap the "
             "answers if the rejected one is better)"

@@ -13,9 +13,10 @@ import logging
 import math
 import pathlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.checks import check_value, finite, is_a
 from jaxrl.data import worked_sums
 from jaxrl.data.jsonl import BadRow, field_of, read_jsonl, shown, text_of
 from jaxrl.errors import UserError
@@ -24,7 +25,11 @@ logger = logging.getLogger(__name__)
 
 # Room between the seeds of a procedural task; see ReasoningGymRecords. Some tasks seed NumPy, which
 # takes 32 bits, so this leaves them 4,294 seeds.
-_ITEMS_PER_SEED = 1_000_000
+MAX_TASK_SIZE = 1_000_000
+MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
+
+# Numbers among the settings of a task: the largest default of any is 2**31 - 1.
+_TASK_NUMBER = finite(at_most=2**32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ class ReasoningGymRecords(_Rows):
     Args:
       task: name of the data set, such as "chain_sum", for which solutions are written too.
       size: number of problems, at most 1,000,000.
-      seed: 0 or more.
+      seed: 0 to `MAX_TASK_SEED`.
       **task_config: the task's own settings, such as `min_terms=3`.
 
     Raises:
@@ -108,12 +113,12 @@ class ReasoningGymRecords(_Rows):
     """
 
     def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
-        if not 1 <= size <= _ITEMS_PER_SEED or seed < 0:
+        if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
             raise UserError(
                 f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
-                f"1 and {_ITEMS_PER_SEED} and the seed at least 0"
+                f"1 and {MAX_TASK_SIZE} and the seed from 0 to {MAX_TASK_SEED}"
             )
-        first_seed = seed * _ITEMS_PER_SEED
+        first_seed = seed * MAX_TASK_SIZE
         items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
         super().__init__(_task_record(task, items[i], first_seed + i) for i in range(size))
 
@@ -154,9 +159,22 @@ def _answer(row: dict[str, Any], name: str) -> str:
         return text_of(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
+    # A whole number may be longer than a float holds.
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
     return str(int(value)) if value == int(value) else str(value)
+
+
+def check_task_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError for a number that no task can mean; which names there are only the task knows."""
+    for name, value in options.items():
+        if is_a(value, float) and (fault := _TASK_NUMBER.fault(value)):
+            raise UserError(f"options.{name} {value!r} {fault}")
+
+
+def check_task(task: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError unless reasoning-gym knows the task and takes these settings of it."""
+    _create_task(task, dict(options))
 
 
 def _create_task(task: str, config: dict[str, Any]) -> Any:
@@ -174,16 +192,18 @@ def _create_task(task: str, config: dict[str, Any]) -> Any:
             f"{len(factory.DATASETS)} data sets"
         )
     _, config_class = factory.DATASETS[task]
-    fields = [field.name for field in dataclasses.fields(config_class)]
-    for name in config:
-        if name not in fields:
+    kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
+    for name, value in config.items():
+        if name not in kinds:
             raise UserError(
-                f"task {task!r} has no setting {name!r}{_near(name, fields)}; it has "
-                f"{', '.join(fields)}"
+                f"task {task!r} has no setting {name!r}{_near(name, kinds)}; it has "
+                f"{', '.join(kinds)}"
             )
+        check_value(f"task {task!r}: {name}", value, kinds[name])
     try:
         return factory.create_dataset(task, **config)
-    except AssertionError as error:  # how reasoning-gym reports settings that do not fit together
+    # AssertionError is how reasoning-gym reports settings that do not fit together.
+    except (AssertionError, ValueError) as error:
         raise UserError(f"task {task!r} refuses its settings {config}: {error}") from error
 
 

@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -224,6 +225,8 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
             f"{path} is no readable tokenizer ({error}); copy the published file again, it may be "
             "cut short or a Git LFS pointer"
         ) from error
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise UserError(f"{path} has no tokens; copy the published file again")
     # A published file may carry the settings of somebody's last call; lengths are our own affair.
     backend.no_truncation()
     backend.no_padding()
@@ -231,18 +234,11 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; put the file of that name that was published with the model "
-            'there, or write one that names its tokens: {"eos_token": "..."}'
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy the published file again")
-    return value
+    return read_json_object(
+        path,
+        absent="put the file of that name that was published with the model there, or write one "
+        'that names its tokens: {"eos_token": "..."}',
+    )
 
 
 def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
@@ -284,12 +280,27 @@ def _read_chat_template(
 ) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        source = path.read_text(encoding="utf-8")
+        source = read_text(path, absent="put the model's template there")
     else:
         path = directory / "tokenizer_config.json"
         source = config.get("chat_template")
     if isinstance(source, list):  # an older form: several templates with names
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        source = _default_template(source, path)
     if source is None:
         return None
+    if not isinstance(source, str):
+        raise UserError(
+            f"{path} has a chat_template that is {str(source)[:60]!r}; it must be the text of a template: "
+            "copy the published file again"
+        )
     return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)
+
+
+def _default_template(entries: list[Any], path: pathlib.Path) -> Any:
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"name", "template"} <= set(entry):
+            raise UserError(
+                f"{path} has a list of chat templates with {str(entry)[:60]!r}; each must have a name and "
+                "a template: copy the published file again"
+            )
+    return next((entry["template"] for entry in entries if entry["name"] == "default"), None)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxrl.checks import between, check_value
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import AXES, ParallelLayout
+from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, ParallelLayout
 
 
 def simulate(num_devices: int, *, processes: int = 1) -> None:
@@ -23,8 +24,9 @@ def simulate(num_devices: int, *, processes: int = 1) -> None:
       processes: how many of them share the devices equally.
 
     Raises:
-      UserError: they cannot.
+      UserError: they cannot, or are too many.
     """
+    check_value("simulated devices", num_devices, Annotated[int, between(1, MAX_SIMULATED_DEVICES)])
     if num_devices % processes:
         raise UserError(
             f"mesh.simulated_devices={num_devices} does not divide over hosts.num_processes={processes}; "

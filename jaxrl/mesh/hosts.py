@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.checks import check_fields, count
 from jaxrl.errors import UserError
 
 AUTO = "auto"
@@ -40,10 +41,11 @@ class HostsConfig:
     """
 
     coordinator: str = ""
-    num_processes: int = 1
-    process_id: int = 0
+    num_processes: Annotated[int, count(1)] = 1
+    process_id: Annotated[int, count(0)] = 0
 
     def __post_init__(self):
+        check_fields(self)
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"process_id {self.process_id} is not one of {self.num_processes} processes; "
@@ -55,7 +57,7 @@ class HostsConfig:
                 "address:port of process 0, the same for all"
             )
         address, _, port = self.coordinator.rpartition(":")
-        if self.coordinator not in ("", AUTO) and not (address and port.isdigit()):
+        if self.coordinator not in ("", AUTO) and not (address and port.isdecimal()):
             raise ValueError(
                 f"coordinator {self.coordinator!r} is neither {AUTO!r} nor address:port of process 0, "
                 "such as 10.0.0.1:8476"

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Annotated, Literal
 
+from jaxrl.checks import MAX_COUNT, at_least, check_fields, count
 from jaxrl.errors import UserError
 
 AXES = (
@@ -27,6 +29,9 @@ AXES = (
     "tensor_gen",
     "tensor_micro",
 )
+
+# Each has threads of its own.
+MAX_SIMULATED_DEVICES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +52,17 @@ class LayoutConfig:
         memory while it samples.
     """
 
-    simulated_devices: int = 0
+    simulated_devices: Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] = 0
     train: str = "1-1-1"
     generate: str = ""
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-    sharding: str = "FSDP"
+    fsdp: Annotated[int, count(1)] = 1
+    expert: Annotated[int, count(1)] = 1
+    context: Annotated[int, count(1)] = 1
+    sharding: Literal["replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"] = "FSDP"
     park_training_state: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +127,7 @@ class ParallelLayout:
                 f"use {p_g}-{t_g}-{p * t // (p_g * t_g)}-{d}"
             )
         shares = (config.fsdp, config.expert, config.context)
-        if min(shares) < 1 or d % math.prod(shares):
+        if d % math.prod(shares):
             raise UserError(
                 f"mesh.fsdp={config.fsdp} x mesh.expert={config.expert} x mesh.context={config.context} "
                 f"does not divide d={d} of mesh.train {config.train}; all are shares of the d replicas"
@@ -129,11 +137,14 @@ class ParallelLayout:
 
 def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:
     parts = text.split("-")
-    if len(parts) != len(names) or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != len(names) or not all(map(_is_size, parts)):
         raise UserError(
-            f"{setting}={text!r} is not {'-'.join(names)}: {len(names)} positive numbers joined by dashes, "
-            f"for example {'-'.join(['1'] * len(names))}"
+            f"{setting}={text!r} is not {'-'.join(names)}: {len(names)} numbers from 1 to {MAX_COUNT:,} "
+            f"joined by dashes, for example {'-'.join(['1'] * len(names))}"
         )
-    sizes = [int(part) for part in parts]
-    assert math.prod(sizes) > 0
-    return sizes
+    return [int(part) for part in parts]
+
+
+def _is_size(text: str) -> bool:
+    # The length first: Python reads no number of thousands of digits.
+    return text.isdecimal() and len(text) <= len(str(MAX_COUNT)) and 0 < int(text) <= MAX_COUNT

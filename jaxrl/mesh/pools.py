@@ -96,7 +96,9 @@ def read_placement(
       UserError: a role has no pool, or two, or does not exist; a setting does not; a layout is none.
     """
     if not table:
-        return (Pool(EVERYTHING, tuple(roles), mesh),)
+        everything = Pool(EVERYTHING, tuple(roles), mesh)
+        _ = everything.layout  # checks it
+        return (everything,)
     pools = tuple(_read_pool(name, row, mesh) for name, row in table.items())
     homes: dict[str, list[str]] = {role: [] for role in roles}
     for pool in pools:
@@ -120,6 +122,22 @@ def read_placement(
     return pools
 
 
+def places(table: Mapping[str, Mapping[str, Any]], role: str) -> bool:
+    """Whether a row of a placement names the role; UserError if a row has no roles."""
+    return any(role in _roles_of(name, row) for name, row in table.items())
+
+
+def _roles_of(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    roles = row.get("roles")
+    named = isinstance(roles, list | tuple) and all(isinstance(role, str) for role in roles)
+    if not named or not roles:
+        raise UserError(
+            f'placement.{name}.roles is {roles!r}; name the roles that live there, such as ("actor",), or '
+            "take the pool off the table"
+        )
+    return tuple(roles)
+
+
 def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
     known = [f.name for f in dataclasses.fields(mesh) if f.name not in _RUN_SETTINGS]
     unknown = set(row) - {*_OWN_SETTINGS, *known}
@@ -128,16 +146,12 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
             f"placement.{name} has {', '.join(sorted(unknown))}; a pool has "
             f"{', '.join((*_OWN_SETTINGS, *known))}"
         )
-    roles = row.get("roles", ())
-    if isinstance(roles, str) or not roles:
-        raise UserError(
-            f'placement.{name}.roles is {roles!r}; name the roles that live there, such as ("actor",), or '
-            "take the pool off the table"
-        )
     changes = {key: value for key, value in row.items() if key in known}
-    pool = Pool(
-        name, tuple(roles), dataclasses.replace(mesh, **changes), _span(name, row.get("devices"))
-    )
+    try:
+        config = dataclasses.replace(mesh, **changes)
+    except UserError as error:
+        raise UserError(f"placement.{name}.{error}") from error
+    pool = Pool(name, _roles_of(name, row), config, _span(name, row.get("devices")))
     layout = pool.layout
     if pool.span is not None and pool.span[1] - pool.span[0] + 1 != layout.num_devices:
         raise UserError(
@@ -150,7 +164,7 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
 def _span(name: str, text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+)-(\d+)", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"(\d{1,7})-(\d{1,7})", text) if isinstance(text, str) else None
     if match is None or int(match[2]) < int(match[1]):
         raise UserError(
             f"placement.{name}.devices={text!r} is not first-last, two positions such as '0-3'; leave it "

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
+
+from jaxrl.checks import (
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    at_least,
+    check_fields,
+    one_of,
+    positive,
+    token_count,
+)
 
 # Projections a low-rank adapter can sit on, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -12,10 +24,19 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class RopeScaling:
     """Llama 3.1's stretching of rotary wavelengths; lengths in tokens."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    factor: Annotated[float, at_least(1)] = 8.0
+    low_freq_factor: Annotated[float, positive()] = 1.0
+    high_freq_factor: Annotated[float, positive()] = 4.0
+    original_max_positions: Annotated[int, token_count(1)] = 8192
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor "
+                f"{self.low_freq_factor}; wavelengths between the two are blended, so copy the published "
+                "values"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +49,15 @@ class LoraConfig:
       targets: projections that have one, names of `LORA_TARGETS`.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
-    targets: tuple[str, ...] = LORA_TARGETS
+    rank: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    alpha: Annotated[float, positive()] = 32.0
+    targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
     def __post_init__(self):
-        unknown = [name for name in self.targets if name not in LORA_TARGETS]
-        if self.rank < 0 or unknown or (self.rank and not self.targets):
+        check_fields(self)
+        if self.rank and not self.targets:
             raise ValueError(
-                f"lora rank {self.rank} on targets {', '.join(self.targets) or 'none'}: the rank is not "
-                f"negative, and targets are some of {', '.join(LORA_TARGETS)}"
+                f"rank {self.rank} without targets trains nothing; name some of {', '.join(LORA_TARGETS)}"
             )
 
     @property
@@ -71,27 +91,28 @@ class ModelConfig:
       lora: low-rank adapters, if any.
     """
 
-    vocab_size: int = 128
-    num_tokens: int = 0
-    num_layers: int = 4
-    d_model: int = 128
-    d_ff: int = 384
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    rope_theta: float = 10_000.0
+    vocab_size: Annotated[int, at_least(1, at_most=MAX_VOCABULARY)] = 128
+    num_tokens: Annotated[int, at_least(0, at_most=MAX_VOCABULARY)] = 0
+    num_layers: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 4
+    d_model: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 128
+    d_ff: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 384
+    num_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 4
+    num_kv_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 2
+    head_dim: Annotated[int, at_least(2, at_most=MAX_WIDTH)] = 32
+    rope_theta: Annotated[float, at_least(1, at_most=1e11)] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Annotated[float, positive(at_most=1)] = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
+    num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     normalize_experts: bool = True
-    num_scores: int = 0
+    num_scores: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self):
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

@@ -13,14 +13,14 @@ output projection or the feed-forward network, quantised weights.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import pathlib
 import types
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object
 from jaxrl.models.config import LoraConfig, ModelConfig, RopeScaling
 
 
@@ -106,21 +106,13 @@ def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -
     """The config.json of a directory, or another JSON object of it, as it stands.
 
     Raises:
-      UserError: it is missing or no JSON object.
+      UserError: it is missing, or is no JSON object; see `files.read_json_object`.
     """
-    path = pathlib.Path(directory) / name
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; name a directory that holds {name} beside its weights, "
-            "as published models and save_pretrained do"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object; copy the published file again")
-    return values
+    return read_json_object(
+        pathlib.Path(directory) / name,
+        absent=f"name a directory that holds {name} beside its weights, as published models and "
+        "save_pretrained do",
+    )
 
 
 def read_config(directory: str | pathlib.Path) -> ModelConfig:
@@ -249,12 +241,12 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
     for key, needed in needs.items():
         if (values.get(key) or None) not in (needed, None):
             raise UserError(
-                f"{origin}: {key} is {values[key]!r}, but only {needed!r} is supported; "
+                f"{origin}: {key} is {_cut(values[key])}, but only {needed!r} is supported; "
                 "merge the adapter into its base model with PEFT and start from that"
             )
     modules = values.get("target_modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise UserError(f"{origin}: target_modules is {modules!r}; it must be a list of names")
+        raise UserError(f"{origin}: target_modules is {_cut(modules)}; it must be a list of names")
     try:
         return LoraConfig(
             rank=_integer(values, "r", origin),
@@ -293,6 +285,8 @@ def _num_scores(values: Mapping[str, Any], origin: str) -> int:
     if values["architectures"][0].endswith(_LANGUAGE_MODEL):
         return 0
     labels = values.get("id2label")
+    if not isinstance(labels, dict | None):
+        raise UserError(f"{origin}: id2label is {_cut(labels)}; it must be an object or null")
     # Two labels are the default of Transformers, which it does not write.
     return len(labels) if labels else _integer(values, "num_labels", origin, absent=2)
 
@@ -304,9 +298,10 @@ def _architecture_named(values: Mapping[str, Any], origin: str) -> _Architecture
         for family, architecture in _ARCHITECTURES.items()
         for head in (_LANGUAGE_MODEL, _SCORE_MODEL)
     }
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in supported:
+    # A list is compared with lists, since what is in it need not have a hash.
+    if not isinstance(names, list) or names not in [[name] for name in supported]:
         raise UserError(
-            f"{origin}: architectures is {names!r}, but supported is one of "
+            f"{origin}: architectures is {_cut(names)}, but supported is one of "
             f"{', '.join(supported)}; choose a checkpoint of one of these"
         )
     return supported[names[0]]
@@ -338,12 +333,12 @@ def _check_switches(values: Mapping[str, Any], architecture: _Architecture, orig
     for key, needed in {**_NEEDS, **architecture.needs}.items():
         if values.get(key) not in (needed, None):
             raise UserError(
-                f"{origin}: {key} is {values[key]!r}, but only {needed!r} is supported; "
+                f"{origin}: {key} is {_cut(values[key])}, but only {needed!r} is supported; "
                 "choose a checkpoint without it"
             )
     if values.get("partial_rotary_factor") not in (1, None):
         raise UserError(
-            f"{origin}: partial_rotary_factor is {values['partial_rotary_factor']!r}, but only "
+            f"{origin}: partial_rotary_factor is {_cut(values['partial_rotary_factor'])}, but only "
             "rotation of the whole head is supported; choose a checkpoint without it"
         )
     if values.get("quantization_config") is not None:
@@ -357,6 +352,8 @@ def _check_whole_attention(values: Mapping[str, Any], origin: str) -> None:
     """Refuses a sliding window in use. Many files name one that `use_sliding_window` keeps off."""
     layer_types = values.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise UserError(f"{origin}: layer_types is {_cut(layer_types)}; it must be a list")
         other = sorted({str(t) for t in layer_types} - {"full_attention"})
         if other:
             raise UserError(
@@ -398,7 +395,7 @@ def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | 
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = values.get(key) or {}
     if not isinstance(settings, dict):
-        raise UserError(f"{origin}: {key} is {settings!r}; it must be an object or null")
+        raise UserError(f"{origin}: {key} is {_cut(settings)}; it must be an object or null")
     where = f"{origin}: {key}"
     theta_of = settings if "rope_theta" in settings else values
     # 10,000 is what the classes of Transformers take where an early Llama names no base.
@@ -406,7 +403,7 @@ def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | 
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(
-            f"{where} has rope_type {kind!r}, but only 'default' and 'llama3' are supported; "
+            f"{where} has rope_type {_cut(kind)}, but only 'default' and 'llama3' are supported; "
             "choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
@@ -422,12 +419,11 @@ def _rope(values: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | 
     if kind == "default":
         return theta, None
     factor, low, high = (_number(settings, k, where) for k in _LLAMA3_KEYS[:3])
-    if high <= low:
-        raise UserError(
-            f"{where} has high_freq_factor {high}, not above low_freq_factor {low}; wavelengths "
-            "between the two are blended, so copy the published values"
-        )
-    return theta, RopeScaling(factor, low, high, _integer(settings, _LLAMA3_KEYS[3], where))
+    positions = _integer(settings, _LLAMA3_KEYS[3], where)
+    try:
+        return theta, RopeScaling(factor, low, high, positions)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _llama3_values(scaling: RopeScaling) -> dict[str, Any]:
@@ -456,9 +452,8 @@ def _number(
         value = absent
     if value is None:
         raise UserError(f"{origin}: {key} is missing; copy the published config.json")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise UserError(f"{origin}: {key} is {value!r}; it must be a positive number")
+    if not is_finite(value) or value <= 0:
+        raise UserError(f"{origin}: {key} is {_cut(value)}; it must be a positive number")
     return float(value)
 
 
@@ -466,5 +461,10 @@ def _boolean(values: Mapping[str, Any], key: str, origin: str) -> bool:
     """A flag; missing or null is false, as in the classes of Transformers covered here."""
     value = values.get(key)
     if value not in (None, True, False):
-        raise UserError(f"{origin}: {key} is {value!r}; it must be true or false")
+        raise UserError(f"{origin}: {key} is {_cut(value)}; it must be true or false")
     return bool(value)
+
+
+def _cut(value: Any) -> str:
+    """A value in a message: files of strangers hold long ones."""
+    return repr(value)[:80]

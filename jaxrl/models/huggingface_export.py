@@ -13,13 +13,14 @@ import math
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from jaxrl.checks import at_least, check_value
 from jaxrl.errors import UserError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
@@ -72,6 +73,7 @@ def save_checkpoint(
         for, or the weights are spread over several processes.
     """
     dtype = _export_dtype(dtype)
+    check_shard_bytes(max_shard_bytes)
     base = None
     if source is not None and (pathlib.Path(source) / "config.json").exists():
         base = read_config_json(source)
@@ -120,6 +122,11 @@ def save_adapter(
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
         names = list(_tensor_bytes(table, sizes, dtype))
         _write_files(params, table, sizes, {ADAPTER_FILE: names}, partial, dtype)
+
+
+def check_shard_bytes(max_shard_bytes: int) -> None:
+    """Raises UserError for a size that no file can have, for commands that work long before they write."""
+    check_value("max_shard_bytes", max_shard_bytes, Annotated[int, at_least(1, at_most=2**63 - 1)])
 
 
 def _export_dtype(dtype: Any) -> np.dtype:

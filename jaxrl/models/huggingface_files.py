@@ -38,12 +38,17 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     """A directory to fill, beside `path`; renamed to it at the end, removed after an exception.
 
     Raises:
-      UserError: `path` exists.
+      UserError: `path` exists, or cannot be made.
     """
     check_new(path)
     path = pathlib.Path(path).absolute()
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be made ({error.strerror}: {error.filename}); choose another place"
+        ) from error
     try:
         yield partial
         partial.rename(path)

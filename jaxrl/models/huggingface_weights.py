@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 import re
@@ -36,6 +35,7 @@ import safetensors.numpy
 from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
@@ -78,15 +78,31 @@ def load_params(
         headers are checked before any data is read.
     """
     directory = pathlib.Path(directory)
-    stored = _read_headers(directory)
-    table, sizes = weight_table(config), dimension_sizes(config)
-    copies = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
-    _check_headers(stored, table, sizes, copies, directory)
+    stored = check_params(directory, config)
     with contextlib.closing(_Reader(stored)) as reader:
-        for name, original in copies.items():
+        for name, original in _copies(config).items():
             if name in stored:
                 _check_equal(reader, stored, name, original, directory)
+        table, sizes = weight_table(config), dimension_sizes(config)
         return _load_table(reader, table, sizes, shardings, jnp.dtype(dtype))
+
+
+def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
+    """What the headers of a directory's files say of each tensor, held against `config`; reads no data.
+
+    Raises:
+      UserError: as `load_params`.
+    """
+    directory = pathlib.Path(directory)
+    stored = _read_headers(directory)
+    table, sizes = weight_table(config), dimension_sizes(config)
+    _check_headers(stored, table, sizes, _copies(config), directory)
+    return stored
+
+
+def _copies(config: ModelConfig) -> dict[str, str]:
+    """Tensors that may be there once more: their names, and those of what they copy."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
 
 
 def load_adapter(
@@ -106,15 +122,25 @@ def load_adapter(
     Raises:
       UserError: as `load_params`.
     """
+    stored = check_adapter(directory, config)
+    with contextlib.closing(_Reader(stored)) as reader:
+        table, sizes = adapter_table(config), dimension_sizes(config)
+        return _load_table(reader, table, sizes, shardings, jnp.dtype(dtype))
+
+
+def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
+    """What the header of a PEFT directory's file says of each tensor, held against `config`.
+
+    Raises:
+      UserError: as `load_adapter`.
+    """
     directory = pathlib.Path(directory)
     path = directory / ADAPTER_FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; name a directory that PEFT or jaxrl saved")
     stored = _read_header(path)
-    table, sizes = adapter_table(config), dimension_sizes(config)
-    _check_headers(stored, table, sizes, {}, directory)
-    with contextlib.closing(_Reader(stored)) as reader:
-        return _load_table(reader, table, sizes, shardings, jnp.dtype(dtype))
+    _check_headers(stored, adapter_table(config), dimension_sizes(config), {}, directory)
+    return stored
 
 
 def checkpoint_dtype(directory: str | pathlib.Path) -> np.dtype:
@@ -131,7 +157,7 @@ def checkpoint_dtype(directory: str | pathlib.Path) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
+class Stored:
     """What a file's header says about one tensor; `dtype` as safetensors writes it ("BF16")."""
 
     file: pathlib.Path
@@ -139,14 +165,14 @@ class _Stored:
     dtype: str
 
 
-def _read_headers(directory: pathlib.Path) -> dict[str, _Stored]:
+def _read_headers(directory: pathlib.Path) -> dict[str, Stored]:
     """All tensors of a directory, by name; no data is read."""
     if (directory / SINGLE_FILE).is_file():
         return _read_header(directory / SINGLE_FILE)
     if not (directory / INDEX_FILE).is_file():
         raise UserError(_why_no_weights(directory))
     file_of = _read_index(directory / INDEX_FILE)
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     for file in sorted(set(file_of.values())):
         if not (directory / file).is_file():
             raise UserError(
@@ -186,11 +212,7 @@ def _why_no_weights(directory: pathlib.Path) -> str:
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """The file of each tensor, as an index says."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); copy the published file again") from error
-    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    file_of = read_json_object(path, absent="copy the published file").get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{path} has no weight_map of names; copy the published file again")
     for file in file_of.values():
@@ -203,15 +225,15 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
     return file_of
 
 
-def _read_header(path: pathlib.Path) -> dict[str, _Stored]:
+def _read_header(path: pathlib.Path) -> dict[str, Stored]:
     try:
         with safetensors.safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: _Stored(path, tuple(s.get_shape()), s.get_dtype())
+                name: Stored(path, tuple(s.get_shape()), s.get_dtype())
                 for name, s in slices.items()
             }
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise UserError(
             f"{path} is cut short or no safetensors file ({error}); copy it again, it may also be "
             "a Git LFS pointer"
@@ -219,7 +241,7 @@ def _read_header(path: pathlib.Path) -> dict[str, _Stored]:
 
 
 def _check_headers(
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, Stored],
     table: Iterable[Row],
     sizes: Mapping[str, int],
     copies: Mapping[str, str],
@@ -273,7 +295,7 @@ def _listed(names: Sequence[str]) -> str:
 class _Reader:
     """Slices of tensors. One file is open at a time, so no more than one is ever mapped."""
 
-    def __init__(self, stored: Mapping[str, _Stored]):
+    def __init__(self, stored: Mapping[str, Stored]):
         self._stored = stored
         self._path: pathlib.Path | None = None
         self._closing = contextlib.ExitStack()
@@ -294,7 +316,7 @@ class _Reader:
 
 def _check_equal(
     reader: _Reader,
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, Stored],
     name: str,
     other: str,
     directory: pathlib.Path,

@@ -7,12 +7,12 @@ and where to put them, not one by one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl.data.records import JsonlRecords
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object
 from jaxrl.mesh.layout import ParallelLayout
 
 _WEIGHTS = "*.safetensors"
@@ -35,6 +35,19 @@ class DataFile:
     solution_field: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Something that the run will ask for only later.
+
+    Attributes:
+      setting: that names it.
+      look: finds it, or raises UserError.
+    """
+
+    setting: str
+    look: Callable[[], object]
+
+
 def require(
     *,
     layouts: Sequence[ParallelLayout],
@@ -44,6 +57,7 @@ def require(
     tokenizer: str,
     needs_chat_template: bool,
     data: Sequence[DataFile],
+    lookups: Sequence[Lookup] = (),
 ) -> None:
     """Raises one UserError that lists all that `missing` finds; returns if that is nothing."""
     faults = missing(
@@ -54,6 +68,7 @@ def require(
         tokenizer=tokenizer,
         needs_chat_template=needs_chat_template,
         data=data,
+        lookups=lookups,
     )
     if faults:
         things = "one thing" if len(faults) == 1 else f"{len(faults)} things"
@@ -73,6 +88,7 @@ def missing(
     tokenizer: str,
     needs_chat_template: bool,
     data: Sequence[DataFile],
+    lookups: Sequence[Lookup] = (),
 ) -> list[str]:
     """What a run lacks, a phrase each with its remedy, in the order in which a user would fetch it.
 
@@ -83,12 +99,14 @@ def missing(
       tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
       needs_chat_template: prompts go through the tokenizer's chat template.
       data: files of problems.
+      lookups: everything else, whoever looks it up.
     """
     return [
         *_missing_devices(layouts, num_devices, device_kind),
         *(_missing_weights(pathlib.Path(weights)) if weights else ()),
         *(_missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template) if tokenizer else ()),
         *(fault for file in data for fault in _missing_data(file)),
+        *(fault for lookup in lookups for fault in _not_found(lookup)),
     ]
 
 
@@ -111,7 +129,7 @@ def _missing_weights(folder: pathlib.Path) -> list[str]:
     absent = [] if (folder / "config.json").is_file() else ["config.json"]
     index = _read_json(folder / _INDEX)
     if index is not None:
-        shards = sorted(set(index.get("weight_map", {}).values()))
+        shards = _shards(index)
         lost = [name for name in shards if not (folder / name).is_file()]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -158,12 +176,27 @@ def _missing_data(file: DataFile) -> list[str]:
     return []
 
 
+def _not_found(lookup: Lookup) -> list[str]:
+    try:
+        lookup.look()
+    except UserError as error:
+        return [f"{lookup.setting}: {error}"]
+    return []
+
+
+def _shards(index: dict) -> list[str]:
+    """The files that an index names; none if it is broken, which its reader will say."""
+    file_of = index.get("weight_map")
+    if not isinstance(file_of, dict):
+        return []
+    return sorted({file for file in file_of.values() if isinstance(file, str)})
+
+
 def _read_json(path: pathlib.Path) -> dict | None:
     """The object in a file; None if there is no such file, {} if it holds anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         return None
-    except ValueError:  # whoever reads the file for good says what is wrong with it
+    try:
+        return read_json_object(path, absent="")
+    except UserError:  # whoever reads the file for good says what is wrong with it
         return {}
-    return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ from jaxrl.rewards.judge import (
 )
 from jaxrl.rewards.score import GRADERS, Grader, grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
-from jaxrl.rewards.user import Responses, RewardFunction, user_reward
+from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
 
 __all__ = [
     "GRADERS",
@@ -26,6 +26,7 @@ __all__ = [
     "Responses",
     "RewardFunction",
     "Term",
+    "UserRewards",
     "extract_answer",
     "grade_answer",
     "grade_gsm8k",

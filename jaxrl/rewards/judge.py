@@ -18,11 +18,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import numpy as np
 
-from jaxrl.errors import UserError, require_at_least
+from jaxrl.checks import at_least, check_fields
+from jaxrl.errors import UserError
 from jaxrl.types import Completions
+
+# Several to a token of the longest prompt.
+MAX_RESPONSE_CHARS = 10**8
 
 # A verdict stands at the end. Also bounds the work of a user's pattern.
 _WINDOW_CHARS = 300
@@ -74,11 +79,11 @@ class JudgeTemplate:
     """
 
     text: str = SCORE_TEMPLATE
-    max_response_chars: int = 8000
+    max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
     forbidden: tuple[str, ...] = ()
 
     def __post_init__(self):
-        require_at_least(1, self, "max_response_chars")
+        check_fields(self)
         if "{response}" not in self.text:
             raise UserError(
                 f"judge template {self.text[:80]!r} has no {{response}}, so every response would be "

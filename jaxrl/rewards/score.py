@@ -7,7 +7,7 @@ a user adds one there, or passes any function of the same type.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -32,6 +32,24 @@ def grader(name: str) -> Grader:
         f"no grader is called {name!r}{hint}; use one of {', '.join(sorted(GRADERS))}, "
         f"or add yours to `GRADERS` in jaxrl/rewards/score.py"
     )
+
+
+def check_answers(grade: Grader, answers: Iterable[tuple[str, str]]) -> None:
+    """Lets a grader read ground truths before there is a response to any.
+
+    Args:
+      grade: the grader.
+      answers: of each problem what to call it in errors, and its ground truth.
+
+    Raises:
+      UserError: the grader cannot read one; the message names the problem.
+    """
+    # Many problems share an answer.
+    for answer, where in {answer: where for where, answer in answers}.items():
+        try:
+            grade("", answer)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
 
 
 def score_completions(

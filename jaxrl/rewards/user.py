@@ -1,7 +1,8 @@
 """Reward functions of a user, named in a config by where they are (`user_code`).
 
-They run once a step, on all responses. What these hold is not trusted: parse it, never evaluate it, and
-bound the work.
+They run once a step, on all responses; in a run, in a process of their own (`rewards.worker`), so that one
+that hangs can be ended. What the responses hold is not trusted: parse it, never evaluate it, and bound the
+work.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.rewards.terms import checked_scores
+from jaxrl.rewards.worker import Worker
 from jaxrl.types import Completions
 from jaxrl.user_code import load_function
 
@@ -77,16 +79,66 @@ def user_reward(path: str) -> Callable[[Completions], np.ndarray]:
       number for each response; what the function itself raises passes through, with a note of its path.
 
     Raises:
-      UserError: the path has another form, its module cannot be imported, or has no such function.
+      UserError: the path has another form, its module cannot be imported or has no such function, or the
+        function does not take the responses alone.
     """
-    function: RewardFunction = load_function(path, "reward function")
+    scores = _function_of_responses(path)
+    return lambda completions: scores(Responses.of(completions))
 
-    def scores(completions: Completions) -> np.ndarray:
+
+def _function_of_responses(path: str) -> Callable[[Responses], np.ndarray]:
+    function: RewardFunction = load_function(path, "reward function", takes=("responses",))
+
+    def scores(responses: Responses) -> np.ndarray:
         try:
-            values = function(Responses.of(completions))
+            values = function(responses)
         except Exception as error:
             error.add_note(f"raised by the reward function {path!r}")
             raise
-        return checked_scores(values, len(completions), f"reward function {path!r}")
+        return checked_scores(values, len(responses), f"reward function {path!r}")
 
     return scores
+
+
+class UserRewards:
+    """The reward functions of a run, all in one process that is started once. Close it after use."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        timeout_s: float,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        """Imports the functions.
+
+        Args:
+          paths: as for `user_reward`; none of them starts no process.
+          timeout_s: seconds that a function may take for the responses of a step.
+          interrupted: asked now and then while one runs; True ends it.
+
+        Raises:
+          UserError: as of `user_reward`.
+        """
+        self._interrupted = interrupted
+        self._worker = None
+        if paths:
+            self._worker = Worker(
+                paths, _function_of_responses, what="reward function", timeout_s=timeout_s
+            )
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def scores(self, path: str, completions: Completions) -> np.ndarray:
+        """What the function at `path` gives the completions, float32 [B].
+
+        Raises:
+          UserError: it returned something else than a finite number for each response, raised an exception,
+            ended its process, or took too long.
+          Interrupted: the wait was ended.
+        """
+        assert self._worker is not None, "made without functions"
+        return self._worker.call(path, Responses.of(completions), interrupted=self._interrupted)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.segments import masked
+from jaxrl.checks import at_least, between, check_fields, positive
 from jaxrl.types import TrainBatch
 
 
@@ -29,7 +30,7 @@ class CorrectionConfig:
         clipped loss then corrects by itself, and `weights` must be "none". What is rejected is decided
         inside the loss, by the policy being trained.
       weights: importance weights of the loss: of each token, of whole sequences, or none.
-      highest: weights above are cut to it (TIS, truncated importance sampling).
+      highest: weights above are cut to it (TIS, truncated importance sampling); inf for none.
       lowest: with a value above 0 weights outside lowest..highest become 0 instead (IcePop).
       normalize: scale weights to mean 1 over the step.
       reject_over: what a rejection looks at: "" none, each "token", or a sequence's "seq_sum", "seq_mean" or
@@ -42,14 +43,14 @@ class CorrectionConfig:
 
     bypass: bool = False
     weights: Literal["none", "token", "sequence"] = "none"
-    highest: float = 2.0
-    lowest: float = 0.0
+    highest: Annotated[float, positive(or_inf=True)] = 2.0
+    lowest: Annotated[float, at_least(0)] = 0.0
     normalize: bool = False
     reject_over: Literal["", "token", "seq_sum", "seq_mean", "seq_max"] = ""
     reject_by: Literal["ratio", "k2", "k3"] = "ratio"
-    reject_lowest: float = 0.5
-    reject_highest: float = 2.0
-    veto: float = 0.0
+    reject_lowest: Annotated[float, at_least(0)] = 0.5
+    reject_highest: Annotated[float, positive(or_inf=True)] = 2.0
+    veto: Annotated[float, between(0, 1, has_high=False)] = 0.0
 
     @property
     def rejects(self) -> bool:
@@ -57,6 +58,7 @@ class CorrectionConfig:
         return bool(self.reject_over or self.veto)
 
     def __post_init__(self):
+        check_fields(self)
         if self.bypass and self.weights != "none":
             raise ValueError(
                 f"bypass with weights {self.weights!r} corrects twice: the clipped ratio is against the "
@@ -75,8 +77,6 @@ class CorrectionConfig:
                 f"reject_lowest {self.reject_lowest} and reject_highest {self.reject_highest} bound a ratio: "
                 "0 < lowest <= highest"
             )
-        if self.veto < 0:
-            raise ValueError(f"veto {self.veto} bounds a ratio from below; use 0 for none, or 1e-4")
 
 
 def corrected(

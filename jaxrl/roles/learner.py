@@ -152,6 +152,7 @@ class Learner(PackedModel, abc.ABC):
         self._parked = False
         self._updates: dict[tuple[Objective, ...], Any] = {}
         self._state: TrainState | None = None
+        self._num_updates = 0
 
     # What a role is
 
@@ -187,6 +188,11 @@ class Learner(PackedModel, abc.ABC):
     def state(self, state: TrainState) -> None:
         self._parked = False
         self._state = state
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that this object has begun: while it stays the same, so does the state."""
+        return self._num_updates
 
     def rest(self) -> None:
         """Parks the state if the role was told to; reading `state` brings it back."""
@@ -281,6 +287,8 @@ class Learner(PackedModel, abc.ABC):
                 out_shardings=(self.state_shardings(), None),
             )
         update = self._updates[objectives]
+        # Before, since an update that fails has consumed the state.
+        self._num_updates += 1
         self.state, metrics = update(self._taken_state(), batches, reference)
         return metrics
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxrl.checks import at_least, between, check_fields, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +23,21 @@ class OptimConfig:
       lr_decay_steps: steps until a cosine has brought the rate down to lr * lr_final; 0 keeps it constant.
       lr_final: share of lr that a decay ends at.
       beta1, beta2, epsilon, weight_decay: of AdamW.
-      grad_clip: largest global norm of a gradient.
+      grad_clip: largest global norm of a gradient; inf for none.
     """
 
-    lr: float = 1e-6
-    lr_warmup_steps: int = 10
-    lr_decay_steps: int = 0
-    lr_final: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
+    lr: Annotated[float, at_least(0)] = 1e-6
+    lr_warmup_steps: Annotated[int, at_least(0)] = 10
+    lr_decay_steps: Annotated[int, at_least(0)] = 0
+    lr_final: Annotated[float, between(0, 1)] = 0.0
+    beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
+    beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
+    epsilon: Annotated[float, positive()] = 1e-8
+    weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
+    grad_clip: Annotated[float, positive(or_inf=True)] = 1.0
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 def build_optimizer(config: OptimConfig) -> optax.GradientTransformation:

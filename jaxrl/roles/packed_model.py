@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
-from jaxrl.errors import require_at_least
+from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
@@ -24,7 +24,7 @@ from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
-from jaxrl.models.attention import attention, pick_implementation
+from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
@@ -45,7 +45,7 @@ class TrainConfig:
       rows: R, rows of a microbatch over the whole mesh.
       row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
-      dtype: of activations, "float32" or "bfloat16"; master weights are float32.
+      dtype: of activations; master weights are float32.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
       unroll: layers per iteration of the layer scan.
       pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
@@ -56,21 +56,18 @@ class TrainConfig:
         experts, taken microbatch by microbatch.
     """
 
-    rows: int = 8
-    row_tokens: int = 256
-    logprob_chunk_tokens: int = 256
-    dtype: str = "float32"
-    remat: str = "none"
-    unroll: int = 1
-    pipeline_microbatches: int = 0
-    attention: str = "auto"
-    load_balancing_coef: float = 0.0
+    rows: Annotated[int, count(1)] = 8
+    row_tokens: Annotated[int, token_count(1)] = 256
+    logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
+    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
+    pipeline_microbatches: Annotated[int, count(0)] = 0
+    attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
+    load_balancing_coef: Annotated[float, at_least(0)] = 0.0
 
     def __post_init__(self):
-        require_at_least(1, self, "rows", "row_tokens", "logprob_chunk_tokens", "unroll")
-        require_at_least(0, self, "load_balancing_coef", "pipeline_microbatches")
-        if self.remat not in REMAT_POLICIES:
-            raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+        check_fields(self)
 
 
 class PackedModel:

@@ -24,13 +24,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
@@ -46,7 +47,7 @@ from jaxrl.mesh.rules import (
     shardings,
     shards_of,
 )
-from jaxrl.models.attention import attention, pick_implementation
+from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.cached_attention import (
     KVCache,
     PartialAttention,
@@ -57,6 +58,7 @@ from jaxrl.models.cached_attention import (
     extending_attention,
     put_token,
 )
+from jaxrl.models.cached_attention_paged import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 from jaxrl.models.cached_attention_paged import KERNELS, pick_decode_implementation
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.config import ModelConfig
@@ -107,21 +109,22 @@ class EngineConfig:
       decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
     """
 
-    slots: int
-    prefill_prompts: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    tokens_per_dispatch: int
-    stop_ids: tuple[int, ...]
+    slots: Annotated[int, count(1)]
+    prefill_prompts: Annotated[int, count(1)]
+    max_prompt_tokens: Annotated[int, token_count(1)]
+    max_response_tokens: Annotated[int, token_count(1)]
+    tokens_per_dispatch: Annotated[int, token_count(1)]
+    stop_ids: tuple[Annotated[int, at_least(0)], ...]
     dtype: Any = jnp.float32
     kv_dtype: Any = None
-    prefill_chunk_tokens: int = 0
-    fewest_rows: int = 8
-    unroll: int = 1
-    attention: str = "auto"
-    decode_attention: str = "auto"
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    fewest_rows: Annotated[int, count(1)] = 8
+    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
+    attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
+    decode_attention: Annotated[str, one_of("auto", *DECODE_IMPLEMENTATIONS)] = "auto"
 
     def __post_init__(self):
+        check_fields(self)
         allowed = ("float32", "bfloat16", "int8")
         if self.cache_dtype.name not in allowed:
             raise UserError(

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+
+from jaxrl.user_code import load_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,3 +35,12 @@ class Turn:
 # Tokens to append, which are not trained on and after which the model goes on; None ends the sample. It runs
 # between two dispatches and must depend on the turn alone, on every process alike.
 Environment = Callable[[Turn], np.ndarray | None]
+
+
+def load_environment(path: str) -> Callable[..., Any]:
+    """The user's function at `path`, which is called with a `Turn` and the tokenizer.
+
+    Raises:
+      UserError: there is none, or it takes other arguments.
+    """
+    return load_function(path, "environment", takes=("turn", "tokenizer"))

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.errors import UserError
+from jaxrl.checks import at_least, between, check_value, positive
+
+# What `Truncation` may be set to.
+TOP_K = at_least(0)
+TOP_P = between(0, 1, has_low=False)
+MIN_P = between(0, 1, has_high=False)
+MIN_TOKENS = at_least(0)
+REPETITION_PENALTY = positive(at_most=1000)
 
 # Finite, so that noise of any size cannot make a NaN of it.
 _NEVER = -1e30
@@ -107,16 +114,11 @@ def truncation_of(
     Raises:
       UserError: a limit is out of its range.
     """
-    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p < 1:
-        raise UserError(
-            f"top_k {top_k}, top_p {top_p}, min_p {min_p}: top_k is 0 (off) or more, top_p in (0, 1] and "
-            "min_p in [0, 1), where 1 and 0 are off"
-        )
-    if min_tokens < 0 or repetition_penalty <= 0:
-        raise UserError(
-            f"min_tokens {min_tokens}, repetition_penalty {repetition_penalty}: min_tokens is 0 (off) or "
-            "more, repetition_penalty above 0, where 1 is off"
-        )
+    check_value("top_k", top_k, Annotated[int, TOP_K])
+    check_value("top_p", top_p, Annotated[float, TOP_P])
+    check_value("min_p", min_p, Annotated[float, MIN_P])
+    check_value("min_tokens", min_tokens, Annotated[int, MIN_TOKENS])
+    check_value("repetition_penalty", repetition_penalty, Annotated[float, REPETITION_PENALTY])
     scalars: Any = (
         np.int32(top_k),
         np.float32(top_p),

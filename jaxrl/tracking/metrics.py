@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
+from jaxrl.tracking.durable import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,17 +51,6 @@ def ensure_writable(directory: str | os.PathLike[str]) -> None:
             f"cannot write to the output folder {os.fspath(directory)!r} ({error.strerror}); "
             "choose another folder, or free space and grant write permission on this one"
         ) from error
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -126,12 +116,18 @@ class MetricsWriter:
         directory = Path(directory)
         ensure_writable(directory)
         with contextlib.ExitStack() as on_failure:
-            self._sinks: list[_Sink] = [_JsonlSink(directory / METRICS_FILE, resume_step)]
+            self._rows = _JsonlSink(directory / METRICS_FILE, resume_step)
+            self._sinks: list[_Sink] = [self._rows]
             on_failure.callback(self.close)
             self._sinks.append(_TensorBoardSink(directory / "tensorboard", resume_step))
             if wandb is not None:
                 self._sinks.append(_WandbSink(directory, resume_step, wandb))
             on_failure.pop_all()
+
+    @property
+    def last_step(self) -> int | None:
+        """Of the newest row; None without any."""
+        return self._rows.last_step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records `metrics` of `step`. Call once per step; steps increase."""
@@ -192,16 +188,16 @@ class _JsonlSink:
 
     def __init__(self, path: Path, resume_step: int | None):
         kept = _lines_up_to(path, resume_step)
-        self._last_step = kept[-1][1]["step"] if kept else None
+        self.last_step = kept[-1][1]["step"] if kept else None
         # The kept lines stay byte for byte; parsing and printing again could change them.
         write_atomically(path, b"".join(line + b"\n" for line, _ in kept))
         self._file = path.open("ab")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        assert self._last_step is None or step > self._last_step, (
-            f"step {step} after step {self._last_step}: one row per step, in increasing order"
+        assert self.last_step is None or step > self.last_step, (
+            f"step {step} after step {self.last_step}: one row per step, in increasing order"
         )
-        self._last_step = step
+        self.last_step = step
         row = {"step": step, "time_s": round(time.time(), 3)}
         row |= {key: _to_json(value) for key, value in values.items()}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")

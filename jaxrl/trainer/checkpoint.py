@@ -2,18 +2,24 @@
 
 Orbax writes them; each holds the training state of every role (weights, optimiser, step) and a small JSON
 record (position in the data, what the run knows about itself). Once one is complete its files are sealed with
-checksums, since a flipped bit in compressed weights would otherwise be restored without a word. On resume
-a damaged checkpoint is skipped with a warning and the one before it is taken.
+checksums (`trainer.seals`): a flipped bit in compressed weights would otherwise be restored without a word.
+
+    save      Orbax writes checkpoints/30 beside training          death here: 20 is the newest intact
+    commit    the files reach the disk, then the seal of 30 does   death here: 20
+              10 is moved to checkpoints.deleted/ and removed      death here: 30
+
+Nothing is removed before a newer checkpoint is sealed. `StoredCheckpoints` reads and changes nothing, whoever
+else is at work; `Checkpoints` belongs to the run that holds the folder's lock.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import logging
 import pathlib
+import shutil
 import time
-import zlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -23,112 +29,63 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
+from jaxrl.tracking.durable import sync
+from jaxrl.trainer.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
 
 
-class Checkpoints:
-    """The checkpoints of one stage of a run, numbered by finished steps."""
+class StoredCheckpoints:
+    """The checkpoints of one stage of a run, numbered by finished steps, as a reader finds them.
 
-    def __init__(self, folder: pathlib.Path, *, keep: int | None):
-        """Args: where they lie (made if need be), and how many of the newest stay, None for all."""
-        self._folder = folder.absolute()
-        self._seals = self._folder.with_name(f"{self._folder.name}.seals")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=False, multiprocessing_options=_processes()
-            ),
-        )
-        self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="seal")
-        self._sealing: concurrent.futures.Future[None] | None = None
+    Attributes:
+      folder: where they lie; need not exist.
+      seals: of them.
+      damaged_folder: where a run has put those that it could not go on from.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Args: where they lie."""
+        self.folder = folder.absolute()
+        self.seals = Seals(self.folder)
+        self.damaged_folder = self.folder.with_name(f"{self.folder.name}.damaged")
 
     @property
     def steps(self) -> list[int]:
-        """Steps that have a complete checkpoint, oldest first."""
-        return sorted(self._manager.all_steps())
-
-    def save(self, step: int, states: dict[str, TrainState], record: dict[str, Any]) -> None:
-        """Starts writing a checkpoint of every role's state; returns once they may change again."""
-        self._finish_sealing()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{role: ocp.args.StandardSave(state) for role, state in states.items()},
-                record=ocp.args.JsonSave(record),
-            ),
-        )
-        self._sealing = self._sealer.submit(self._seal, step)
-
-    def close(self) -> None:
-        """Waits until everything is on disk and sealed."""
-        self._finish_sealing()
-        self._sealer.shutdown()
-        self._manager.close()
+        """Steps that have a checkpoint, finished or not, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return numbered(path.name for path in self.folder.iterdir() if path.is_dir())
 
     def newest_intact(self) -> int | None:
-        """The newest step whose files are as they were written; None if there is none to go on from.
+        """The newest step whose files are as they were written; None if there is none. It reads all of it."""
+        while True:
+            steps = self.steps
+            for step in reversed(steps):
+                fault = self.seals.fault(step)
+                if fault is None:
+                    return step
+                logger.info("%s is not intact: %s", self.path(step), fault)
+            # A run at work removes an old checkpoint as soon as a newer one is sealed: look again.
+            if steps == self.steps:
+                return None
 
-        Damaged ones are moved aside, so that their steps can be written again. With several processes the
-        first one reads the files, and they agree on the answer.
+    def newest_sealed(self, *, up_to: int) -> int | None:
+        """The newest step with a seal that is not newer than `up_to`; None if there is none."""
+        sealed = set(self.seals.steps()) & set(self.steps)
+        return max((step for step in sealed if step <= up_to), default=None)
 
-        Raises:
-          UserError: all checkpoints are damaged.
+    def remains(self) -> list[str]:
+        """What is there of checkpoints that cannot be gone on from, a line each; empty in a fresh folder.
+
+        A first one (step 0) that was not finished is nothing to be missed.
         """
-        step = hosts.on_first(self._newest_intact)
-        self._manager.reload()
-        return step
-
-    def _newest_intact(self) -> int | None:
-        damaged = []
-        for step in reversed(self.steps):
-            written = self._read_seal(step)
-            fault = None if written is None else _difference(written, _checksums(self._path(step)))
-            if written is not None and fault is None:
-                return step
-            aside = self._set_aside(step)
-            if fault is None:
-                logger.warning("the checkpoint of step %d was never completed; skipped", step)
-            else:
-                damaged.append(f"step {step}: {fault}, kept in {aside}")
-                logger.warning("damaged checkpoint skipped: %s", damaged[-1])
-        if damaged:
-            raise UserError(
-                f"no intact checkpoint is left ({'; '.join(damaged)}); restore {self._folder} from a backup, "
-                f"or remove {self._folder.parent} to start this stage over"
-            )
-        return None
-
-    def read_record(self, step: int) -> dict[str, Any]:
-        """The JSON record of a checkpoint."""
-        return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))[
-            "record"
-        ]
-
-    def restore(self, step: int, like: dict[str, TrainState]) -> dict[str, TrainState]:
-        """The states of a checkpoint by role, born with the shapes and shardings of `like`.
-
-        Raises:
-          UserError: the checkpoint holds other roles, or a model of another shape.
-        """
-        saved = {path.name for path in self._path(step).iterdir()}
-        absent = sorted(set(like) - saved)
-        if absent:
-            raise UserError(
-                f"the checkpoint {self._path(step)} has no {', '.join(absent)}; go back to the recipe it was "
-                "made with, or use another `name`"
-            )
-        args = {role: ocp.args.StandardRestore(state) for role, state in like.items()}
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-            return {role: restored[role] for role in like}
-        except ValueError as error:
-            raise UserError(
-                f"the checkpoint {self._path(step)} does not fit the model of this config "
-                f"({str(error).splitlines()[0]}); go back to the config it was made "
-                "with, or use another `name`"
-            ) from error
+        faults = {step: self.seals.fault(step) for step in self.steps}
+        if faults.get(0) == UNSEALED:
+            del faults[0]
+        aside = list(self.damaged_folder.iterdir()) if self.damaged_folder.is_dir() else []
+        found = [f"step {step}: {fault}" for step, fault in faults.items() if fault is not None]
+        return found + ([f"{len(aside)} in {self.damaged_folder}"] if aside else [])
 
     def restore_params(self, step: int, role: str, like: Params) -> Params:
         """The weights of a role alone, born with the shapes and shardings of `like`.
@@ -136,53 +93,205 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint holds a model of another shape.
         """
-        path = self._path(step) / role
-        item = {"params": like}
-        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            saved = checkpointer.metadata(path).item_metadata.tree["params"]
-            # Orbax would fill or cut what has another shape.
-            if _shapes(saved) != _shapes(like):
-                raise UserError(
-                    f"{path} does not hold the model that the run's files describe; restore the run's "
-                    "folder from a backup"
-                )
-            args = ocp.args.PyTreeRestore(
-                item=item, restore_args=restore_args, partial_restore=True
+        path = self.path(step) / role
+        # Orbax would fill or cut what has another shape.
+        difference = _difference(self.shapes(step, role), _shapes(like))
+        if difference is not None:
+            raise UserError(
+                f"{path} does not hold the model that the run's files describe ({difference}); restore the "
+                "run's folder from a backup"
             )
+        item = {"params": like}
+        args = ocp.args.PyTreeRestore(
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
+        with ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(path, args=args)["params"]
 
-    def _finish_sealing(self) -> None:
-        if self._sealing is not None:
-            self._sealing.result()
-            self._sealing = None
+    def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
+        """Of a role's weights, by their path in the tree."""
+        metadata = ocp.PyTreeCheckpointHandler().metadata(self.path(step) / role)
+        return _shapes(metadata.tree["params"])
 
-    def _seal(self, step: int) -> None:
-        """Runs beside training: waits for Orbax, then writes the checksums."""
-        self._manager.wait_until_finished()
+    def path(self, step: int) -> pathlib.Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / str(step)
+
+
+class Checkpoints:
+    """The checkpoints of one stage of a run, for the run itself.
+
+    Attributes:
+      stored: the same for readers.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, keep: int | None):
+        """Args: where they lie (made once one is saved), and how many of the newest stay, None for all."""
+        self.stored = StoredCheckpoints(folder)
+        self._keep = keep
+        self._deleted = self.stored.folder.with_name(f"{self.stored.folder.name}.deleted")
+        self._manager: ocp.CheckpointManager | None = None
+        self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="seal")
+        self._sealing: concurrent.futures.Future[None] | None = None
+        self._saving: int | None = None
+
+    # Writing
+
+    def prepare(self, newest: int | None) -> None:
+        """Makes the folder ready to go on from `newest`, the newest intact one, or to begin. Collective.
+
+        Newer ones are not intact; they are moved aside, so that their steps can be written again. What a
+        death has left half written or half removed is removed.
+        """
+        hosts.on_first(lambda: self._prepare(newest))
+        if self._manager is not None:
+            self._manager.reload()
+
+    def save(self, step: int, states: dict[str, TrainState], record: dict[str, Any]) -> None:
+        """Starts writing a checkpoint of every role's state; returns once they may change again.
+
+        It counts as a checkpoint once it is committed.
+        """
+        self.wait()
+        saved = self._open().save(
+            step,
+            args=ocp.args.Composite(
+                **{role: ocp.args.StandardSave(state) for role, state in states.items()},
+                record=ocp.args.JsonSave(record),
+            ),
+        )
+        assert saved, f"Orbax did not save step {step}"
+        self._saving = step
+
+    def commit(self, sound_steps: Collection[int] = ()) -> None:
+        """Seals what `save` has begun, beside training, and then removes the oldest ones.
+
+        Args:
+          sound_steps: besides the newest `keep`, the newest checkpoint up to each of these stays.
+        """
+        assert self._saving is not None, "save comes before commit"
+        step, self._saving = self._saving, None
+        self._sealing = self._sealer.submit(self._commit, step, tuple(sound_steps))
+
+    def wait(self) -> None:
+        """Returns once everything that was committed is sealed.
+
+        Raises:
+          UserError: the disk did not take it.
+        """
+        if self._sealing is None:
+            return
+        sealing, self._sealing = self._sealing, None
+        try:
+            sealing.result()
+        except OSError as error:
+            raise UserError(
+                f"a checkpoint could not be written to {self.stored.folder} ({error.strerror or error}); the "
+                "ones before it are still there: free space or mend the disk, and start the command again"
+            ) from error
+
+    def close(self) -> None:
+        """Waits until everything is on disk and sealed."""
+        try:
+            self.wait()
+        finally:
+            self._sealer.shutdown()
+            if self._manager is not None:
+                self._manager.close()
+
+    # Reading
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """The JSON record of a checkpoint."""
+        args = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return self._open().restore(step, args=args)["record"]
+
+    def restore(self, step: int, like: dict[str, TrainState]) -> dict[str, TrainState]:
+        """The states of a checkpoint by role, born with the shapes and shardings of `like`.
+
+        Raises:
+          UserError: the checkpoint holds other roles, or a model of another shape.
+        """
+        path = self.stored.path(step)
+        saved = {path.name for path in path.iterdir()}
+        absent = sorted(set(like) - saved)
+        if absent:
+            raise UserError(
+                f"the checkpoint {path} has no {', '.join(absent)}; go back to the recipe it was "
+                "made with, or use another `name`"
+            )
+        for role, state in like.items():
+            # Orbax would find out while it reads.
+            difference = _difference(self.stored.shapes(step, role), _shapes(state.params))
+            if difference is not None:
+                raise _does_not_fit(path, f"{role}: {difference}")
+        args = {role: ocp.args.StandardRestore(state) for role, state in like.items()}
+        try:
+            restored = self._open().restore(step, args=ocp.args.Composite(**args))
+            return {role: restored[role] for role in like}
+        except ValueError as error:
+            raise _does_not_fit(path, str(error).splitlines()[0]) from error
+
+    # What only the first process does
+
+    def _prepare(self, newest: int | None) -> None:
+        self.stored.folder.mkdir(parents=True, exist_ok=True)
+        for step in self.stored.steps:
+            if newest is None:
+                self._remove(step)
+            elif step > newest:
+                self._set_aside(step)
+        shutil.rmtree(self._deleted, ignore_errors=True)
+        for path in self.stored.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path)
+        for step in set(self.stored.seals.steps()) - set(self.stored.steps):
+            self.stored.seals.remove(step)
+
+    def _commit(self, step: int, sound_steps: Collection[int]) -> None:
+        """Runs beside training: waits for Orbax, seals, removes what is older."""
+        self._open().wait_until_finished()
         if not hosts.is_first():
             return
-        self._seals.mkdir(exist_ok=True)
-        temporary = self._seals / f"{step}.json.part"
-        temporary.write_text(json.dumps(_checksums(self._path(step))))
-        temporary.rename(self._seals / f"{step}.json")
-        for old in self._seals.glob("*.json"):
-            if not self._path(int(old.stem)).exists():
-                old.unlink()
+        self.stored.seals.write(step)
+        self._remove_older(step, sound_steps)
 
-    def _read_seal(self, step: int) -> dict[str, list[int]] | None:
-        seal = self._seals / f"{step}.json"
-        return json.loads(seal.read_text()) if seal.exists() else None
+    def _remove_older(self, newest: int, sound_steps: Collection[int]) -> None:
+        if self._keep is None:
+            return
+        steps = [step for step in self.stored.steps if step <= newest]
+        stay = {self.stored.newest_sealed(up_to=step) for step in sound_steps}
+        for step in steps[: -self._keep]:
+            if step not in stay:
+                self._remove(step)
 
-    def _set_aside(self, step: int) -> pathlib.Path:
-        aside = self._folder.with_name(f"{self._folder.name}.damaged") / f"{step}.{time.time_ns()}"
+    def _remove(self, step: int) -> None:
+        """Removes a checkpoint; a death in between leaves nothing that looks like one."""
+        self._deleted.mkdir(exist_ok=True)
+        aside = self._deleted / f"{step}.{time.time_ns()}"
+        self.stored.path(step).rename(aside)
+        sync(self.stored.folder)
+        self.stored.seals.remove(step)
+        shutil.rmtree(aside)
+
+    def _set_aside(self, step: int) -> None:
+        fault = self.stored.seals.fault(step)
+        aside = self.stored.damaged_folder / f"{step}.{time.time_ns()}"
         aside.parent.mkdir(exist_ok=True)
-        self._path(step).rename(aside)
-        (self._seals / f"{step}.json").unlink(missing_ok=True)
-        return aside
+        self.stored.path(step).rename(aside)
+        self.stored.seals.remove(step)
+        logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
 
-    def _path(self, step: int) -> pathlib.Path:
-        return self._folder / str(step)
+    def _open(self) -> ocp.CheckpointManager:
+        """Orbax's manager, which looks at the folder when it is made."""
+        if self._manager is None:
+            # It keeps everything: what is removed, and when, is decided here.
+            options = ocp.CheckpointManagerOptions(
+                create=False, multiprocessing_options=_processes()
+            )
+            self._manager = ocp.CheckpointManager(self.stored.folder, options=options)
+        return self._manager
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
@@ -194,28 +303,40 @@ def _processes() -> ocp.options.MultiprocessingOptions:
     )
 
 
+def all_meet(occasion: str, timeout_s: int) -> bool:
+    """Whether every process calls this for the same occasion, each of which is its own, within the time."""
+    everyone = _processes().active_processes
+    if everyone is None:
+        return True
+    try:
+        ocp.multihost.sync_global_processes(
+            f"jaxrl: {occasion}", timeout=timeout_s, processes=everyone
+        )
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("the other processes were not met: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def _difference(written: dict[str, list[int]], found: dict[str, list[int]]) -> str | None:
-    for name, checksum in written.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name] != checksum:
-            return f"{name} has changed since it was written"
+def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:
+    """The first weight that two models do not share; None if they have the same."""
+    for name in sorted(saved.keys() | like.keys()):
+        if saved.get(name) != like.get(name):
+            return f"{name} is {_said(saved.get(name))} there and {_said(like.get(name))} here"
     return None
 
 
-def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file below `folder`."""
-    sums = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            crc, size = 0, 0
-            with path.open("rb") as file:
-                while block := file.read(2**20):
-                    crc, size = zlib.crc32(block, crc), size + len(block)
-            sums[path.relative_to(folder).as_posix()] = [size, crc]
-    return sums
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"{list(shape)}"
+
+
+def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
+    return UserError(
+        f"the checkpoint {path} does not fit the model of this config ({difference}); go back to the config "
+        "it was made with, or use another `name`"
+    )

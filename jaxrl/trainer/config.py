@@ -8,18 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+import threading
+from typing import Annotated, Any, Literal
 
-from jaxrl.algos.kl import FULL
-from jaxrl.errors import require_at_least
+from jaxrl.algos.kl import FULL, KL_ESTIMATES
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.registry import check_options, named
+from jaxrl.checks import (
+    MAX_LAYERS,
+    SEED,
+    at_least,
+    between,
+    check_fields,
+    check_value,
+    count,
+    finite,
+    one_of,
+    positive,
+    token_count,
+)
+from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.messages import check_template
+from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.models.cached_attention_paged import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 from jaxrl.models.config import ModelConfig
-from jaxrl.rewards.judge import SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.recipes.registry import RECIPES
+from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.rewards.score import grader
+from jaxrl.roles import losses
+from jaxrl.roles.advantages import Estimator
 from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
+from jaxrl.trainer.collapse import CollapseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +64,14 @@ class SourceConfig:
     answer_field: str = "answer"
     solution_field: str | None = None
     task: str = ""
-    size: int = 0
-    seed: int = 0
+    size: Annotated[int, at_least(0, at_most=MAX_TASK_SIZE)] = 0
+    seed: Annotated[int, between(0, MAX_TASK_SEED)] = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    limit: int = 0
+    limit: Annotated[int, at_least(0)] = 0
+
+    def __post_init__(self):
+        check_fields(self)
+        check_task_options(self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +91,13 @@ class DataConfig:
     held_out: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     template: str = "{prompt}"
     chat: bool = False
-    max_prompt_tokens: int = 64
+    max_prompt_tokens: Annotated[int, token_count(1)] = 64
     overlong: Literal["drop", "left", "error"] = "drop"
-    shuffle_seed: int | None = None
+    shuffle_seed: Annotated[int, SEED] | None = None
 
     def __post_init__(self):
-        require_at_least(1, self, "max_prompt_tokens")
+        check_fields(self)
+        check_template(self.template)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +110,10 @@ class TokenizerConfig:
     """
 
     path: str = ""
-    vocab_size: int = 320
+    vocab_size: Annotated[int, between(258, 2**20)] = 320
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +133,24 @@ class WarmStartConfig:
       log_every: steps between rows of the log.
     """
 
-    num_steps: int = 0
+    num_steps: Annotated[int, at_least(0)] = 0
     path: str = ""
     prompt_field: str = "prompt"
     response_field: str = "response"
     messages_field: str = "messages"
     run: str = ""
-    examples_per_step: int = 32
+    examples_per_step: Annotated[int, count(1)] = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    save_every: int = 200
-    log_every: int = 1
+    save_every: Annotated[int, at_least(1)] = 200
+    log_every: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self):
-        require_at_least(0, self, "num_steps")
-        require_at_least(1, self, "examples_per_step", "save_every", "log_every")
+        check_fields(self)
+        if self.run and not self.num_steps:
+            raise ValueError(
+                f"run {self.run!r} names a warm start to begin with, and num_steps 0 skips it; set num_steps "
+                "as that run has it, or leave run empty"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,53 +185,43 @@ class RolloutConfig:
       unroll: layers per iteration of the layer scan.
     """
 
-    num_prompts: int = 32
-    num_samples: int = 8
-    generation_prompts: int = 48
-    max_generation_batches: int = 10
-    max_response_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    min_response_tokens: int = 0
-    repetition_penalty: float = 1.0
-    stop_ids: tuple[int, ...] = ()
+    num_prompts: Annotated[int, count(1)] = 32
+    num_samples: Annotated[int, count(1)] = 8
+    generation_prompts: Annotated[int, count(1)] = 48
+    max_generation_batches: Annotated[int, count(1)] = 10
+    max_response_tokens: Annotated[int, token_count(1)] = 64
+    temperature: Annotated[float, positive(at_most=1000)] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    top_p: Annotated[float, TOP_P] = 1.0
+    min_p: Annotated[float, MIN_P] = 0.0
+    min_response_tokens: Annotated[int, token_count(0)] = 0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
     stop_strings: tuple[str, ...] = ()
     environment: str = ""
     partial: bool = False
     driver: Literal["offline", "jetstream"] = "offline"
-    slots: int = 256
-    fewest_rows: int = 32
-    prefill_prompts: int = 32
-    prefill_chunk_tokens: int = 0
-    tokens_per_dispatch: int = 16
+    slots: Annotated[int, count(1)] = 256
+    fewest_rows: Annotated[int, count(1)] = 32
+    prefill_prompts: Annotated[int, count(1)] = 32
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    tokens_per_dispatch: Annotated[int, token_count(1)] = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
-    decode_attention: str = "auto"
-    unroll: int = 1
+    decode_attention: Annotated[str, one_of("auto", *DECODE_IMPLEMENTATIONS)] = "auto"
+    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
 
     def __post_init__(self):
-        require_at_least(1, self, "num_prompts", "generation_prompts", "max_generation_batches")
-        require_at_least(1, self, "max_response_tokens", "tokens_per_dispatch", "unroll")
-        require_at_least(1, self, "slots", "fewest_rows", "prefill_prompts")
-        require_at_least(0, self, "prefill_chunk_tokens")
-        if self.temperature <= 0:
+        check_fields(self)
+        if self.min_response_tokens >= self.max_response_tokens:
             raise ValueError(
-                f"temperature {self.temperature} is not positive: training divides logits by it; use 1.0"
+                f"min_response_tokens {self.min_response_tokens} leaves no room below max_response_tokens "
+                f"{self.max_response_tokens}, and every response would be cut; make it smaller"
             )
-        truncation_of(
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            min_tokens=self.min_response_tokens,
-            repetition_penalty=self.repetition_penalty,
-        )
         if "" in self.stop_strings:
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
             )
-        require_at_least(1, self, "num_samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,20 +241,19 @@ class JudgeConfig:
     """
 
     model: str = ""
-    weight: float = 1.0
+    weight: Annotated[float, finite()] = 1.0
     template: str = SCORE_TEMPLATE
     chat: bool = True
-    low: float = 0.0
-    high: float = 10.0
-    failed_score: float = 0.0
-    max_response_chars: int = 8000
-    max_prompt_tokens: int = 4096
-    max_verdict_tokens: int = 256
-    slots: int = 64
+    low: Annotated[float, finite()] = 0.0
+    high: Annotated[float, finite()] = 10.0
+    failed_score: Annotated[float, finite()] = 0.0
+    max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
+    max_prompt_tokens: Annotated[int, token_count(1)] = 4096
+    max_verdict_tokens: Annotated[int, token_count(1)] = 256
+    slots: Annotated[int, count(1)] = 64
 
     def __post_init__(self):
-        require_at_least(1, self, "max_response_chars", "max_prompt_tokens", "max_verdict_tokens")
-        require_at_least(1, self, "slots")
+        check_fields(self)
         JudgeTemplate(self.template)
         score_parser(low=self.low, high=self.high)
 
@@ -242,6 +267,7 @@ class RewardConfig:
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
+      functions_timeout_s: seconds that each of them may take for the responses of a step.
       model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
         tokenizer; "" has none.
       model_weight: of its score in the reward.
@@ -253,17 +279,19 @@ class RewardConfig:
     """
 
     grader: str = "answer"
-    grader_weight: float = 1.0
+    grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
     model: str = ""
-    model_weight: float = 1.0
+    model_weight: Annotated[float, finite()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
-    overlong_buffer_tokens: int = 16
-    overlong_penalty: float = 1.0
+    overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
+    overlong_penalty: Annotated[float, at_least(0)] = 1.0
     mask_truncated: bool = False
 
     def __post_init__(self):
-        require_at_least(0, self, "overlong_buffer_tokens", "overlong_penalty")
+        check_fields(self)
+        grader(self.grader)
         for name, function in self.functions.items():
             if name in ("grader", "model", "judge"):
                 raise ValueError(
@@ -274,6 +302,8 @@ class RewardConfig:
                 raise ValueError(
                     f"functions.{name} is {function!r}; give each function its path and its weight"
                 )
+            check_value(f"functions.{name}.path", function["path"], str)
+            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,16 +320,15 @@ class KlConfig:
       horizon: of the adaptation, in sequences.
     """
 
-    reward_coef: float = 0.0
-    reward_estimate: str = "k1"
-    loss_coef: float = 0.0
-    loss_estimate: str = "k3"
-    target: float = 0.0
-    horizon: float = 10_000.0
+    reward_coef: Annotated[float, at_least(0)] = 0.0
+    reward_estimate: Annotated[str, one_of(*KL_ESTIMATES)] = "k1"
+    loss_coef: Annotated[float, at_least(0)] = 0.0
+    loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
+    target: Annotated[float, at_least(0)] = 0.0
+    horizon: Annotated[float, at_least(1)] = 10_000.0
 
     def __post_init__(self):
-        require_at_least(0, self, "reward_coef", "loss_coef", "target")
-        require_at_least(1, self, "horizon")
+        check_fields(self)
         if self.target and not self.reward_coef:
             raise ValueError(
                 f"target {self.target} adapts reward_coef, which is 0 and would stay so; set it above 0"
@@ -349,30 +378,29 @@ class AlgorithmConfig:
     )
     aggregation: str = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, at_least(0)] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
-    updates_per_step: int = 4
+    updates_per_step: Annotated[int, count(1)] = 4
     one_step_off: bool = False
 
     def __post_init__(self):
-        require_at_least(1, self, "updates_per_step")
-        require_at_least(0, self, "entropy_coef")
+        check_fields(self)
         correction = self.correction
         if self.one_step_off and correction.weights == "none" and not correction.bypass:
             raise ValueError(
                 "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
                 'correction.weights to "token" or "sequence", or correction.bypass to True'
             )
-        options = self.loss_options
-        if "clip_low" in options and options["clip_low"] < 0:
-            raise ValueError(f"loss_options.clip_low {options['clip_low']} is below 0; use 0.2")
-        if "clip_high" in options and options["clip_high"] < 0:
-            raise ValueError(f"loss_options.clip_high {options['clip_high']} is below 0; use 0.28")
-        if "dual_clip" in options and options["dual_clip"] <= 1:
-            raise ValueError(
-                f"loss_options.dual_clip {options['dual_clip']} is not above 1; use 3 to 10"
-            )
+        named(RECIPES, self.recipe, "recipe")
+        # Built and dropped: they hold names and options against the functions that take them.
+        Estimator.of(self.advantage, self.advantage_options)
+        losses.policy(
+            self.loss,
+            self.loss_options,
+            aggregation=self.aggregation,
+            aggregation_options=self.aggregation_options,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,19 +410,17 @@ class CriticConfig:
     Attributes:
       weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.
       optim: its optimiser.
-      clip: how far a value may move in a step, in units of reward.
+      clip: how far a value may move in a step, in units of reward; inf for none.
       warmup_steps: steps in which the critic learns alone.
     """
 
     weights: str = ""
     optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
-    clip: float = 0.5
-    warmup_steps: int = 0
+    clip: Annotated[float, positive(or_inf=True)] = 0.5
+    warmup_steps: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        require_at_least(0, self, "warmup_steps")
-        if self.clip <= 0:
-            raise ValueError(f"clip {self.clip} is not positive; use 0.5, or inf for none")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,15 +437,13 @@ class CostConfig:
     """
 
     model: str = ""
-    limit: float = 0.0
-    multiplier: float = 1.0
-    multiplier_lr: float = 0.1
-    pretrain_coef: float = 0.0
+    limit: Annotated[float, finite()] = 0.0
+    multiplier: Annotated[float, positive()] = 1.0
+    multiplier_lr: Annotated[float, at_least(0)] = 0.1
+    pretrain_coef: Annotated[float, at_least(0)] = 0.0
 
     def __post_init__(self):
-        require_at_least(0, self, "multiplier_lr", "pretrain_coef")
-        if self.multiplier <= 0:
-            raise ValueError(f"multiplier {self.multiplier} is not positive; use 1.0")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,14 +472,17 @@ class PreferenceConfig:
     harm_fields: tuple[str, ...] = ()
     loss: str = "bradley_terry"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    num_steps: int = 1000
-    pairs_per_step: int = 16
-    held_out_pairs: int = 256
-    every: int = 100
+    num_steps: Annotated[int, at_least(1)] = 1000
+    pairs_per_step: Annotated[int, count(1)] = 16
+    held_out_pairs: Annotated[int, count(1)] = 256
+    every: Annotated[int, at_least(1)] = 100
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
     def __post_init__(self):
-        require_at_least(1, self, "num_steps", "pairs_per_step", "held_out_pairs", "every")
+        check_fields(self)
+        named(MADE_PAIRS, self.made, "made")
+        loss = named(PREFERENCE_LOSSES, self.loss, "preference loss")
+        check_options(loss, self.options, f"preference loss {self.loss!r}")
         if bool(self.path) != bool(self.held_out_path):
             raise ValueError("path and held_out_path go together: set both, or neither")
         if len(self.harm_fields) not in (0, 2):
@@ -475,17 +502,15 @@ class EvaluationConfig:
       top_k, top_p, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
     """
 
-    every: int = 10
-    num_samples: int = 8
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    every: Annotated[int, at_least(1)] = 10
+    num_samples: Annotated[int, count(1)] = 8
+    temperature: Annotated[float, between(0, 1000)] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    top_p: Annotated[float, TOP_P] = 1.0
+    min_p: Annotated[float, MIN_P] = 0.0
 
     def __post_init__(self):
-        require_at_least(1, self, "every", "num_samples")
-        require_at_least(0, self, "temperature")
-        truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,23 +521,26 @@ class RunConfig:
       output: folder under which each run has its own, <output>/<name>/seed<seed>.
       num_steps: rollout steps.
       save_every: steps between checkpoints; the last step is always saved.
-      keep_checkpoints: how many of them stay.
-      resume: go on from the newest intact checkpoint; False refuses a folder that holds a run.
+      keep_checkpoints: how many of the newest stay, besides one from before a collapse.
+      collapse: what counts as one.
+      resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
+        none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
+        folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: held-out problems whose answers the report shows before and after.
     """
 
     output: str = "runs"
-    num_steps: int = 100
-    save_every: int = 10
-    keep_checkpoints: int = 2
-    resume: bool = True
+    num_steps: Annotated[int, at_least(1)] = 100
+    save_every: Annotated[int, at_least(1)] = 10
+    keep_checkpoints: Annotated[int, count(1)] = 2
+    collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
+    resume: Literal["auto", "or_restart", "never"] = "auto"
     wandb_project: str = ""
-    report_samples: int = 8
+    report_samples: Annotated[int, count(0)] = 8
 
     def __post_init__(self):
-        require_at_least(1, self, "num_steps", "save_every", "keep_checkpoints")
-        require_at_least(0, self, "report_samples")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,13 +558,13 @@ class Config:
     """
 
     name: str = "run"
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     weights: str = ""
     adapter: str = ""
     hardware: str = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
-    placement: dict[str, Any] = dataclasses.field(default_factory=dict)
+    placement: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -553,6 +581,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
+        check_fields(self)
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
                 f"adapter {self.adapter} sits on the weights of a base model and is trained as model.lora; "

@@ -6,10 +6,11 @@
 
 Defaults live in the dataclasses and nowhere else. A field may be annotated with bool, int, float,
 str, Literal, Any, another dataclass, tuple[...] or dict[str, ...] of these, and unions of these
-with each other or None. A dict is free-form: recipes may add entries to it.
+with each other or None, each with its range as the metadata of Annotated (`checks`). A dict is
+free-form: recipes may add entries to it.
 
-Not covered: reading files and command lines (`command_line.py`), and what the values mean, which
-each dataclass checks in its own `__post_init__`.
+Not covered: reading files and command lines (`command_line.py`), and what the values mean together,
+which each dataclass checks in its own `__post_init__`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from typing import Any, TypeVar
 
 from ml_collections import config_dict as ml_config_dict
 
+from jaxrl import checks
 from jaxrl.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -200,7 +203,7 @@ def _unlock_free_form(tree: ml_config_dict.ConfigDict) -> None:
 def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
     if not _is_mapping(tree):
         raise _wrong_type(path, tree, cls)
-    annotations = _annotations(cls)
+    annotations, rules = _annotations(cls), checks.annotations_of(cls)
     for key in tree:
         if key not in annotations:
             raise unknown_setting(_join(path, key), leaf_names(root))
@@ -212,6 +215,7 @@ def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
                 f"a recipe starts from to_config_dict({root.__name__}()) and changes some lines"
             )
         values[name] = _read(annotation, tree[name], _join(path, name), root)
+        checks.check_value(_join(path, name), values[name], rules[name])
     try:
         return cls(**values)
     except ValueError as error:
@@ -280,7 +284,7 @@ def _read_scalar(annotation: Any, value: Any, path: str) -> Any:
     if annotation not in (bool, int, float, str, types.NoneType):
         raise TypeError(f"{path} is annotated {type_name(annotation)}, which no setting can hold")
     # Exact types, since a bool is an int to isinstance.
-    if annotation is float and type(value) is int:
+    if annotation is float and type(value) is int and checks.is_finite(value):
         return float(value)
     if type(value) is not annotation:
         raise _wrong_type(path, value, annotation)
@@ -302,6 +306,7 @@ def _wrong_type(path: str, value: Any, annotation: Any) -> UserError:
 # Annotations and names.
 
 
+@functools.cache
 def _annotations(cls: type[DataclassInstance]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

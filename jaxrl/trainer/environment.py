@@ -8,9 +8,8 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.rollout.environment import Environment, Turn, load_environment
 from jaxrl.trainer.setup import Parts
-from jaxrl.user_code import load_function
 
 
 def environment_of(parts: Parts) -> Environment | None:
@@ -25,7 +24,7 @@ def environment_of(parts: Parts) -> Environment | None:
     path = parts.config.rollout.environment
     if not path:
         return None
-    function = load_function(path, "environment")
+    function = load_environment(path)
     tokenizer = parts.tokenizer
 
     def ask(turn: Turn) -> list[int] | None:

@@ -27,7 +27,8 @@ from jaxrl.recipes.dynamic_sampling import GroupBuffer, keep_mixed_groups
 from jaxrl.rewards.judge import JudgeTemplate, judge_scores, score_parser
 from jaxrl.rewards.score import grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
-from jaxrl.rewards.user import user_reward
+from jaxrl.rewards.user import UserRewards
+from jaxrl.rewards.worker import Interrupted
 from jaxrl.roles.advantages import SUM_PI_SQUARED, VocabularyBatch
 from jaxrl.roles.batches import pack_completions, pack_examples
 from jaxrl.roles.correction import corrected
@@ -38,6 +39,7 @@ from jaxrl.roles.learner import Learner, Objective
 from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.trainer.evaluation import evaluator
 from jaxrl.trainer.generation import Generation
+from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.recipe import estimator_of, policy_objective
 from jaxrl.trainer.setup import Parts, longest_sequence, packed_shape, supervised_stream
 from jaxrl.trainer.stage import Stage
@@ -53,9 +55,11 @@ Metrics = dict[str, Any]
 
 
 class Events:
-    """The events of a run's recipe, timed, on the roles of its team."""
+    """The events of a run's recipe, timed, on the roles of its team. Used as a context manager."""
 
-    def __init__(self, parts: Parts, stage: Stage, team: Team, stream: PromptStream):
+    def __init__(
+        self, parts: Parts, stage: Stage, team: Team, stream: PromptStream, stop: StopSignal
+    ):
         """Checks the algorithm's settings; raises UserError where they contradict each other."""
         config = parts.config
         self._config = config
@@ -64,10 +68,7 @@ class Events:
         self._team = team
         self._stream = stream
         self._grade = grader(config.reward.grader)
-        self._reward_functions = {
-            name: (function["weight"], user_reward(function["path"]))
-            for name, function in config.reward.functions.items()
-        }
+        self._stop = stop
         self._evaluator = evaluator(parts)
         self._estimator = estimator_of(config)
         self._policy_objective = policy_objective(config)
@@ -110,10 +111,16 @@ class Events:
         self.update_cost_critic = phase("update_critic", self._update_cost_critic, shown="update")
         self.evaluate = phase("testing", self._evaluate, shown="evaluate")
 
+        # Last, since it starts a process, which is ended when this is left.
+        self._user_rewards: UserRewards | None = None
+        hosts.on_first(self._start_user_rewards)
+
     def __enter__(self) -> Events:
         return self
 
     def __exit__(self, *exception) -> None:
+        if self._user_rewards is not None:
+            self._user_rewards.close()
         self._generation.close()
 
     # What outlives a step
@@ -190,8 +197,9 @@ class Events:
     def _score(self, completions: Completions) -> Scored:
         scored = self._graded(completions)
         terms = [grader_term(scored, weight=self._config.reward.grader_weight)]
-        for name, (weight, function) in self._reward_functions.items():
-            terms.append(Term(name, weight, function(completions)))
+        for name, function in self._config.reward.functions.items():
+            score_B = self._user_scores(function["path"], completions)
+            terms.append(Term(name, function["weight"], score_B))
         if self._team.reward is not None:
             model_B = self._judged(self._team.reward, completions)
             terms.append(Term("model", self._config.reward.model_weight, model_B))
@@ -205,6 +213,30 @@ class Events:
             [scored.correct_B, scored.reward_B, *completions.tokens],
         )
         return scored
+
+    def _start_user_rewards(self) -> None:
+        options = self._config.reward
+        self._user_rewards = UserRewards(
+            [function["path"] for function in options.functions.values()],
+            timeout_s=options.functions_timeout_s,
+            interrupted=lambda: self._stop.pending,
+        )
+
+    def _user_scores(self, path: str, completions: Completions) -> np.ndarray:
+        """A user's function, asked on the first host; a signal that comes meanwhile ends the step."""
+
+        def ask() -> list[float] | None:
+            assert self._user_rewards is not None, "the first host has them"
+            try:
+                return self._user_rewards.scores(path, completions).tolist()
+            except Interrupted:
+                return None
+
+        scores = hosts.on_first(ask)
+        if scores is None:
+            self._stop.check()
+        assert scores is not None, "only a signal interrupts, and then the check has raised"
+        return np.array(scores, np.float32)
 
     def _asked(self, judge: GenerativeJudge, completions: Completions) -> Term:
         options = self._config.reward.judge

@@ -30,7 +30,7 @@ from jaxrl.models.huggingface_files import (
     copy_companions,
     write_json,
 )
-from jaxrl.trainer.checkpoint import Checkpoints
+from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.setup import Parts
 
 # Later stages first: the newest weights of a run are those of its last stage that has any.
@@ -123,19 +123,20 @@ def _base_of(source: pathlib.Path) -> str:
 
 def _newest_params(run_folder: pathlib.Path, config: ModelConfig) -> tuple[int, Any]:
     for stage in _STAGES:
-        folder = run_folder / stage / "checkpoints"
-        if not folder.is_dir():
-            continue
-        checkpoints = Checkpoints(folder, keep=None)
-        try:
-            step = checkpoints.newest_intact()
-            if step is not None:
-                return step, checkpoints.restore_params(step, "actor", _on_host(config))
-        finally:
-            checkpoints.close()
+        stored = StoredCheckpoints(run_folder / stage / "checkpoints")
+        step = stored.newest_intact()
+        while step is not None:
+            try:
+                return step, stored.restore_params(step, "actor", _on_host(config))
+            except (OSError, ValueError):
+                newest = stored.newest_intact()
+                # A run at work may have removed it while it was read; then there is a newer one.
+                if newest == step:
+                    raise
+                step = newest
     raise UserError(
-        f"{run_folder} has no finished checkpoint; let the run save one (run.save_every steps, or a "
-        "SIGTERM) and export again"
+        f"{run_folder} has no finished checkpoint that is intact; let the run save one (run.save_every "
+        "steps, or a SIGTERM) and export again"
     )
 
 

@@ -39,6 +39,11 @@ class StopSignal:
             raise KeyboardInterrupt
         self._received = number
 
+    @property
+    def pending(self) -> bool:
+        """This process has got a signal, whether or not the others know of it."""
+        return self._received > 0
+
     def arrived(self) -> bool:
         """Whether any process has got a signal; every process gets the same answer. Collective."""
         # A signal may come at any moment: later readers must see what was agreed on, not what came since.

@@ -107,25 +107,25 @@ def _train(
     options = config.preference
     (learner,) = learners.values()
     with open_stage(
-        config,
+        parts,
         options.loss.upper().replace("_", " "),
         config.run_folder / "preference",
         num_steps=options.num_steps,
         save_every=config.run.save_every,
-        num_devices=parts.placement.num_devices,
         stop=stop,
     ) as stage:
         record = stage.resume(learners)
         if stage.finished:
             return
         stream = preference_stream(parts, held_out=False, pairs_per_batch=options.pairs_per_step)
+        # Before the warm start: it reads files, too.
+        accuracy = _held_out(parts, learner, rank)
         if record is None:
             start()
         else:
             stream.restore(record["stream"])
-        accuracy = _held_out(parts, learner, rank)
-        stage.begin()
-        if record is None:
+        stage.begin(learners, {"stream": stream.state()})
+        if stage.begins:
             stage.log_start({"val-core/pairs/accuracy": accuracy()})
         shape = _shape(parts, options.pairs_per_step)
 

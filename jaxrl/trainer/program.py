@@ -17,11 +17,18 @@ from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.evaluation import evaluator
-from jaxrl.trainer.export import keep_model_files
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
+from jaxrl.trainer.lock import only_run_in
+from jaxrl.trainer.needs import (
+    Needs,
+    of_evaluation,
+    of_preferences,
+    of_reinforcement,
+    of_training,
+)
 from jaxrl.trainer.recipe import check_recipe, policy_objective
 from jaxrl.trainer.reinforce import reinforce
-from jaxrl.trainer.run_folder import note_config, write_run_report
+from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.setup import Parts, build_parts, check_batches, engine_config, packed_shape
 from jaxrl.trainer.warm_start import warm_start
 
@@ -52,7 +59,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can mend is missing or does not fit.
     """
-    return _run(config, devices, reinforce)
+    return _run(config, devices, reinforce, needs=of_reinforcement)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -71,17 +78,25 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
 
-    return _run(config, devices, stage, needs_problems=not config.warm_start.path)
+    needs_problems = not config.warm_start.path
+    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
+    return _run(
+        config,
+        devices,
+        stage,
+        needs=of_evaluation if evaluates else of_training,
+        needs_problems=needs_problems,
+    )
 
 
 def train_scorer(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_scorer)
+    return _run(config, devices, preferences.train_scorer, needs=of_preferences)
 
 
 def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, preferences.train_dpo)
+    return _run(config, devices, preferences.train_dpo, needs=of_preferences)
 
 
 def _run(
@@ -89,6 +104,7 @@ def _run(
     devices: Sequence[Any] | None,
     stages: Callable[[Parts, StopSignal], None],
     *,
+    needs: Needs,
     needs_problems: bool = True,
 ) -> int:
     """What every run has around its stages: checks, its folder, an orderly end, the report."""
@@ -96,20 +112,21 @@ def _run(
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    parts = build_parts(config, devices, needs_problems=needs_problems)
-    hosts.on_first(lambda: note_config(config))
-    hosts.on_first(lambda: keep_model_files(parts))
-    with StopSignal() as stop:
-        try:
-            stages(parts, stop)
-        except StopRequested:
-            if hosts.is_first():
-                print(
-                    f"stopped and saved in {config.run_folder}; the same command goes on from there"
-                )
-            return stop.exit_status
-    if hosts.is_first():
-        print(f"report: {write_run_report(parts)}")
+    with only_run_in(config.run_folder):
+        hosts.on_first(lambda: check_folder(config))
+        parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
+        with StopSignal() as stop:
+            try:
+                stages(parts, stop)
+            except StopRequested:
+                if hosts.is_first():
+                    print(
+                        f"stopped and saved in {config.run_folder}; the same command goes on from there"
+                    )
+                return stop.exit_status
+        keep_run_files(parts)
+        if hosts.is_first():
+            print(f"report: {write_run_report(parts)}")
     return 0
 
 

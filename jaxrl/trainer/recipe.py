@@ -7,7 +7,7 @@ import inspect
 from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
 from jaxrl.algos.registry import named
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import read_placement
+from jaxrl.mesh.pools import places, read_placement
 from jaxrl.recipes.registry import RECIPES
 from jaxrl.roles import losses
 from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
@@ -53,9 +53,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         roles.append("reward")
     if config.reward.judge.model:
         roles.append("judge")
-    if algorithm.one_step_off or any(
-        "rollout" in row["roles"] for row in config.placement.values()
-    ):
+    if algorithm.one_step_off or places(config.placement, "rollout"):
         roles.append("rollout")
     if "cost" in roles and not config.cost.model:
         raise UserError(

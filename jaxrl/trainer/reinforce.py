@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from jaxrl.data.stream import PromptStream
 from jaxrl.recipes.one_step_off_policy import one_step_off_policy
 from jaxrl.recipes.registry import RECIPES
+from jaxrl.trainer.config import Config
 from jaxrl.trainer.events import Events
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.recipe import events_of, title_of
@@ -26,12 +28,11 @@ def reinforce(parts: Parts, stop: StopSignal) -> None:
     config = parts.config
     team = build_team(parts)
     with open_stage(
-        config,
+        parts,
         title_of(config),
         config.run_folder / "rl",
         num_steps=config.run.num_steps,
         save_every=config.run.save_every,
-        num_devices=parts.placement.num_devices,
         stop=stop,
     ) as stage:
         record = stage.resume(team.learners)
@@ -42,26 +43,28 @@ def reinforce(parts: Parts, stop: StopSignal) -> None:
         elif team.reference is not None:
             keep_reference(team, warm_start(parts, stop).state.params)
         stream = _stream(parts)
-        events = Events(parts, stage, team, stream)
-        if record is not None:
-            stream.restore(record["stream"])
-            events.restore(record)
-        stage.begin()
-        events.load_rollout()
-        if record is None:
-            stage.log_start(events.evaluate("before"))
-        recipe = RECIPES[config.algorithm.recipe]
-        handed = {name: getattr(events, name) for name in events_of(config.algorithm.recipe)}
-        if config.algorithm.one_step_off:
-            recipe = one_step_off_policy(recipe)
-            handed |= {
-                "start_generating": events.start_generating,
-                "generate": events.finish_generating,
-            }
-        with events:
-            run_until_stopped(
-                stage, team.learners, functools.partial(recipe, events.batches(stream), **handed)
-            )
+        with Events(parts, stage, team, stream, stop) as events:
+            if record is not None:
+                stream.restore(record["stream"])
+                events.restore(record)
+            stage.begin(team.learners, events.record())
+            events.load_rollout()
+            if stage.begins:
+                stage.log_start(events.evaluate("before"))
+            run_until_stopped(stage, team.learners, _recipe(config, events, stream))
+
+
+def _recipe(config: Config, events: Events, stream: PromptStream) -> Callable[[], None]:
+    """The config's recipe, with the events that it names."""
+    recipe = RECIPES[config.algorithm.recipe]
+    handed = {name: getattr(events, name) for name in events_of(config.algorithm.recipe)}
+    if config.algorithm.one_step_off:
+        recipe = one_step_off_policy(recipe)
+        handed |= {
+            "start_generating": events.start_generating,
+            "generate": events.finish_generating,
+        }
+    return functools.partial(recipe, events.batches(stream), **handed)
 
 
 def _stream(parts: Parts) -> PromptStream:

@@ -12,41 +12,63 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.tracking.metrics import METRICS_FILE, read_metrics, write_atomically
+from jaxrl.tracking.durable import write_atomically
+from jaxrl.tracking.metrics import METRICS_FILE, read_metrics
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
+from jaxrl.trainer.export import keep_model_files
 from jaxrl.trainer.recipe import title_of
 from jaxrl.trainer.setup import Parts
 from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
+_CONFIG_FILE = "config.txt"
 # Evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
 
 Rows = list[dict[str, Any]]
 
 
-def note_config(config: Config) -> None:
-    """Keeps the config beside the run; says what differs from the one the run was started with.
+def check_folder(config: Config) -> None:
+    """Says what differs from the config that the run in the folder was started with; changes nothing.
 
     Raises:
       UserError: the folder holds a run and the config does not allow to go on with it.
     """
-    path = config.run_folder / "config.txt"
-    if path.exists():
-        if not config.run.resume:
-            raise UserError(
-                f"{config.run_folder} already holds a run and run.resume is False; remove it, or give "
-                "this run another --config.name or --config.run.output"
-            )
-        before, now = _parse(path.read_text()), _parse(format_config(config))
-        changed = [
-            f"{key}: {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
-        ]
-        if changed:
-            logger.warning("this run was started with other settings: %s", "; ".join(changed))
-    write_atomically(path, format_config(config).encode())
+    path = config.run_folder / _CONFIG_FILE
+    if not path.exists():
+        return
+    if config.run.resume == "never":
+        raise UserError(
+            f'{config.run_folder} already holds a run and run.resume is "never"; remove it, or give '
+            "this run another --config.name or --config.run.output"
+        )
+    try:
+        before = _parse(path.read_text())
+    except ValueError as error:  # also for bytes that are no text
+        logger.warning("%s cannot be read (%s): settings are not compared", path, error)
+        return
+    now = _parse(format_config(config))
+    changed = [
+        f"{key}: {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
+    ]
+    if changed:
+        logger.warning("this run was started with other settings: %s", "; ".join(changed))
+
+
+def keep_run_files(parts: Parts) -> None:
+    """Writes what describes the run beside it: its settings, and the model's files. Collective.
+
+    Call it when everything that could refuse the run has been checked.
+    """
+
+    def write() -> None:
+        config = parts.config
+        write_atomically(config.run_folder / _CONFIG_FILE, format_config(config).encode())
+        keep_model_files(parts)
+
+    hosts.on_first(write)
 
 
 def _parse(text: str) -> dict[str, str]:

@@ -16,14 +16,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.checks import at_least, between, check_fields, count, token_count
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError, require_at_least
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
@@ -34,8 +35,6 @@ from jaxrl.models.huggingface_weights import load_params
 from jaxrl.rollout.engine import Engine, EngineConfig
 from jaxrl.rollout.online import Ask, Delta, OnlineDriver, ServingError
 from jaxrl.rollout.openai_api import Limits
-
-_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,38 +61,22 @@ class ServeConfig:
     model: str
     name: str = ""
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 9000
+    http_port: Annotated[int, between(0, 65_535)] = 8000
+    grpc_port: Annotated[int, between(0, 65_535)] = 9000
     grpc: bool = True
-    slots: int = 64
-    prefill_prompts: int = 8
-    max_prompt_tokens: int = 1024
-    max_response_tokens: int = 1024
-    tokens_per_dispatch: int = 8
+    slots: Annotated[int, count(1)] = 64
+    prefill_prompts: Annotated[int, count(1)] = 8
+    max_prompt_tokens: Annotated[int, token_count(1)] = 1024
+    max_response_tokens: Annotated[int, token_count(1)] = 1024
+    tokens_per_dispatch: Annotated[int, token_count(1)] = 8
     mesh: str = "1-1-1"
-    dtype: str = "bfloat16"
-    max_waiting: int = 10_000
-    max_body_bytes: int = 1 << 20
-    grace_s: float = 10.0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_waiting: Annotated[int, count(1)] = 10_000
+    max_body_bytes: Annotated[int, at_least(1)] = 1 << 20
+    grace_s: Annotated[float, between(0, 86_400)] = 10.0
 
     def __post_init__(self):
-        require_at_least(0, self, "http_port", "grpc_port", "grace_s")
-        require_at_least(
-            1,
-            self,
-            "slots",
-            "prefill_prompts",
-            "max_prompt_tokens",
-            "max_response_tokens",
-            "tokens_per_dispatch",
-            "max_waiting",
-            "max_body_bytes",
-        )
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
-        for port in (self.http_port, self.grpc_port):
-            if port > 65535:
-                raise ValueError(f"port {port} is above 65535, the last there is")
+        check_fields(self)
 
     @property
     def model_name(self) -> str:

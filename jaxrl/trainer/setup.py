@@ -13,15 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.algos.registry import named
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
-from jaxrl.data.demonstrations import (
-    Demonstration,
-    DemonstrationStream,
-    read_demonstrations,
-    texts_of,
-)
+from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import PackedShape
-from jaxrl.data.preferences import PreferenceStream, read_preferences
+from jaxrl.data.preferences import PreferenceStream
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
 from jaxrl.data.stream import held_out_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -30,9 +25,11 @@ from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.config import LoraConfig, ModelConfig
 from jaxrl.models.huggingface_config import read_adapter_config, read_config
-from jaxrl.planner.requirements import DataFile, require
+from jaxrl.models.huggingface_weights import check_adapter, check_params
+from jaxrl.planner.requirements import DataFile, Lookup, require
 from jaxrl.rollout.engine import EngineConfig
 from jaxrl.trainer.config import Config, SourceConfig
+from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of
 from jaxrl.trainer.recipe import check_recipe, roles_of
 from jaxrl.types import Prompts
 
@@ -73,13 +70,18 @@ class Parts:
 
 
 def build_parts(
-    config: Config, devices: Sequence[Any] | None = None, *, needs_problems: bool = True
+    config: Config,
+    devices: Sequence[Any] | None = None,
+    *,
+    needs: Needs,
+    needs_problems: bool = True,
 ) -> Parts:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together.
 
     Args:
       config: of the run.
       devices: which to use; all of them by default.
+      needs: what the run will ask for later, looked up now.
       needs_problems: False lets a config have none, neither to train on nor held out.
 
     Raises:
@@ -87,7 +89,7 @@ def build_parts(
     """
     check_recipe(config)
     devices = jax.devices() if devices is None else devices
-    _check_present(config, devices)
+    _check_present(config, devices, needs(config))
     has_problems = any(
         source.path or source.task for source in (config.data.train, config.data.held_out)
     )
@@ -95,10 +97,13 @@ def build_parts(
     demonstrations = _demonstrations(config)
     tokenizer = _tokenizer(config, train, demonstrations)
     _check_stop_ids(config, tokenizer)
+    check_fits(config, tokenizer, (*train, *held_out), needs)
     placement = take_devices(pools_of(config), devices)
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
     for pool in placement.pools:
         check_batches(config, pool.mesh, samples=pool is placement.pool_of(sampler))
+        if "judge" in pool.roles:
+            _check_judge_batches(config, pool.mesh)
     return Parts(
         config=config,
         tokenizer=tokenizer,
@@ -162,15 +167,10 @@ def preference_stream(parts: Parts, *, held_out: bool, pairs_per_batch: int) -> 
     options = config.preference
     path = options.held_out_path if held_out else options.path
     if path:
-        preferences = read_preferences(
-            path,
-            source=path,
-            margin_field=options.margin_field or None,
-            harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
-        )
+        preferences = pairs_of(config, path)
     else:
         records = _read(config.data.held_out, "data.held_out") if held_out else parts.train
-        preferences = named(MADE_PAIRS, options.made, "way to make pairs")(records)
+        preferences = named(MADE_PAIRS, options.made, "preference.made")(records)
     return PreferenceStream(
         preferences,
         parts.tokenizer,
@@ -229,7 +229,7 @@ def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_present(config: Config, devices: Sequence[Any]) -> None:
+def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
     data = [
         DataFile(s.path, s.prompt_field, s.answer_field, s.solution_field)
         for s in (config.data.train, config.data.held_out)
@@ -243,6 +243,7 @@ def _check_present(config: Config, devices: Sequence[Any]) -> None:
         tokenizer=config.tokenizer.path,
         needs_chat_template=config.data.chat,
         data=data,
+        lookups=lookups,
     )
 
 
@@ -274,16 +275,9 @@ def _read(source: SourceConfig, setting: str) -> Sequence[Record]:
 
 
 def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
-    options = config.warm_start
-    if not (options.num_steps and options.path):
+    if not (config.warm_start.num_steps and config.warm_start.path):
         return ()
-    return read_demonstrations(
-        options.path,
-        source=options.path,
-        prompt_field=options.prompt_field,
-        response_field=options.response_field,
-        messages_field=options.messages_field,
-    )
+    return demonstrations_of(config)
 
 
 def _tokenizer(
@@ -310,8 +304,10 @@ def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     model = config.model
     if config.weights:
         _check_same_shape(model, read_config(config.weights), config.weights)
+        check_params(config.weights, model)
     if config.adapter:
         _check_same_adapters(model.lora, read_adapter_config(config.adapter), config.adapter)
+        check_adapter(config.adapter, model)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
@@ -359,3 +355,10 @@ def check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -
         slots, prompts = config.rollout.slots, config.rollout.prefill_prompts
         check_divides("rollout.slots", slots, "batch", GENERATE_RULES, mesh)
         check_divides("rollout.prefill_prompts", prompts, "batch", GENERATE_RULES, mesh)
+
+
+def _check_judge_batches(config: Config, mesh: Mesh) -> None:
+    """The judge samples with slots of its own, on the mesh of its pool."""
+    slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
+    check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)
+    check_divides("rollout.prefill_prompts", min(slots, prompts), "batch", GENERATE_RULES, mesh)

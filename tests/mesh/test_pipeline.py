@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import BFLOAT16, assert_close
 from flax import nnx
 
 from jaxrl.errors import UserError
@@ -106,14 +107,6 @@ def expected(model):
     return jax.device_get(program(*arguments))
 
 
-def assert_close(found, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        jax.device_get(found),
-        expected,
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "settings"),
     [
@@ -126,7 +119,7 @@ def assert_close(found, expected):
 )
 def test_losses_gradients_and_logprobs_are_those_of_one_device(model, layout, settings):
     program, arguments = compiled(model, mesh_of(**layout), **settings)
-    assert_close(program(*arguments), expected(model))
+    assert_close(jax.device_get(program(*arguments)), expected(model), scale=1)
 
 
 def test_activations_go_from_stage_to_stage_and_weights_stay():
@@ -160,8 +153,7 @@ def test_half_precision_goes_through_the_stages():
     program, arguments = compiled(DENSE, mesh_of("2-1-2", fsdp=2), dtype=jnp.bfloat16)
     (loss, (logprob, _)), _ = program(*arguments)
     (expected_loss, (expected_logprob, _)), _ = expected(DENSE)
-    np.testing.assert_allclose(loss, expected_loss, rtol=0.05, atol=0.5)
-    np.testing.assert_allclose(logprob, expected_logprob, atol=0.1)
+    assert_close((loss, logprob), (expected_loss, expected_logprob), rtol=BFLOAT16, scale=1)
 
 
 def test_the_bubble_by_hand():

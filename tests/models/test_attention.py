@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import BFLOAT16, assert_close
+from extras import needs_extra
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -83,7 +84,7 @@ def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens):
     for ours, twin in zip(
         with_gradients(attend, *packed, d_out), attention_twin(*packed, d_out), strict=True
     ):
-        np.testing.assert_allclose(ours, twin, atol=2e-6)
+        assert_close(ours, twin)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -97,7 +98,7 @@ def test_query_heads_share_kv_heads_in_order(num_kv_heads, block_tokens):
         q, np.repeat(k, 4 // num_kv_heads, axis=2), np.repeat(v, 4 // num_kv_heads, axis=2), ids
     )
     shared = attention(q, k, v, ids, block_tokens=block_tokens)
-    np.testing.assert_allclose(shared, repeated, atol=1e-6)
+    assert_close(shared, repeated)
 
 
 @BLOCK_TOKENS
@@ -134,7 +135,7 @@ def test_bfloat16_stays_bfloat16_and_close(packed, block_tokens):
     ours = with_gradients(attend, *low[:3], packed[3], low[3])
     for a, twin in zip(ours, attention_twin(*packed, d_out), strict=True):
         assert a.dtype == jnp.bfloat16
-        np.testing.assert_allclose(a.astype(jnp.float32), twin, atol=0.1)
+        assert_close(a.astype(jnp.float32), twin, rtol=BFLOAT16)
 
 
 def test_a_row_of_one_block_needs_no_loop(packed):
@@ -179,7 +180,7 @@ def test_a_mesh_changes_nothing(packed):
         with_gradients(attend, q, k, v, ids, q),
         strict=True,
     ):
-        np.testing.assert_allclose(ours, whole, atol=1e-6)
+        assert_close(ours, whole)
 
 
 # Kernels
@@ -199,7 +200,7 @@ def test_splash_interpreted_agrees_with_xla(head_dim):
         with_gradients(attention, q, k, v, ids, d_out),
         strict=True,
     ):
-        np.testing.assert_allclose(ours, xla, atol=1e-5)
+        assert_close(ours, xla)
 
 
 def test_splash_refuses_blocks_that_tpus_do_not_have(packed):
@@ -240,7 +241,7 @@ print(temp_bytes(8192), temp_bytes(16384))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@needs_extra("aot", "libtpu")
 def test_splash_compiles_ahead_of_time_for_a_tpu_mesh_in_linear_memory():
     environment = {
         **os.environ,
@@ -275,7 +276,7 @@ def test_cudnn_is_asked_for_the_same_thing(packed):
     for ours, twin in zip(
         with_gradients(as_xla, *packed, d_out), attention_twin(*packed, d_out), strict=True
     ):
-        np.testing.assert_allclose(ours, twin, atol=2e-6)
+        assert_close(ours, twin)
     arguments = cudnn_arguments(q, k, v, ids)
     assert arguments["query"].shape[1] % 2 == 0
     assert arguments["mask"].shape == (3, 1, 10, 10)
@@ -352,7 +353,7 @@ def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(lengt
         v[:, length],
         [(KVCache(cache_k, cache_v), np.array([length], np.int32))],
     )
-    np.testing.assert_allclose(cached, whole, atol=1e-6)
+    assert_close(cached, whole)
 
 
 def test_sequences_of_a_batch_have_their_own_lengths():
@@ -372,4 +373,4 @@ def test_sequences_of_a_batch_have_their_own_lengths():
     together = of(*arrays)
     for b in range(3):
         alone = of(*(a[b : b + 1] for a in arrays))
-        np.testing.assert_allclose(together[b], alone[0], atol=1e-6)
+        assert_close(together[b], alone[0])

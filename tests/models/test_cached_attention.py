@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.models.cached_attention import (
     cache_axes,
@@ -35,7 +36,7 @@ def test_attention_does_not_depend_on_how_keys_lie(dtype):
         return extended, cached_attention(q[:, 0], k[:, 0], v[:, 0], [(cache, length_B)])
 
     for ours, twin in zip(outputs("head_dim"), outputs("length"), strict=True):
-        np.testing.assert_allclose(ours, twin, atol=1e-6)
+        assert_close(ours, twin)
 
 
 @pytest.mark.parametrize("keys_last", ["length", "head_dim"])

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from flax import nnx
 
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
@@ -148,9 +149,7 @@ def test_packed_equals_unpacked(config):
         alone[0, : len(sequence)] = sequence
         segment = (np.arange(T) < len(sequence)).astype(np.int32)[None]
         logprob = run(params, alone, np.arange(T, dtype=np.int32)[None] * segment, segment)
-        np.testing.assert_allclose(
-            packed[0, start : start + len(sequence)], logprob[0, : len(sequence)], atol=1e-5
-        )
+        assert_close(packed[0, start : start + len(sequence)], logprob[0, : len(sequence)], scale=1)
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
@@ -197,7 +196,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
     cache_v[:, :, :, :prompt] = v.transpose(0, 1, 3, 2, 4)
     for t in range(prompt, T):
         logits_BV, (k, v) = one(tokens_BT[:, t], cache_k, cache_v, np.full(2, t, np.int32))
-        np.testing.assert_allclose(logits_BV, logits_BTV[:, t], atol=1e-5)
+        assert_close(logits_BV, logits_BTV[:, t])
         cache_k[..., t], cache_v[:, :, :, t] = k, v
 
 
@@ -214,11 +213,7 @@ def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
 
     expected = evaluate(Compute())
     for compute in (Compute(remat="full"), Compute(remat="projections", unroll=2)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-            evaluate(compute),
-            expected,
-        )
+        assert_close(evaluate(compute), expected, scale=1)
 
 
 def test_rematerialising_keeps_less():

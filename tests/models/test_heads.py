@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
+from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
@@ -77,8 +79,8 @@ def test_scores_count_at_the_last_token_of_a_sequence():
 @pytest.mark.parametrize("family", ["Qwen2", "Llama", "Qwen3Moe"])
 def test_reward_models_of_transformers(tmp_path, family, num_scores):
     """Their verdict on a right-padded batch is our score at the last real token, both ways."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = import_extra("parity", "torch")
+    transformers = import_extra("parity", "transformers")
     sizes = dict(
         vocab_size=24,
         hidden_size=16,
@@ -117,10 +119,10 @@ def test_reward_models_of_transformers(tmp_path, family, num_scores):
             mask = torch.from_numpy(live.astype(np.int64))
             return model(torch.from_numpy(padded.astype(np.int64)), mask).logits.numpy()
 
-    np.testing.assert_allclose(found, verdict(theirs), rtol=0, atol=2e-5)
+    assert_close(found, verdict(theirs))
     save_checkpoint(params, config, tmp_path / "ours", dtype="float32", source=tmp_path / "theirs")
     back = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
-    np.testing.assert_allclose(found, verdict(back), rtol=0, atol=2e-5)
+    assert_close(found, verdict(back))
 
 
 def test_a_language_model_is_no_reward_model_by_itself(tmp_path):

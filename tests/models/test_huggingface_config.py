@@ -251,7 +251,7 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
         (
             LLAMA,
             {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
-            "high_freq_factor 1.0, not above low_freq_factor",
+            "high_freq_factor 1.0 is not above low_freq_factor",
         ),
         (
             LLAMA,
@@ -355,7 +355,7 @@ def test_adapters_of_peft_are_read(tmp_path):
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"target_modules": "all-linear"}, "target_modules is 'all-linear'; it must be a list"),
-        ({"target_modules": ["lm_head"]}, "targets are some of q, k"),
+        ({"target_modules": ["lm_head"]}, "'lm_head' is not one of q, k"),
         ({"r": 0}, "r is 0; it must be a positive number"),
     ],
 )

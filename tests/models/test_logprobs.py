@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.models.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
 
@@ -47,8 +48,8 @@ def twin(hidden_BTD, weight_DV, tokens_BT, temperature):
 def test_equal_to_the_numpy_twin(inputs, temperature):
     logprob_BT, entropy_BT = logprobs(*inputs, temperature=temperature)
     expected_logprob_BT, expected_entropy_BT = twin(*inputs, temperature)
-    np.testing.assert_allclose(logprob_BT, expected_logprob_BT, atol=2e-6)
-    np.testing.assert_allclose(entropy_BT, expected_entropy_BT, atol=2e-6)
+    assert_close(logprob_BT, expected_logprob_BT)
+    assert_close(entropy_BT, expected_entropy_BT)
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, T])
@@ -61,11 +62,11 @@ def test_squared_probabilities_by_hand(inputs, chunk_tokens):
         chunk_tokens=chunk_tokens,
     )
     expected_BT, _ = twin(*inputs, 0.5)
-    np.testing.assert_allclose(logprob_BT, expected_BT, atol=2e-6)
+    assert_close(logprob_BT, expected_BT)
     # Every token of the vocabulary in turn gives one of the probabilities.
     each_VBT = [twin(hidden_BTD, weight_DV, np.full_like(tokens_BT, v), 0.5)[0] for v in range(V)]
     total_BT = np.where(expected_BT == 0, 0, np.exp(2 * np.array(each_VBT)).sum(axis=0))
-    np.testing.assert_allclose(sum_pi_squared_BT, total_BT, atol=2e-6)
+    assert_close(sum_pi_squared_BT, total_BT)
 
 
 def test_a_segments_first_token_and_padding_are_zero(inputs):
@@ -90,7 +91,7 @@ def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
     evaluate = jax.value_and_grad(weighted, argnums=(0, 1))
     whole, chunked = (evaluate(hidden_BTD, weight_DV, chunk) for chunk in (T, chunk_tokens))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        assert_close(a, b)
 
 
 def test_the_gradient_is_that_of_the_twin(inputs):
@@ -106,7 +107,7 @@ def test_the_gradient_is_that_of_the_twin(inputs):
                 p_V = np.exp(hidden_BTD[b, t - 1] @ weight_DV)
                 onehot_V = np.eye(V)[tokens_BT[b, t]]
                 expected_BTD[b, t - 1] = weight_DV @ (onehot_V - p_V / p_V.sum())
-    np.testing.assert_allclose(gradient_BTD, expected_BTD, atol=1e-5)
+    assert_close(gradient_BTD, expected_BTD)
 
 
 def test_the_last_hidden_state_of_a_segment_speaks_about_nothing(inputs):
@@ -130,7 +131,7 @@ def test_entropy_by_hand():
 
 def test_ids_without_probability_leave_entropy_finite():
     logprobs_V, entropy = log_softmax_entropy(jnp.array([0.0, 0.0, -1e30]))
-    np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.5, 0.0])
+    np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.5, 0.0], rtol=1e-6)
     np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
 
 

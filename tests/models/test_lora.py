@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
+from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
@@ -71,9 +73,7 @@ def test_merged_weights_compute_the_same(config):
     params = trained(config)
     base = lora.base_config(config)
     with_adapters = logits(config, params)
-    np.testing.assert_allclose(
-        logits(base, lora.merge(params, config)), with_adapters, rtol=0, atol=2e-5
-    )
+    assert_close(logits(base, lora.merge(params, config)), with_adapters)
     without = logits(base, lora.split(params)[1])
     assert np.abs(with_adapters - without).max() > 0.1
 
@@ -144,9 +144,9 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    peft = import_extra("parity", "peft")
+    torch = import_extra("parity", "torch")
+    transformers = import_extra("parity", "transformers")
     if config.num_experts:
         # Since Transformers 5 its experts are one fused tensor, which PEFT has no such adapters for.
         config = dataclasses.replace(
@@ -162,4 +162,4 @@ def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     with torch.no_grad():
         expected = theirs(torch.from_numpy(TOKENS.astype(np.int64))).logits.numpy()
-    np.testing.assert_allclose(logits(config, params), expected, rtol=0, atol=2e-5)
+    assert_close(logits(config, params), expected)

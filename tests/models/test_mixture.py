@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
+from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
@@ -56,7 +58,7 @@ def named(gate, up, down):
 
 def test_experts_equal_their_twin(inputs):
     found = apply_experts(*inputs, named(*WEIGHTS))
-    np.testing.assert_allclose(found, experts_twin(*inputs, *WEIGHTS), atol=2e-5)
+    assert_close(found, experts_twin(*inputs, *WEIGHTS))
 
 
 def test_parts_of_the_experts_sum_to_all_of_them(inputs):
@@ -66,7 +68,7 @@ def test_parts_of_the_experts_sum_to_all_of_them(inputs):
         apply_experts(*inputs, named(*(w[e : e + 2] for w in WEIGHTS)), first_expert=e)
         for e in (0, 2)
     ]
-    np.testing.assert_allclose(sum(parts), whole, atol=1e-6)
+    assert_close(sum(parts), whole)
 
 
 def test_no_token_is_dropped_when_all_choose_one_expert():
@@ -74,7 +76,7 @@ def test_no_token_is_dropped_when_all_choose_one_expert():
     expert, share = np.full((1, 50, 1), 2, np.int32), np.ones((1, 50, 1), np.float32)
     found = apply_experts(x, expert, share, named(*WEIGHTS))
     gate, up, down = (w[2] for w in WEIGHTS)
-    np.testing.assert_allclose(found, (silu(x @ gate) * (x @ up)) @ down, atol=2e-5)
+    assert_close(found, (silu(x @ gate) * (x @ up)) @ down)
 
 
 def test_gradients_by_finite_differences(inputs):
@@ -111,7 +113,7 @@ def test_the_most_probable_experts_share_the_token_in_proportion():
     share = np.take_along_axis(probability, expert, -1)
     share /= share.sum(-1, keepdims=True)
     weights = [np.asarray(getattr(layer(), n).weight[...]) for n in ("gate", "up", "down")]
-    np.testing.assert_allclose(found, experts_twin(x, expert, share, *weights), atol=2e-5)
+    assert_close(found, experts_twin(x, expert, share, *weights))
 
 
 def test_padding_is_no_experts_business():
@@ -156,8 +158,8 @@ def test_routing_metrics_by_hand():
 
 
 def test_the_load_balancing_loss_is_transformers_for_one_layer():
-    torch = pytest.importorskip("torch")
-    moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch = import_extra("parity", "torch")
+    moe = import_extra("parity", "transformers.models.qwen3_moe.modeling_qwen3_moe")
     x, live = normal(B, T, D), np.arange(T)[None] < np.array([[4], [7]])
     _, routing = layer()(x, live, Compute())
     logits = torch.from_numpy(x @ np.asarray(layer().router[...])).reshape(-1, E)

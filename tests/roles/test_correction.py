@@ -92,7 +92,7 @@ def test_one_impossible_token_vetoes_its_sequence():
         ({"lowest": 3.0}, "0 <= lowest < highest"),
         ({"reject_over": "seq_max"}, "set reject_by to k2 or k3"),
         ({"reject_over": "token", "reject_lowest": 0.0}, "0 < lowest <= highest"),
-        ({"veto": -1.0}, "use 0 for none"),
+        ({"veto": -1.0}, "use 0 to 1"),
     ],
 )
 def test_refused(settings, message):

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from closeness import assert_close
 from packed import SHAPES, packed, sequences
 
 from jaxrl.mesh.devices import build_mesh
@@ -61,7 +62,7 @@ def test_a_value_is_that_of_the_state_before_its_token():
     after = packing.unpack(np.asarray(critic.values(packed(changed, SHAPES["packed"])[1])))
     for old, new in zip(values, after, strict=True):
         assert old[0] == 0
-        np.testing.assert_allclose(new[:3], old[:3], atol=1e-6)
+        assert_close(new[:3], old[:3])
         if len(old) > 3:
             assert abs(new[3] - old[3]) > 1e-5
 
@@ -84,11 +85,7 @@ def test_neither_packing_nor_the_mesh_change_an_update():
     params, metrics = stepped(ONE, "one each")
     assert metrics["grad_norm"] > 0 and metrics["loss"] > 0
     for other in (stepped(ONE, "packed"), stepped(EIGHT, "one each")):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-            other,
-            (params, metrics),
-        )
+        assert_close(other, (params, metrics), rtol=1e-4, scale=1)
 
 
 def test_a_critic_starts_from_a_language_model_at_0_and_learns():
@@ -115,7 +112,7 @@ def test_a_judge_scores_each_sequence_on_its_last_token(park):
     expected = alone_packing.unpack(np.asarray(judge.scores_of(alone)))
     for ours, theirs in zip(scores, expected, strict=True):
         assert not ours[:-1].any() and ours[-1] != 0
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert_close(ours, theirs)
 
 
 def test_a_reference_on_other_devices_is_the_same():
@@ -127,4 +124,4 @@ def test_a_reference_on_other_devices_is_the_same():
         reference.params = jax.device_put(params, reference.train_shardings)
         found.append(np.asarray(reference.logprobs(batch)))
     assert found[0].min() < -1
-    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+    assert_close(found[1], found[0], scale=1)

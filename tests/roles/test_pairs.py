@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.preferences import PreferencePair
@@ -105,9 +106,7 @@ def test_scores_are_compared_pair_by_pair(name, scorer):
         expected = (softplus(chosen - rejected) + softplus(chosen) + softplus(-rejected)).mean()
         assert results[0][1]["accuracy"] == pytest.approx((rejected > chosen).mean())
     assert results[0][1]["loss"] == pytest.approx(expected, rel=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), results[1], results[0]
-    )
+    assert_close(results[1], results[0], rtol=1e-4, scale=1)
 
 
 def test_a_reward_model_learns_what_is_preferred(scorer):

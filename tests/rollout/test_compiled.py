@@ -1,12 +1,12 @@
 """What the compiler makes of the rollout programs for a TPU that is not here."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from extras import needs_extra
 
 # Run apart, as libtpu reads its environment when it is loaded.
 COMPILE_FOR_TPU = """
@@ -59,7 +59,7 @@ print(json.dumps({name: found(jnp.dtype(name)) for name in ("bfloat16", "int8")}
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@needs_extra("aot", "libtpu")
 def test_no_program_copies_the_cache_and_rows_move_without_communication():
     environment = {
         **os.environ,

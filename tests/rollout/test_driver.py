@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from flax import nnx
 
 from jaxrl.data.packing import PackedShape
@@ -85,12 +86,12 @@ def whole() -> Completions:
     return run()
 
 
-def assert_same_samples(a, b, tolerance=1e-5):
+def assert_same_samples(a, b):
     assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
     np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
     for field in ("rollout_logprob", "entropy", "mask"):
         for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
-            np.testing.assert_allclose(x, y, atol=tolerance, err_msg=field)
+            assert_close(x, y, err_msg=field, scale=1)
 
 
 def test_the_batch_has_short_and_long_responses(whole):
@@ -292,8 +293,8 @@ def test_an_environment_answers_turns_and_its_tokens_are_masked():
     # What is drawn after an answer is what follows prompt and answer without a cache: its probabilities are.
     b = max(range(len(talk)), key=lambda b: (talk.mask[b] == 0).sum())
     prompt = PROMPTS.tokens[talk.prompt_index_B[b]]
-    np.testing.assert_allclose(
-        talk.rollout_logprob[b], logprob_of(prompt, talk.tokens[b]) * talk.mask[b], atol=1e-5
+    assert_close(
+        talk.rollout_logprob[b], logprob_of(prompt, talk.tokens[b]) * talk.mask[b], scale=1
     )
     # Packing keeps them out of the loss.
     shape = PackedShape.for_sequences(N * G, longest=64, minibatches=1, rows=2, tokens=64)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from flax import nnx
 
 from jaxrl.data.packing import PackedShape, plan_packing
@@ -112,7 +113,7 @@ def assert_same(a: Completions, b: Completions) -> None:
     for field in ("tokens", "rollout_logprob", "entropy"):
         for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
             assert x.dtype == y.dtype
-            np.testing.assert_allclose(x, y, atol=1e-5, err_msg=field)
+            assert_close(x, y, err_msg=field, scale=1)
 
 
 @functools.cache
@@ -173,8 +174,8 @@ def test_responses_end_at_the_first_stop_or_at_the_limit(expected):
 def test_log_probability_and_entropy_are_those_of_a_plain_forward_pass(expected):
     for prompt, response, logprob, entropy in answers(expected):
         log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
-        np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
-        np.testing.assert_allclose(entropy, entropy_T, atol=1e-5)
+        assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
+        assert_close(entropy, entropy_T, scale=1)
 
 
 def test_each_token_is_the_gumbel_max_of_its_own_seed_step_prompt_sample_and_position():
@@ -213,7 +214,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
     assert (packing.segment_ids > 1).any()
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))
     for (_, response, logprob, _), whole in zip(answers(expected), trainer, strict=True):
-        np.testing.assert_allclose(whole[-len(response) :], logprob, atol=1e-5)
+        assert_close(whole[-len(response) :], logprob, scale=1)
 
 
 @pytest.mark.slow
@@ -228,7 +229,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_token_of_a_long_sample():
     shape = PackedShape.for_sequences(1, longest=2048, minibatches=1, rows=1, tokens=2048)
     packing, batch = pack(long, shape)
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))[0][-2000:]
-    np.testing.assert_allclose(trainer, long.rollout_logprob[0], atol=1e-5)
+    assert_close(trainer, long.rollout_logprob[0], scale=1)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +259,7 @@ def test_a_sample_does_not_depend_on_its_company(expected):
         for k in range(2):
             mine, theirs = place * 2 + k, prompt * 3 + k
             assert together.texts[mine] == expected.texts[theirs]
-            np.testing.assert_allclose(
-                together.rollout_logprob[mine], expected.rollout_logprob[theirs], atol=1e-5
-            )
+            assert_close(together.rollout_logprob[mine], expected.rollout_logprob[theirs], scale=1)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_temperature_zero_is_greedy():
         np.testing.assert_array_equal(response, logits_TV.argmax(-1))
         # Greedy log-probabilities are those of the distribution at temperature 1.
         log_TV, _ = log_softmax_entropy(logits_TV)
-        np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
+        assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
     assert greedy.texts[::2] == greedy.texts[1::2]
 
 
@@ -331,8 +330,8 @@ def test_truncated_samples_keep_the_probabilities_of_the_whole_distribution():
     ranks = set()
     for prompt, response, logprob, entropy in answers(cut):
         log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
-        np.testing.assert_allclose(logprob, log_TV[np.arange(len(response)), response], atol=1e-5)
-        np.testing.assert_allclose(entropy, entropy_T, atol=1e-5)
+        assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
+        assert_close(entropy, entropy_T, scale=1)
         chosen_T1 = np.take_along_axis(np.asarray(log_TV), response[:, None], axis=1)
         ranks |= set((log_TV > chosen_T1).sum(-1).tolist())
     assert ranks == {0, 1}

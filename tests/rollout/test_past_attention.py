@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from closeness import assert_close
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -32,8 +33,6 @@ def test_every_device_attends_with_its_own_rows_and_heads():
     kernel = functools.partial(paged_attention_tpu, interpret=True)
     of_past = jax.jit(past_attention(kernel, mesh, GENERATE_RULES))(q, cache, LAYER, length_B)
     one_layer = jax.tree.map(lambda x: x[LAYER], cache)
-    np.testing.assert_allclose(
-        cached_attention(q, k, v, [], of_past),
-        cached_attention(q, k, v, [(one_layer, length_B)]),
-        atol=1e-5,
+    assert_close(
+        cached_attention(q, k, v, [], of_past), cached_attention(q, k, v, [(one_layer, length_B)])
     )

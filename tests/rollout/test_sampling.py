@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
+from extras import import_extra
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import (
@@ -177,7 +179,7 @@ def test_noise_is_the_same_compiled_and_split_over_devices():
     sharded = jax.jit(lambda k, p: gumbel_noise(k, p, V), out_shardings=split)(
         keys_S2, jnp.arange(8)
     )
-    np.testing.assert_allclose(sharded, plain, rtol=1e-6)
+    assert_close(sharded, plain, rtol=1e-6)
 
 
 def test_without_noise_the_likeliest_token_is_taken():
@@ -245,8 +247,8 @@ def test_what_is_kept_is_unchanged():
     ids=str,
 )
 def test_truncation_is_that_of_transformers(limits, seed):
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_extra("parity", "torch")
+    process = import_extra("parity", "transformers.generation.logits_process")
     logits = 2 * np.random.default_rng(seed).normal(size=60).astype(np.float32)
     warpers = {
         "top_k": process.TopKLogitsWarper,
@@ -260,8 +262,8 @@ def test_truncation_is_that_of_transformers(limits, seed):
 
 
 def test_the_repetition_penalty_is_that_of_transformers():
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_extra("parity", "torch")
+    process = import_extra("parity", "transformers.generation.logits_process")
     logits = 2 * np.random.default_rng(0).normal(size=20).astype(np.float32)
     said = np.array([3, 3, 7, 0])
     theirs = process.RepetitionPenaltyLogitsProcessor(1.3)(

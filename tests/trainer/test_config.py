@@ -10,7 +10,7 @@ from jaxrl.trainer.config import Config
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("algorithm.updates_per_step", "0", "algorithm: updates_per_step 0 is below 1"),
+        ("algorithm.updates_per_step", "0", "algorithm.updates_per_step 0 is below 1"),
         ("algorithm.updates_per_step", "7", "192 sequences do not divide into"),
         ("algorithm.loss_options.dual_clip", "1.0", "dual_clip 1.0 is not above 1"),
         ("algorithm.loss_options.clip_low", "-0.5", "clip_low -0.5 is below 0"),
@@ -19,9 +19,9 @@ from jaxrl.trainer.config import Config
         ("rollout.temperature", "0.0", "temperature 0.0 is not positive"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
         ("train.remat", "some", "'some' is not one of full, projections, none"),
-        ("train.rows", "0", "train: rows 0 is below 1"),
+        ("train.rows", "0", "train.rows 0 is below 1"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
-        ("run.num_steps", "0", "run: num_steps 0 is below 1"),
+        ("run.num_steps", "0", "run.num_steps 0 is below 1"),
         ("optim.lrr", "1", "near: optim.lr"),
         ("optim.lr", "fast", "optim.lr"),
         ("model.head_dim", "31", "head_dim 31 is odd"),

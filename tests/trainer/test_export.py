@@ -20,9 +20,10 @@ from jaxrl.models.huggingface_export import save_checkpoint
 from jaxrl.models.huggingface_files import write_json
 from jaxrl.models.huggingface_weights import load_adapter, load_params
 from jaxrl.roles.learner import TrainState
-from jaxrl.trainer.checkpoint import Checkpoints
+from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.export import export_run
+from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.setup import Parts, model_for, pools_of
 from jaxrl.trainer.team import build_actor, first_weights
 
@@ -49,9 +50,11 @@ def finished_run(folder, config, stages):
         write_json(model / "adapter_config.json", values)
     for stage, steps in stages.items():
         checkpoints = Checkpoints(folder / stage / "checkpoints", keep=2)
+        checkpoints.prepare(None)
         for step, params in steps.items():
             opt_state = {"moments": jnp.zeros(3)}
             checkpoints.save(step, {"actor": TrainState(params, opt_state, jnp.int32(step))}, {})
+            checkpoints.commit()
         checkpoints.close()
     return folder
 
@@ -78,6 +81,40 @@ def test_the_newest_weights_of_the_last_stage(tmp_path):
     assert read_config(tmp_path / "hf") == TINY
     assert_equal(load_params(tmp_path / "hf", TINY, shardings(TINY)), params[3])
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_an_export_beside_a_run_at_work_changes_nothing(tmp_path):
+    params = {step: random_params(TINY, seed=step) for step in (1, 2, 3)}
+    run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1], 2: params[2]}})
+    checkpoints = Checkpoints(run / "rl" / "checkpoints", keep=2)
+    with only_run_in(run):
+        # Orbax has written it, the run is about to seal it.
+        checkpoints.save(3, {"actor": TrainState(params[3], {"m": jnp.zeros(3)}, jnp.int32(3))}, {})
+        checkpoints._open().wait_until_finished()
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert export(run, tmp_path / "hf") == 2
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+        checkpoints.commit()
+        checkpoints.close()
+    assert export(run, tmp_path / "next") == 3
+
+
+def test_an_export_whose_checkpoint_is_removed_meanwhile_takes_the_newer_one(tmp_path, monkeypatch):
+    params = {step: random_params(TINY, seed=step) for step in (1, 2)}
+    run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1]}})
+    restore = StoredCheckpoints.restore_params
+
+    def one_goes_on(stored, step, role, like):
+        if step == 1:
+            checkpoints = Checkpoints(stored.folder, keep=1)
+            state = TrainState(params[2], {"m": jnp.zeros(3)}, jnp.int32(2))
+            checkpoints.save(2, {"actor": state}, {})
+            checkpoints.commit()
+            checkpoints.close()
+        return restore(stored, step, role, like)
+
+    monkeypatch.setattr(StoredCheckpoints, "restore_params", one_goes_on)
+    assert export(run, tmp_path / "hf") == 2
 
 
 def test_a_run_that_has_only_warmed_up(tmp_path):

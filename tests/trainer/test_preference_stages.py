@@ -130,7 +130,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
     ("changes", "message"),
     [
         ({"loss": "dpo", "options": {"beta": 0.1}}, "loss of scores 'dpo' is not known"),
-        ({"path": "", "held_out_path": "", "made": "up"}, "way to make pairs 'up' is not known"),
+        ({"path": "", "held_out_path": "", "made": "up"}, "made 'up' is not known"),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from closeness import assert_close
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -138,7 +139,7 @@ def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, co
     for ours, theirs in zip(curve(config), colocated, strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+            assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
 def test_ppo_reports_its_critic_and_its_reference(colocated):
@@ -185,7 +186,7 @@ def test_safe_rlhf_is_the_same_wherever_its_roles_live(folder, tmp_path, safe):
     assert program.train(config) == 0
     for ours, theirs in zip(curve(config), safe, strict=True):
         for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+            assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
 def test_the_multiplier_follows_the_cost(folder, tmp_path):
@@ -254,8 +255,8 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     last = curve(config)[-1]
     assert last["actor/grad_norm"] > 0 and last["actor/skipped_updates"] == 0
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-5)
-    # The old log-probabilities are the trainer's own, or the sampler's.
-    limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-6
+    # The old log-probabilities are the trainer's own, or the sampler's. An ulp of one is 5e-7.
+    limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-5
     assert last["actor/first_ratio_max_deviation"] <= limit
     assert ("actor/kl_loss" in last) == ("algorithm__kl__loss_coef" in changes)
 

@@ -15,6 +15,7 @@ from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
+from jaxrl.trainer.needs import of_training
 from jaxrl.trainer.setup import build_parts, packed_shape, supervised_stream
 
 MODEL = ModelConfig(
@@ -68,7 +69,7 @@ def test_two_steps_from_a_file(tmp_path):
 
 def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    parts = build_parts(config, jax.devices()[:1], needs_problems=False)
+    parts = build_parts(config, jax.devices()[:1], needs=of_training, needs_problems=False)
     stream = supervised_stream(
         parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from jaxrl.tracking.metrics import write_atomically
+from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.readable import CONTROL
 from jaxrl.tracking.report.plots import Plot, plots_of
 from jaxrl.tracking.report.svg import NUM_COLORS, draw_svg

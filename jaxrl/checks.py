@@ -1,0 +1,256 @@
+"""Which values a setting may take, declared where its type and its default are:
+
+    lr: Annotated[float, positive(at_most=10)] = 1e-6
+    clip: Annotated[float, positive(or_inf=True)] = 0.5
+    remat: Annotated[str, one_of("full", "none")] = "none"
+    stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
+
+A settings dataclass calls `check_fields` first of all in its `__post_init__`; keywords of a function are
+held against its signature by `algos.registry.check_options`. NaN never passes, an infinity only where
+`or_inf` says that it is meant. Every range ends: what no machine could be asked for is a slip of the pen, and
+is told before a library allocates it.
+
+Not covered: what two settings mean together, which each dataclass checks by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from jaxrl.errors import UserError
+
+LARGEST = 10**9
+"""End of a range that names no other: far above every rate, coefficient and count of published recipes."""
+
+MAX_TOKENS = 2**24
+"""Of a sequence or a row: above the longest published context (10 million), and float32 counts it exactly."""
+
+MAX_COUNT = 10**6
+"""Of things side by side: prompts, samples, slots, rows, experts."""
+
+MAX_WIDTH = 2**20
+"""Of one dimension of a weight; the widest published feed-forward network has 53,248."""
+
+MAX_LAYERS = 10_000
+"""Of a model; the deepest published one has 126."""
+
+MAX_VOCABULARY = 10**7
+"""Rows of an embedding; the largest published one has 262,144."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`.
+
+    Attributes:
+      low, high: the ends.
+      has_low, has_high: they belong to it.
+      or_inf: so does infinity, which turns a limit off.
+    """
+
+    low: float
+    high: float
+    has_low: bool = True
+    has_high: bool = True
+    or_inf: bool = False
+
+    def fault(self, value: float) -> str | None:
+        """What is wrong with `value`, with the remedy; None if nothing is."""
+        # Comparisons with NaN are false, so it is asked for by name, and first.
+        if value != value:
+            return f"is not a number; use {self}"
+        if value == math.inf and self.or_inf:
+            return None
+        if abs(value) == math.inf:
+            return f"is not finite; use {self}"
+        if value < self.low or (value == self.low and not self.has_low):
+            if self.has_low:
+                return f"is below {_shown(self.low)}; use {self}"
+            word = "positive" if self.low == 0 else f"above {_shown(self.low)}"
+            return f"is not {word}; use {self}"
+        if value > self.high or (value == self.high and not self.has_high):
+            word = "above" if self.has_high else "not below"
+            return f"is {word} {_shown(self.high)}; use {self}"
+        return None
+
+    def __str__(self) -> str:
+        low, high = _shown(self.low), _shown(self.high)
+        words = f"{low} to {high}" if self.has_low else f"a number above {low}, up to {high}"
+        words += "" if self.has_high else f" ({high} excluded)"
+        return f"{words}, or inf for none" if self.or_inf else words
+
+
+SEED = Range(0, 2**31 - 1)
+"""Seeds of the program's random keys, which compiled programs take as int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Some values, and no others."""
+
+    choices: tuple[Any, ...]
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with `value`, with the remedy; None if nothing is."""
+        if value in self.choices:
+            return None
+        return f"is not one of {', '.join(map(str, self.choices))}"
+
+
+def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
+    """Numbers from `low` on."""
+    return Range(low, at_most, or_inf=or_inf)
+
+
+def above(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
+    """Numbers above `low`, which is none of them."""
+    return Range(low, at_most, has_low=False, or_inf=or_inf)
+
+
+def positive(*, at_most: float = LARGEST, or_inf: bool = False) -> Range:
+    """Numbers above 0."""
+    return above(0, at_most=at_most, or_inf=or_inf)
+
+
+def finite(*, at_most: float = LARGEST) -> Range:
+    """Numbers of either sign."""
+    return Range(-at_most, at_most)
+
+
+def between(low: float, high: float, *, has_low: bool = True, has_high: bool = True) -> Range:
+    """Numbers from `low` to `high`, with the ends unless they are excluded."""
+    return Range(low, high, has_low=has_low, has_high=has_high)
+
+
+def one_of(*choices: Any) -> OneOf:
+    """Some values, and no others; Literal where they need not be computed."""
+    return OneOf(choices)
+
+
+def token_count(low: int) -> Range:
+    """Lengths in tokens, of a prompt, a response, a row."""
+    return at_least(low, at_most=MAX_TOKENS)
+
+
+def count(low: int) -> Range:
+    """Numbers of things that exist side by side."""
+    return at_least(low, at_most=MAX_COUNT)
+
+
+def check_fields(settings: Any) -> None:
+    """Raises UserError for the first field of a dataclass that is not as its annotation says.
+
+    The message has the field, the value, the rule and the remedy; the config door adds the group.
+    """
+    for name, annotation in annotations_of(type(settings)).items():
+        check_value(name, getattr(settings, name), annotation)
+
+
+@functools.cache
+def annotations_of(cls: type) -> dict[str, Any]:
+    """The annotation of each field of a dataclass, rules included."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_value(name: str, value: Any, annotation: Any) -> None:
+    """Raises UserError unless `value` has the type that `annotation` names and keeps its rules.
+
+    Any, dataclasses and other classes are not looked into.
+
+    Args:
+      name: of the setting, for the message.
+      value: of it.
+      annotation: bool, int, float, str, Literal, tuple[...] or dict[str, ...] of these, unions of these, each
+        with rules as the metadata of Annotated.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        kind, *rules = arguments
+        check_value(name, value, kind)
+        for rule in rules:
+            if isinstance(rule, Range | OneOf) and (fault := rule.fault(value)):
+                raise UserError(f"{name} {value!r} {fault}")
+    elif origin in (typing.Union, types.UnionType):
+        _check_union(name, value, arguments)
+    elif origin is Literal:
+        if not any(type(value) is type(choice) and value == choice for choice in arguments):
+            raise _wrong(name, value, " or ".join(map(repr, arguments)))
+    elif tuple in (annotation, origin):
+        _check_tuple(name, value, arguments or (Any, ...))
+    elif (origin or annotation) in (dict, Mapping):
+        _check_dict(name, value, arguments or (str, Any))
+    elif annotation in _KINDS and not is_a(value, annotation):
+        raise _wrong(name, value, _KINDS[annotation])
+
+
+def is_a(value: Any, kind: type) -> bool:
+    """Whether `value` is of a plain type: a bool is no number here, and an int is a float."""
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold; any object may be asked."""
+    return is_a(value, float) and _ANY_FLOAT.fault(value) is None
+
+
+_ANY_FLOAT = Range(-sys.float_info.max, sys.float_info.max)
+_KINDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "None",
+}
+
+
+def _check_union(name: str, value: Any, members: tuple[Any, ...]) -> None:
+    if value is None and types.NoneType in members:
+        return
+    errors = []
+    for member in members:
+        if member is types.NoneType:
+            continue
+        try:
+            return check_value(name, value, member)
+        except UserError as error:
+            errors.append(error)
+    # The last is the only one, for all unions but those of several types.
+    raise errors[-1]
+
+
+def _check_tuple(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
+    if not isinstance(value, tuple | list):
+        raise _wrong(name, value, "a tuple")
+    if len(kinds) == 2 and kinds[1] is ...:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        raise _wrong(name, value, f"{len(kinds)} values")
+    for i, (item, kind) in enumerate(zip(value, kinds, strict=True)):
+        check_value(f"{name}[{i}]", item, kind)
+
+
+def _check_dict(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "a table of names and values")
+    for key, item in value.items():
+        check_value(f"{name}.{key}", item, kinds[1])
+
+
+def _wrong(name: str, value: Any, expected: str) -> UserError:
+    return UserError(f"{name} = {value!r}: expected {expected}")
+
+
+def _shown(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"

@@ -1,0 +1,78 @@
+"""One run folder, one run: a lock that its death gives back.
+
+The lock is the kernel's, on an open file: however the process ends, it is free again, and the file that stays
+says nothing by itself. Readers, such as an export, take no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+from typing import IO
+
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
+
+# What file systems without locks answer.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def only_run_in(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps other runs out of a run's folder. With several processes the first one holds it. Collective.
+
+    Raises:
+      UserError: another process trains in there; it is named.
+    """
+    held: list[IO[str]] = []
+
+    def take() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.append(_take(folder))
+
+    hosts.on_first(take)
+    try:
+        yield
+    finally:
+        for file in held:
+            file.close()
+
+
+def _take(folder: pathlib.Path) -> IO[str]:
+    """The open file that is the lock. It is not inherited by programs that this one starts."""
+    file = (folder / LOCK_FILE).open("a+", errors="replace")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:  # the second is how NFS says it
+        file.seek(0)
+        owner = " ".join(file.read(200).split())
+        file.close()
+        raise UserError(
+            f"{folder} is in use by {owner or 'another process'}; wait for its end or stop it, or give this "
+            "run another --config.name"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+        logger.warning(
+            "the file system of %s has no locks (%s): nothing keeps a second run out of it",
+            folder,
+            error.strerror,
+        )
+    file.truncate(0)
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+    file.flush()
+    return file

@@ -1,0 +1,221 @@
+"""What a run will need is looked up here, before it trains anything.
+
+A warm start can take hours, and a missing reward function after it costs them all. Each kind of run lists
+what it will ask for later, as functions that find it or raise UserError; `planner.requirements` calls them
+together with its own checks of devices, weights and data, and tells everything at once. What has to fit the
+tokenizer is held against it as soon as there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable
+
+from jaxrl.data.demonstrations import read_demonstrations
+from jaxrl.data.preferences import read_preferences
+from jaxrl.data.records import Record, check_task
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.models.huggingface_weights import check_params
+from jaxrl.planner.requirements import Lookup
+from jaxrl.rewards.score import check_answers, grader
+from jaxrl.rewards.user import user_reward
+from jaxrl.rollout.environment import load_environment
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.recipe import roles_of
+
+Needs = Callable[[Config], list[Lookup]]
+"""What one kind of run will ask for."""
+
+
+def of_reinforcement(config: Config) -> list[Lookup]:
+    """A run with rewards: what scores responses, and the models of roles that come with weights."""
+    lookups = of_evaluation(config)
+    for name, function in config.reward.functions.items():
+        lookups.append(
+            Lookup(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
+        )
+    for setting, directory in _score_models(config).items():
+        lookups.append(Lookup(setting, functools.partial(score_model, setting, directory)))
+    if config.critic.weights:
+        critic = functools.partial(critic_model, config.critic.weights)
+        lookups.append(Lookup("critic.weights", critic))
+    if config.reward.judge.model:
+        lookups.append(Lookup("reward.judge.model", functools.partial(judge_model, config)))
+    return lookups
+
+
+def of_evaluation(config: Config) -> list[Lookup]:
+    """A run that answers problems: who grades, and who answers its turns."""
+    lookups = of_training(config)
+    lookups.append(Lookup("reward.grader", functools.partial(grader, config.reward.grader)))
+    path = config.rollout.environment
+    if path:
+        lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))
+    return lookups
+
+
+def of_preferences(config: Config) -> list[Lookup]:
+    """A run on pairs of answers: its files."""
+    lookups = of_training(config)
+    options = config.preference
+    for setting, path in (
+        ("preference.path", options.path),
+        ("preference.held_out_path", options.held_out_path),
+    ):
+        if path:
+            lookups.append(Lookup(setting, functools.partial(pairs_of, config, path)))
+    return lookups
+
+
+def of_training(config: Config) -> list[Lookup]:
+    """Every run: packages that it asks for, the tasks of its problems, and what its warm start imitates."""
+    lookups = []
+    for setting, package, wanted in (
+        ("run.wandb_project", "wandb", bool(config.run.wandb_project)),
+        ("rollout.driver", "jetstream", config.rollout.driver == "jetstream"),
+    ):
+        if wanted:
+            lookups.append(Lookup(setting, functools.partial(_package, package)))
+    for setting, source in (
+        ("data.train", config.data.train),
+        ("data.held_out", config.data.held_out),
+    ):
+        if source.task and not source.path:
+            look = functools.partial(check_task, source.task, source.options)
+            lookups.append(Lookup(setting, look))
+    if config.warm_start.num_steps and config.warm_start.path:
+        look = functools.partial(demonstrations_of, config)
+        lookups.append(Lookup("warm_start.path", look))
+    return lookups
+
+
+def check_fits(
+    config: Config, tokenizer: Tokenizer, records: Iterable[Record], needs: Needs
+) -> None:
+    """Holds what a run needs against its tokenizer and its problems.
+
+    Raises:
+      UserError: a model that reads the policy's tokens does not have all of them, or the grader cannot read
+        the answer to a problem.
+    """
+    found = {lookup.setting for lookup in needs(config)}
+    for setting, directory in _score_models(config).items():
+        if setting in found:
+            check_vocabulary(read_config(directory), tokenizer, directory)
+    if "critic.weights" in found:
+        directory = config.critic.weights
+        check_vocabulary(read_config(directory), tokenizer, directory)
+    if "reward.grader" in found:
+        answers = ((f"a problem of {r.source!r}", r.answer) for r in records)
+        check_answers(grader(config.reward.grader), answers)
+
+
+# Roles that come with weights of their own
+
+
+def score_model(setting: str, directory: str) -> ModelConfig:
+    """The shape of a reward or cost model, its files looked through.
+
+    Raises:
+      UserError: a file is missing or broken, or the model gives no scores.
+    """
+    model = read_config(directory)
+    if not model.num_scores:
+        raise UserError(
+            f"{setting} {directory} is a language model; it must be a ...ForSequenceClassification, "
+            "with a head of scores, such as launch/reward_model.py trains"
+        )
+    check_params(directory, model)
+    return model
+
+
+def critic_model(directory: str) -> ModelConfig:
+    """The shape of the model that a critic starts from, its files looked through; UserError likewise."""
+    model = read_config(directory)
+    check_params(directory, model)
+    return model
+
+
+def judge_model(config: Config) -> tuple[ModelConfig, Tokenizer]:
+    """The generative judge's model and its tokenizer, its files looked through.
+
+    Raises:
+      UserError: a file is missing or broken, the model says nothing in words, its tokenizer is another
+        model's, or it has no chat template though it is to be asked through one.
+    """
+    options = config.reward.judge
+    model = read_config(options.model)
+    if model.num_scores:
+        raise UserError(
+            f"reward.judge.model {options.model} is a model of scores, which says nothing in words; set "
+            "reward.model to it, or name a language model"
+        )
+    check_params(options.model, model)
+    tokenizer = load_tokenizer(options.model)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {options.model} has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; put two files of one model there"
+        )
+    if options.chat and tokenizer.chat_template is None:
+        raise UserError(
+            f"{options.model} has no chat template; set reward.judge.chat to False, or put a "
+            "chat_template.jinja there"
+        )
+    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size), tokenizer
+
+
+def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -> None:
+    """Raises UserError unless a model can read the policy's tokens."""
+    if model.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {directory} "
+            f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
+            "tokenizer"
+        )
+
+
+def _score_models(config: Config) -> dict[str, str]:
+    """Directories of the models that give scores, by setting."""
+    directories = {"reward.model": config.reward.model}
+    if "cost" in roles_of(config):
+        directories["cost.model"] = config.cost.model
+    return {setting: directory for setting, directory in directories.items() if directory}
+
+
+# Files
+
+
+def demonstrations_of(config: Config):
+    """What the warm start's file has to imitate."""
+    options = config.warm_start
+    return read_demonstrations(
+        options.path,
+        source=options.path,
+        prompt_field=options.prompt_field,
+        response_field=options.response_field,
+        messages_field=options.messages_field,
+    )
+
+
+def pairs_of(config: Config, path: str):
+    """The preference pairs of a file."""
+    options = config.preference
+    return read_preferences(
+        path,
+        source=path,
+        margin_field=options.margin_field or None,
+        harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _package(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise UserError(
+            f"the package {name} is not installed; run pip install 'jaxrl[{name}]', or do without it"
+        )

@@ -1,0 +1,96 @@
+"""Seals: checksums of finished checkpoints, by which a reader knows that nothing has changed.
+
+    checkpoints/20/...           what Orbax has written
+    checkpoints.seals/20.json    size and CRC-32 of every file of it, written last
+
+A checkpoint without its seal was never finished, or not copied whole. A seal that cannot be read spoils its
+own checkpoint and no other; files with other names are nobody's and are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zlib
+
+from jaxrl.tracking.durable import sync, write_atomically
+
+UNSEALED = "it has no seal"
+_BLOCK_BYTES = 2**20
+
+
+class Seals:
+    """The seals of a folder of checkpoints."""
+
+    def __init__(self, checkpoints: pathlib.Path):
+        """Args: the folder whose subfolders, named by their steps, are sealed. Nothing is made yet."""
+        self._checkpoints = checkpoints
+        self.folder = checkpoints.with_name(f"{checkpoints.name}.seals")
+
+    def write(self, step: int) -> None:
+        """Seals a checkpoint, whose files are on the disk before its seal is."""
+        checkpoint = self._checkpoints / str(step)
+        checksums = _checksums(checkpoint)
+        for path in (*checkpoint.rglob("*"), checkpoint, self._checkpoints):
+            sync(path)
+        self.folder.mkdir(exist_ok=True)
+        write_atomically(self._path(step), json.dumps(checksums).encode())
+        sync(self.folder.parent)
+
+    def fault(self, step: int) -> str | None:
+        """Why a checkpoint is not as it was written; None if it is. It only reads."""
+        try:
+            written = _parse(self._path(step).read_bytes())
+        except FileNotFoundError:
+            return UNSEALED
+        except (OSError, ValueError) as error:
+            return f"its seal cannot be read ({error})"
+        try:
+            found = _checksums(self._checkpoints / str(step))
+        except OSError as error:
+            return f"it cannot be read ({error})"
+        for name, checksum in written.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != checksum:
+                return f"{name} has changed since it was written"
+        return None
+
+    def remove(self, step: int) -> None:
+        """Removes the seal of a checkpoint, if it has one."""
+        self._path(step).unlink(missing_ok=True)
+
+    def steps(self) -> list[int]:
+        """Steps that have a seal, in order, readable or not, with a checkpoint or without."""
+        if not self.folder.is_dir():
+            return []
+        return numbered(path.stem for path in self.folder.glob("*.json"))
+
+    def _path(self, step: int) -> pathlib.Path:
+        return self.folder / f"{step}.json"
+
+
+def numbered(names) -> list[int]:
+    """The names that are steps as we write them, "0" or "20" but not "020", in order."""
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def _parse(content: bytes) -> dict[str, list[int]]:
+    seal = json.loads(content)
+    whole = isinstance(seal, dict) and seal
+    if not whole or not all(isinstance(checksum, list) for checksum in seal.values()):
+        raise ValueError("it is no table of checksums")
+    return seal
+
+
+def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of every file below `folder`."""
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            crc, size = 0, 0
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    crc, size = zlib.crc32(block, crc), size + len(block)
+            sums[path.relative_to(folder).as_posix()] = [size, crc]
+    return sums

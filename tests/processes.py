@@ -1,0 +1,25 @@
+"""Processes that a test starts and that never outlive it."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[Sequence], **options) -> Iterator[list[subprocess.Popen]]:
+    """One process for each command, with pipes of text; what still runs at the end is killed.
+
+    Args:
+      options: for `subprocess.Popen`.
+    """
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+            )
+            # In the opposite order: killed, then waited for, and its pipes closed.
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes

@@ -1,0 +1,196 @@
+"""Reward functions in a process of their own: that they work there, and that any of them can be ended."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.rewards import UserRewards
+from jaxrl.rewards.worker import Interrupted
+
+FUNCTIONS = """
+    import os, time
+
+    calls = []
+
+    def brevity(responses):
+        calls.append(1)
+        return [-len(tokens) / 10 for tokens in responses.tokens]
+
+    def count(responses):
+        return [len(calls)] * len(responses)
+
+    def pid(responses):
+        return [os.getpid()] * len(responses)
+
+    def hang(responses):
+        time.sleep(600)
+
+    def spin(responses):
+        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600.25")
+        while True:
+            pass
+
+    def fail(responses):
+        raise KeyError("lost")
+
+    def leave(responses):
+        os._exit(7)
+
+    def nan(responses):
+        return [float("nan")] * len(responses)
+
+    def generator(responses):
+        return (x for x in range(4))
+
+    def backend(responses):
+        import jax
+        return [float(jax.default_backend() == "cpu")] * len(responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "my_rewards.py"
+    path.write_text(textwrap.dedent(FUNCTIONS))
+    return path
+
+
+@pytest.fixture
+def rewards(path):
+    """Opens functions of the file; what is opened is closed."""
+    opened = []
+
+    def open_(*names, timeout_s=60.0, **options):
+        opened.append(
+            UserRewards([f"{path}:{name}" for name in names], timeout_s=timeout_s, **options)
+        )
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def completions(make_scored):
+    return make_scored([5, 9], num_samples=2).completions
+
+
+def test_functions_share_a_process_and_its_state(rewards, path, completions):
+    worker = rewards("brevity", "count", "pid", "backend")
+    scores = worker.scores(f"{path}:brevity", completions)
+    np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
+    assert scores.dtype == np.float32
+    worker.scores(f"{path}:brevity", completions)
+    assert worker.scores(f"{path}:count", completions).tolist() == [2] * 4
+    assert worker.scores(f"{path}:pid", completions)[0] != np.float32(os.getpid())
+    # It leaves the accelerators to the run.
+    assert worker.scores(f"{path}:backend", completions).tolist() == [1] * 4
+
+
+def test_a_module_is_found_where_this_process_finds_it(path, completions, monkeypatch):
+    monkeypatch.syspath_prepend(path.parent)
+    worker = UserRewards(["my_rewards:brevity"], timeout_s=60)
+    assert len(worker.scores("my_rewards:brevity", completions)) == 4
+    worker.close()
+    assert "my_rewards" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["hang", "spin"])
+def test_one_that_hangs_is_ended_at_the_time_limit(rewards, path, completions, name):
+    worker = rewards("brevity", name)
+    worker.scores(f"{path}:brevity", completions)
+    worker._worker._timeout_s = 0.3
+    started = time.monotonic()
+    with pytest.raises(UserError, match=rf"{name}' has not answered within 0.3 s and was ended"):
+        worker.scores(f"{path}:{name}", completions)
+    assert time.monotonic() - started < 60
+    assert not alive(worker) and "600.25" not in commands()
+
+
+def test_a_signal_ends_the_wait(rewards, path, completions):
+    asked = []
+    worker = rewards("hang", interrupted=lambda: asked.append(1) or len(asked) > 2)
+    asked.clear()
+    with pytest.raises(Interrupted):
+        worker.scores(f"{path}:hang", completions)
+    assert not alive(worker)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fail", r"raised KeyError: 'lost' \(.*my_rewards\.py:\d+, the traceback is above\)"),
+        ("leave", r"leave' ended its process \(status 7\)"),
+        ("nan", "returned nan for response 0"),
+        ("generator", "returned generator"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(rewards, path, completions, name, message, capfd):
+    with pytest.raises(UserError, match=message) as error:
+        rewards(name).scores(f"{path}:{name}", completions)
+    assert re.search(re.escape(f"reward function '{path}:{name}'"), str(error.value))
+    assert ("Traceback" in capfd.readouterr().err) == (name == "fail")
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "timeout_s"),
+    [
+        ("import no_such_thing", "ModuleNotFoundError", 60),
+        ("import time\ntime.sleep(600)", "has not answered within 1 s", 1),
+        ("import os\nos._exit(3)", r"ended its process \(status 3\)", 60),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_at_the_start(tmp_path, source, message, timeout_s):
+    (tmp_path / "file.py").write_text(source)
+    with pytest.raises(UserError, match=message):
+        UserRewards([f"{tmp_path}/file.py:f"], timeout_s=timeout_s)
+
+
+def test_its_process_ends_with_the_run_however_that_ends(tmp_path, path):
+    program = (
+        "import os, sys\n"
+        "from jaxrl.rewards import UserRewards\n"
+        f"rewards = UserRewards(['{path}:hang'], timeout_s=60)\n"
+        "rewards._worker._pipe.send(('%s:hang', None))\n"
+        "print(rewards._worker._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    ) % path
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    until = time.monotonic() + 10
+    while exists(int(result.stdout)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def alive(rewards: UserRewards) -> bool:
+    return rewards._worker._process.poll() is None
+
+
+def exists(pid: int) -> bool:
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def commands() -> str:
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((process / "cmdline").read_text(errors="replace"))
+    return "\n".join(found)

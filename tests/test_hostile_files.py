@@ -1,0 +1,216 @@
+"""Files of strangers: whatever is wrong with one, its reader says so in one line that names it."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+from jaxrl.data.demonstrations import read_demonstrations
+from jaxrl.data.preferences import read_preferences
+from jaxrl.data.records import JsonlRecords
+from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.files import read_bytes, read_json_object, read_text
+from jaxrl.models.config import LoraConfig, ModelConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.huggingface_config import read_adapter_config, read_config
+from jaxrl.models.huggingface_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface_weights import check_adapter, check_params
+
+MODEL = ModelConfig(
+    vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
+)
+ADAPTED = ModelConfig(
+    vocab_size=288,
+    num_layers=1,
+    d_model=16,
+    d_ff=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    lora=LoraConfig(rank=2, alpha=4.0),
+)
+DEEP = b"[" * 100_000 + b"]" * 100_000
+DEEP_OBJECT = b'{"a": ' * 100_000 + b"1" + b"}" * 100_000
+NOT_UTF8 = b'{"a": "\xff\xfe"}'
+# Too long for a float, and for Python to read as a number at all.
+LONG, ENDLESS = b"9" * 400, b"9" * 5000
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> pathlib.Path:
+    """A model, its tokenizer and an adapter in one directory, and files of problems beside them."""
+    folder = tmp_path_factory.mktemp("files") / "model"
+    params = init_params(MODEL, jax.random.key(0))
+    save_checkpoint(params, MODEL, folder, dtype="float32", max_shard_bytes=10_000)
+    train_tokenizer(["1 + 1"], vocab_size=258).save(folder)
+    adapted = init_params(ADAPTED, jax.random.key(0))
+    adapter = folder.with_name("adapter")
+    save_adapter(adapted, ADAPTED, adapter, dtype="float32", base="model")
+    for file in adapter.iterdir():
+        shutil.copy(file, folder)
+    rows = {
+        "problems.jsonl": {"problem": "1 + 1", "answer": 2},
+        "talks.jsonl": {"prompt": "1 + 1", "response": "2"},
+        "pairs.jsonl": {"prompt": "1 + 1", "chosen": "2", "rejected": "3", "margin": 1},
+    }
+    for name, row in rows.items():
+        (folder / name).write_text(json.dumps(row) + "\n")
+    return folder
+
+
+READERS = {
+    "config.json": read_config,
+    "tokenizer.json": load_tokenizer,
+    "tokenizer_config.json": load_tokenizer,
+    "chat_template.jinja": load_tokenizer,
+    "generation_config.json": load_tokenizer,
+    "adapter_config.json": read_adapter_config,
+    "model.safetensors.index.json": lambda folder: check_params(folder, MODEL),
+    "model-00001-of-00002.safetensors": lambda folder: check_params(folder, MODEL),
+    "adapter_model.safetensors": lambda folder: check_adapter(folder, ADAPTED),
+    "problems.jsonl": lambda folder: JsonlRecords(
+        folder / "problems.jsonl", prompt_field="problem", answer_field="answer", source="s"
+    ),
+    "talks.jsonl": lambda folder: read_demonstrations(folder / "talks.jsonl", source="s"),
+    "pairs.jsonl": lambda folder: read_preferences(
+        folder / "pairs.jsonl", source="s", margin_field="margin"
+    ),
+}
+OPTIONAL = ("chat_template.jinja", "generation_config.json")
+JSON = [name for name in READERS if name.endswith(".json")]
+JSONL = [name for name in READERS if name.endswith(".jsonl")]
+
+CASES = [
+    *[(name, content) for name in JSON for content in (b"", b"[]", b"1", b"{", NOT_UTF8)],
+    *[(name, content) for name in JSON for content in (DEEP, DEEP_OBJECT, ENDLESS, b"\0")],
+    *[(name, content) for name in JSONL for content in (b"", b"[]", b"1", b"{", NOT_UTF8, b"\0")],
+    *[(name, content) for name in JSONL for content in (DEEP, DEEP_OBJECT, ENDLESS)],
+    ("chat_template.jinja", b"\xff\xfe"),
+    ("chat_template.jinja", b"{{ " + b"(" * 100_000 + b")" * 100_000 + b" }}"),
+    ("chat_template.jinja", b"{% for m in messages %}" * 30 + b"{% endfor %}" * 30),
+    ("model-00001-of-00002.safetensors", b""),
+    ("model-00001-of-00002.safetensors", b"\xff" * 64),
+    ("model-00001-of-00002.safetensors", (10**12).to_bytes(8, "little") + b"{}"),
+    ("adapter_model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
+]
+
+# Of an object that is healthy otherwise, one key set to what cannot be meant.
+ODD = [None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "no such", [], [[]], {}]
+CONFIG_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "rms_norm_eps",
+)
+KEYS = [
+    *[("config.json", key, value) for key in CONFIG_KEYS for value in ODD],
+    *[("config.json", "num_key_value_heads", value) for value in ODD if value is not None],
+    *[("config.json", "rope_theta", x) for x in (0, -1, "x", [], 10**400, 10**12, float("nan"))],
+    *[
+        ("config.json", "rope_scaling", x)
+        for x in (1, "x", [1], {"rope_type": []}, {"rope_type": {}})
+    ],
+    *[("config.json", "layer_types", x) for x in (1, "x", {}, [1], [[]])],
+    *[("config.json", "tie_word_embeddings", x) for x in ("x", [], {}, 2)],
+    *[("config.json", "head_dim", x) for x in ODD if x is not None],
+    ("config.json", "architectures", [["Qwen2ForCausalLM"]]),
+    ("config.json", "architectures", [{}]),
+    *[
+        ("tokenizer_config.json", "chat_template", x)
+        for x in (1, True, {}, [1], [{}], [{"name": 1}])
+    ],
+    ("tokenizer_config.json", "chat_template", [{"name": "default", "template": 3}]),
+    ("tokenizer_config.json", "chat_template", "{% for %}"),
+    *[
+        ("tokenizer_config.json", "eos_token", x)
+        for x in (None, 1, [], {}, "no such", {"content": 1})
+    ],
+    *[("adapter_config.json", "r", x) for x in ODD],
+    *[("adapter_config.json", "lora_alpha", x) for x in ODD if x != 1.5 and x is not True],
+    *[
+        ("adapter_config.json", "target_modules", x)
+        for x in (None, 1, "q_proj", {}, [1], [[]], ["x"])
+    ],
+    *[("adapter_config.json", "use_dora", x) for x in (True, 1, "x", [1])],
+    *[
+        ("model.safetensors.index.json", "weight_map", x)
+        for x in (None, 1, "x", [], ["a"], {"a": 1})
+    ],
+    ("model.safetensors.index.json", "weight_map", {"a": "../../elsewhere.safetensors"}),
+    ("model.safetensors.index.json", "weight_map", {"a": "absent.safetensors"}),
+    *[
+        ("problems.jsonl", key, x)
+        for key in ("problem", "answer")
+        for x in (None, True, [], {}, "")
+    ],
+    ("problems.jsonl", "answer", float("nan")),
+    ("problems.jsonl", "problem", "\ud800"),
+    *[("talks.jsonl", key, x) for key in ("prompt", "response") for x in (None, 1, [], {}, "")],
+    *[
+        ("talks.jsonl", "messages", x)
+        for x in (None, 1, [], [1], [{}], [{"role": 1}], {"role": "user"})
+    ],
+    *[("pairs.jsonl", key, x) for key in ("chosen", "rejected") for x in (None, 1, [], {}, "")],
+    *[("pairs.jsonl", "margin", x) for x in (None, True, -1, "1", [], 10**400, float("inf"))],
+]
+
+
+def named_in_one_line(folder: pathlib.Path, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        READERS[name](folder)
+    line = str(error.value)
+    assert name in line and "\n" not in line and len(line) < 1000
+
+
+@pytest.fixture
+def folder(healthy, tmp_path):
+    shutil.copytree(healthy, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_healthy_files_are_read(healthy, name):
+    READERS[name](healthy)
+
+
+@pytest.mark.parametrize(("name", "content"), CASES, ids=lambda x: str(x)[:30])
+def test_a_broken_file_is_named(folder, name, content):
+    (folder / name).write_bytes(content)
+    named_in_one_line(folder, name)
+
+
+@pytest.mark.parametrize(("name", "key", "value"), KEYS, ids=lambda x: str(x)[:30])
+def test_an_odd_value_is_named_with_its_file(folder, name, key, value):
+    path = folder / name
+    row = json.loads(path.read_text())
+    path.write_text(json.dumps(row | {key: value}) + "\n")
+    named_in_one_line(folder, name)
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name not in OPTIONAL])
+def test_a_directory_in_the_place_of_a_file_is_named(folder, name):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    named_in_one_line(folder, name)
+
+
+@pytest.mark.parametrize("read", [read_config, load_tokenizer, read_adapter_config])
+def test_a_file_in_the_place_of_a_directory_is_said(tmp_path, read):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        read(file)
+
+
+@pytest.mark.parametrize("read", [read_bytes, read_text, read_json_object])
+def test_a_missing_file_says_what_to_put_there(tmp_path, read):
+    with pytest.raises(UserError, match=r"nowhere\.json does not exist; put one there"):
+        read(tmp_path / "nowhere.json", absent="put one there")

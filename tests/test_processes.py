@@ -1,0 +1,12 @@
+import sys
+
+import pytest
+from processes import started
+
+
+def test_no_process_outlives_the_test_that_started_it():
+    sleep = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
+    with pytest.raises(AssertionError, match="of the test"), started([sleep, sleep]) as processes:
+        assert [process.stdout.readline() for process in processes] == ["here\n"] * 2
+        raise AssertionError("of the test")
+    assert all(process.returncode == -9 for process in processes)

@@ -1,0 +1,294 @@
+"""Checkpoints of a few numbers: what a death, a reader, or damage at any moment leaves to go on from."""
+
+import json
+import os
+import pathlib
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.roles.learner import TrainState
+from jaxrl.trainer import checkpoint as checkpoint_module
+from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
+
+
+class Died(BaseException):
+    """In the place of a process's end: nothing catches it."""
+
+
+def state_of(step: int) -> TrainState:
+    return TrainState({"w": jnp.full(3, float(step))}, {"m": jnp.zeros(3)}, jnp.int32(step))
+
+
+def save(checkpoints: Checkpoints, step: int, **options) -> None:
+    checkpoints.save(step, {"actor": state_of(step)}, {"step": step})
+    checkpoints.commit(**options)
+    checkpoints.wait()
+
+
+def written(folder: pathlib.Path, *steps: int, keep: int | None = None) -> pathlib.Path:
+    """A folder with checkpoints of these steps."""
+    checkpoints = Checkpoints(folder / "checkpoints", keep=keep)
+    checkpoints.prepare(None)
+    for step in steps:
+        save(checkpoints, step)
+    checkpoints.close()
+    return folder / "checkpoints"
+
+
+def seal_of(folder: pathlib.Path, step: int) -> pathlib.Path:
+    return folder.with_name("checkpoints.seals") / f"{step}.json"
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def goes_on_from(folder: pathlib.Path) -> int | None:
+    """The step that the next run goes on from; it can save further ones."""
+    step = StoredCheckpoints(folder).newest_intact()
+    checkpoints = Checkpoints(folder, keep=1)
+    if step is not None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state_of(0))
+        assert int(checkpoints.restore(step, {"actor": like})["actor"].step) == step
+        assert checkpoints.read_record(step)["step"] == step
+    checkpoints.prepare(step)
+    for later in (1, 2):
+        save(checkpoints, (step or 0) + later)
+    checkpoints.close()
+    assert StoredCheckpoints(folder).newest_intact() == (step or 0) + 2
+    assert StoredCheckpoints(folder).steps == [(step or 0) + 2]
+    assert not list(folder.glob("*tmp*"))
+    return step
+
+
+def test_the_newest_stay_and_what_was_found_sound(tmp_path):
+    folder = written(tmp_path / "two", *range(1, 6), keep=2)
+    assert StoredCheckpoints(folder).steps == [4, 5]
+    assert [path.name for path in sorted(seal_of(folder, 4).parent.iterdir())] == [
+        "4.json",
+        "5.json",
+    ]
+    checkpoints = Checkpoints(tmp_path / "sound" / "checkpoints", keep=1)
+    checkpoints.prepare(None)
+    for step in (10, 20, 30, 40):
+        save(checkpoints, step, sound_steps=(25,))
+    checkpoints.close()
+    # 20 is the newest that step 25 goes back to.
+    assert checkpoints.stored.steps == [20, 40]
+
+
+# Death
+
+
+@pytest.fixture
+def death(monkeypatch):
+    """Ends the thread that seals just before its n-th change of the disk; says how many there were."""
+
+    def arrange(at: int) -> list[str]:
+        done: list[str] = []
+
+        def guarded(name, function):
+            def call(*args, **kwargs):
+                if threading.current_thread().name.startswith("seal"):
+                    if len(done) == at:
+                        raise Died(name)
+                    done.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        for owner, name in (
+            (os, "fsync"),
+            (os, "replace"),
+            (os, "rename"),
+            (os, "unlink"),
+            (pathlib.Path, "rename"),
+            (pathlib.Path, "unlink"),
+            (shutil, "rmtree"),
+        ):
+            monkeypatch.setattr(owner, name, guarded(name, getattr(owner, name)))
+        return done
+
+    return arrange
+
+
+def dies_while_sealing(folder: pathlib.Path, step: int) -> bool:
+    """Commits what Orbax has written, with one checkpoint to keep; True if it died."""
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints._saving = step
+    try:
+        checkpoints.commit()
+        checkpoints.wait()
+    except Died:
+        return True
+    finally:
+        checkpoints.close()
+    return False
+
+
+def test_a_death_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path, death, monkeypatch):
+    begun = written(tmp_path / "begun", 1, 2)
+    seal_of(begun, 2).unlink()
+    found = {}
+    for at in range(200):
+        folder = shutil.copytree(begun.parent, tmp_path / str(at)) / "checkpoints"
+        done = death(at)
+        died = dies_while_sealing(folder, 2)
+        monkeypatch.undo()
+        if not died:
+            break
+        newest = StoredCheckpoints(folder).newest_intact()
+        assert newest == (2 if seal_of(folder, 2).exists() else 1), done
+        found[newest] = folder
+    assert len(done) == at and {"fsync", "replace", "rename", "unlink", "rmtree"} == set(done)
+    # Deaths before the seal and after it; the next run goes on from both.
+    for step, folder in found.items():
+        assert goes_on_from(folder) == step
+    assert set(found) == {1, 2}
+
+
+def test_a_death_while_orbax_writes_leaves_the_one_before(tmp_path):
+    folder = written(tmp_path, 1)
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(2, {"actor": state_of(2)}, {})
+    checkpoints.close()
+    # Not sealed yet; and one that Orbax has not finished, under the name that it writes under.
+    shutil.copytree(folder / "2", folder / "3.orbax-checkpoint-tmp")
+    assert goes_on_from(folder) == 1
+
+
+def test_a_death_before_the_first_checkpoint_is_no_loss(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    for _ in range(2):
+        checkpoints.prepare(None)
+        checkpoints.save(0, {"actor": state_of(0)}, {})
+        checkpoints._open().wait_until_finished()
+        assert checkpoints.stored.remains() == []
+    checkpoints.close()
+    assert goes_on_from(tmp_path / "checkpoints") is None
+
+
+def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
+    folder = written(tmp_path, 1)
+    checkpoints = Checkpoints(folder, keep=1)
+    full = OSError(28, "No space left on device")
+
+    def refuse(*args):
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.Seals, "write", refuse)
+        with pytest.raises(UserError, match=r"could not be written .*No space left.*still there"):
+            save(checkpoints, 2)
+    checkpoints.close()
+    assert goes_on_from(folder) == 1
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    "seal",
+    [b"", b'{"a": [1', b"[]", b"{}", b'{"a": 1}', b"\xff\xfe", b"null", None, b'{"a": [1, 2]}'],
+    ids=str,
+)
+def test_a_damaged_seal_spoils_its_own_checkpoint_only(tmp_path, seal, caplog):
+    folder = written(tmp_path, 1, 2)
+    if seal is None:
+        seal_of(folder, 2).unlink()
+    else:
+        seal_of(folder, 2).write_bytes(seal)
+    assert goes_on_from(folder) == 1
+    assert "checkpoint of step 2 skipped" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
+def test_a_damaged_file_spoils_its_checkpoint(tmp_path, damage):
+    folder = written(tmp_path, 1, 2)
+    for file in sorted(path for path in (folder / "2").rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        middle = len(content) // 2
+        if damage == "remove":
+            file.unlink()
+        elif damage == "flip":
+            file.write_bytes(
+                content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+            )
+        else:
+            file.write_bytes(content[:middle] if damage == "truncate" else b"")
+        assert StoredCheckpoints(folder).newest_intact() == 1, file
+        file.write_bytes(content)
+    assert StoredCheckpoints(folder).newest_intact() == 2
+
+
+def test_stray_files_are_nobodys(tmp_path):
+    folder = written(tmp_path, 1)
+    seals = seal_of(folder, 1).parent
+    for stray in (
+        seals / "notes.json",
+        seals / "1.json~",
+        seals / ".7.json.tmp",
+        seals / "007.json",
+        folder / "5",
+        folder / "README",
+    ):
+        stray.write_text("{}")
+    (folder / "old").mkdir()
+    (folder / "012").mkdir()
+    assert StoredCheckpoints(folder).steps == [1]
+    assert goes_on_from(folder) == 1
+    assert (seals / "notes.json").exists() and (folder / "5").exists()
+
+
+def test_what_remains_of_a_run_without_seals(tmp_path):
+    folder = written(tmp_path, 0, 3)
+    shutil.rmtree(seal_of(folder, 3).parent)
+    stored = StoredCheckpoints(folder)
+    assert stored.newest_intact() is None
+    assert stored.remains() == ["step 3: it has no seal"]
+
+
+# Readers
+
+
+def test_reading_changes_nothing(tmp_path):
+    folder = written(tmp_path, 1, 2, 3)
+    seal_of(folder, 3).unlink()
+    (folder / "2" / "_CHECKPOINT_METADATA").write_bytes(b"")
+    before = contents(tmp_path)
+    stored = StoredCheckpoints(folder)
+    assert stored.newest_intact() == 1
+    assert len(stored.remains()) == 2
+    assert contents(tmp_path) == before
+    assert StoredCheckpoints(tmp_path / "nowhere").newest_intact() is None
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_reader_looks_again_when_a_run_goes_on_beside_it(tmp_path, monkeypatch):
+    folder = written(tmp_path, 1)
+    stored = StoredCheckpoints(folder)
+    fault = stored.seals.fault
+
+    def one_goes_on(step):
+        if step == 1:
+            checkpoints = Checkpoints(folder, keep=1)
+            save(checkpoints, 2)
+            checkpoints.close()
+        return fault(step)
+
+    monkeypatch.setattr(stored.seals, "fault", one_goes_on)
+    assert stored.newest_intact() == 2
+
+
+def test_a_seal_holds_size_and_checksum_of_every_file(tmp_path):
+    folder = written(tmp_path, 1)
+    seal = json.loads(seal_of(folder, 1).read_text())
+    assert {name: size for name, (size, _) in seal.items()} == {
+        name: len(content) for name, content in contents(folder / "1").items()
+    }

@@ -1,0 +1,56 @@
+"""One run in a folder at a time."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.trainer.lock import only_run_in
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write("process 1 on elsewhere")
+file.flush()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_run_is_told_who_is_first(tmp_path):
+    with only_run_in(tmp_path / "run"):
+        with (
+            pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on .*, started 2"),
+            only_run_in(tmp_path / "run"),
+        ):
+            pass
+        with only_run_in(tmp_path / "other"):
+            pass
+    with only_run_in(tmp_path / "run"):
+        pass
+
+
+def test_a_death_gives_the_lock_back(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="process 1 on elsewhere"), only_run_in(tmp_path):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with only_run_in(tmp_path):
+            pass
+
+
+def test_a_lock_file_of_anything_is_no_hindrance(tmp_path):
+    (tmp_path / "lock").write_bytes(b"\xff\x00")
+    with only_run_in(tmp_path):
+        assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()

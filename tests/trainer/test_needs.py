@@ -1,0 +1,181 @@
+"""What a run will ask for late is looked up before it trains anything, and told all at once."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init_params
+from jaxrl.models.heads import score_config
+from jaxrl.models.huggingface_export import save_checkpoint
+from jaxrl.trainer import program
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
+
+MODEL = ModelConfig(
+    vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
+)
+SMALL = dataclasses.replace(MODEL, vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Problems, models and code of a user's: some healthy, some not."""
+    folder = tmp_path_factory.mktemp("needs")
+    for name, numbers in (("train", range(100, 140)), ("held_out", range(400, 410))):
+        rows = [{"problem": f"repeat {n}", "answer": n, "solution": f"{n}"} for n in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer(["1 + 1"], vocab_size=258)
+    for name, model in (
+        ("scores", score_config(MODEL)),
+        ("few_words", score_config(SMALL)),
+        ("language", MODEL),
+        ("few_words_language", SMALL),
+    ):
+        params = init_params(model, jax.random.key(0))
+        save_checkpoint(params, model, folder / name, dtype="float32")
+        tokenizer.save(folder / name)
+    damaged = folder / "damaged"
+    damaged.mkdir()
+    for file in (folder / "scores").iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    (folder / "rewards.py").write_text(
+        "def good(responses):\n    return [0.0] * len(responses)\n"
+        "def alone():\n    return 0\n"
+        "def turns(turn, tokenizer):\n    return None\n"
+    )
+    (folder / "broken.py").write_text("import no_such_package\n")
+    (folder / "talks.jsonl").write_text('{"prompt": "1", "response": "1"}\n')
+    (folder / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "1", "rejected": "2"}\n')
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch):
+    """Starts a run of some kind that must not come to training; returns what it says."""
+    monkeypatch.chdir(folder)
+
+    def never(*args, **kwargs):
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr("jaxrl.trainer.program.reinforce", never)
+    monkeypatch.setattr("jaxrl.trainer.program.warm_start", never)
+    monkeypatch.setattr("jaxrl.trainer.preferences.warm_start", never)
+
+    def start(kind=program.train, **changes) -> str:
+        with pytest.raises(UserError) as error:
+            kind(make_config(tmp_path, **changes), devices=jax.devices()[:1])
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    return start
+
+
+def make_config(output, **changes) -> Config:
+    config = to_config_dict(Config())
+    settings = {
+        **{
+            f"model.{name}": getattr(MODEL, name)
+            for name in ("vocab_size", "num_layers", "d_model")
+        },
+        **{f"model.{name}": getattr(MODEL, name) for name in ("d_ff", "num_heads", "num_kv_heads")},
+        "model.head_dim": MODEL.head_dim,
+        "data.train.path": "train.jsonl",
+        "data.train.solution_field": "solution",
+        "data.held_out.path": "held_out.jsonl",
+        "warm_start.num_steps": 1000,
+        "run.output": str(output),
+    }
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(settings)
+    return from_config_dict(Config, config)
+
+
+def function(path: str) -> dict:
+    return {"mine": {"path": path, "weight": 1.0}}
+
+
+SAFE = {"algorithm__recipe": "safe_rlhf", "algorithm__advantage": "gae"}
+PPO = {"algorithm__recipe": "ppo", "algorithm__advantage": "gae"}
+JUDGE = {"reward__judge__chat": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__functions": function("absent.py:f")}, "absent.py does not exist"),
+        ({"reward__functions": function("broken.py:f")}, "No module named 'no_such_package'"),
+        ({"reward__functions": function("rewards.py:goood")}, "has no 'goood'; it has good, alone"),
+        ({"reward__functions": function("rewards.py:alone")}, "cannot be called with (responses)"),
+        ({"rollout__environment": "absent.py:f"}, "absent.py does not exist"),
+        ({"rollout__environment": "rewards.py:good"}, "cannot be called with (turn, tokenizer)"),
+        ({"reward__model": "nowhere"}, "nowhere/config.json does not exist"),
+        ({"reward__model": "language"}, "is a language model; it must be a"),
+        ({"reward__model": "damaged"}, "damaged/model.safetensors is cut short"),
+        (
+            {"reward__model": "few_words"},
+            "the model in few_words 200; it reads the policy's tokens",
+        ),
+        ({**SAFE, "cost__model": "nowhere"}, "nowhere/config.json does not exist"),
+        ({**SAFE, "cost__model": "few_words"}, "the model in few_words 200"),
+        ({**PPO, "critic__weights": "nowhere"}, "nowhere/config.json does not exist"),
+        ({**PPO, "critic__weights": "few_words"}, "the model in few_words 200"),
+        (
+            {"reward__judge__model": "language"},
+            "language has no chat template; set reward.judge.chat",
+        ),
+        ({**JUDGE, "reward__judge__model": "nowhere"}, "nowhere/config.json does not exist"),
+        ({**JUDGE, "reward__judge__model": "scores"}, "which says nothing in words"),
+        (
+            {**JUDGE, "reward__judge__model": "few_words_language"},
+            "258 tokens, the model's embedding",
+        ),
+        ({"reward__grader": "gsm8k"}, "a problem of '': GSM8K solution ending in"),
+        (
+            {"data__held_out__path": "", "data__held_out__task": "chain_some"},
+            "did you mean chain_sum",
+        ),
+        ({"warm_start__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"run__wandb_project": "mine"}, "the package wandb is not installed"),
+    ],
+)
+def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):
+    monkeypatch.setattr("jaxrl.trainer.needs.importlib.util.find_spec", lambda name: None)
+    assert message in run(**changes)
+
+
+def test_everything_is_told_at_once(run):
+    line = run(
+        reward__functions=function("absent.py:f"),
+        rollout__environment="broken.py:f",
+        reward__model="nowhere",
+        data__train__path="gone.jsonl",
+    )
+    assert line.startswith("this run lacks 4 things: (1) data: gone.jsonl does not exist")
+    for setting in ("reward.functions.mine: ", "rollout.environment: ", "reward.model: "):
+        assert setting in line
+
+
+def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
+    assert "absent.py" in run(program.fine_tune, rollout__environment="absent.py:f")
+    # And not for what only rewards need.
+    line = run(program.fine_tune, warm_start__path="gone.jsonl", reward__model="nowhere")
+    assert "warm_start.path: gone.jsonl" in line and "nowhere" not in line
+
+
+@pytest.mark.parametrize("kind", [program.train_scorer, program.train_dpo])
+def test_pairs_are_looked_up_before_the_warm_start(run, kind):
+    files = {"preference__path": "pairs.jsonl", "preference__held_out_path": "gone.jsonl"}
+    assert "preference.held_out_path: gone.jsonl does not exist" in run(kind, **files)
+
+
+def test_weights_of_the_policy_are_looked_through(run):
+    assert "damaged/model.safetensors is cut short" in run(
+        weights="damaged", tokenizer__path="damaged", model__num_scores=1
+    )

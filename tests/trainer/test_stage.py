@@ -1,0 +1,361 @@
+"""A stage around a loop of one line: what is logged and saved, and how it goes on, with real checkpoints."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.roles.learner import TrainState
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer.collapse import CollapseConfig
+from jaxrl.trainer.interrupt import StopRequested, StopSignal
+from jaxrl.trainer.stage import Stage, run_until_stopped
+
+ACCURACY = "val-core/sums/acc/mean@8"
+
+
+class Counter:
+    """A learner whose weight is the number of its updates."""
+
+    def __init__(self):
+        self.state = self._state_of(0)
+        self.num_updates = 0
+
+    @staticmethod
+    def _state_of(count) -> TrainState:
+        return TrainState({"w": jnp.full(2, float(count))}, {"m": jnp.zeros(1)}, jnp.int32(count))
+
+    def abstract_state(self) -> TrainState:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
+
+    def update(self) -> None:
+        self.num_updates += 1
+        self.state = self._state_of(int(self.state.step) + 1)
+
+
+def open_stage(folder, stop, **options) -> Stage:
+    defaults = {
+        "num_steps": 6,
+        "save_every": 2,
+        "log_every": 1,
+        "keep_checkpoints": 1,
+        "collapse": CollapseConfig(),
+        "num_devices": 1,
+        "stop": stop,
+    }
+    return Stage("COUNT", folder, **(defaults | options))
+
+
+def run(folder, *, metrics=lambda step: {}, before=lambda step: None, between=None, **options):
+    """Counts to the end, or to where `before` or `between` (update and end of a step) raise."""
+    counter = Counter()
+    with StopSignal() as stop, open_stage(folder, stop, **options) as stage:
+        record = stage.resume({"actor": counter})
+        if stage.finished:
+            return counter
+        stage.begin({"actor": counter}, record or {"begun": True})
+        if stage.begins:
+            stage.log_start(metrics(0))
+
+        def recipe():
+            going_on = True
+            while going_on:
+                step = stage.step + 1
+                stage.phase("before", before, may_stop=True)(step)
+                counter.update()
+                if between is not None:
+                    between(step)
+                row = {"weight": float(counter.state.params["w"][0])} | metrics(step)
+                going_on = stage.finish_step(row, {"actor": counter}, {"at": stage.step + 1})
+
+        run_until_stopped(stage, {"actor": counter}, recipe)
+    return counter
+
+
+def rows_of(folder) -> list[dict]:
+    clock = ("time_s", "timing_s/", "perf/")
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
+
+
+def saved_steps(folder) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def fail_at(step):
+    def before(now):
+        if now == step:
+            raise RuntimeError("the reward is broken")
+
+    return before
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "rl"
+    run(folder)
+    return rows_of(folder)
+
+
+def test_a_stage_begins_with_a_checkpoint_and_ends_with_one(tmp_path, whole):
+    folder = tmp_path / "rl"
+    with pytest.raises(RuntimeError):
+        run(folder, before=fail_at(1))
+    assert saved_steps(folder) == [0]
+    assert [row["step"] for row in rows_of(folder)] == [0]
+    counter = run(folder)
+    assert int(counter.state.step) == 6
+    assert rows_of(folder) == whole
+    assert saved_steps(folder)[-1] == 6
+    # A finished one is left alone.
+    assert int(run(folder).state.step) == 6
+    assert rows_of(folder) == whole
+
+
+# Errors
+
+
+def test_an_error_in_a_step_saves_the_steps_before_it(tmp_path, whole, capsys):
+    folder = tmp_path / "rl"
+    with pytest.raises(RuntimeError, match="the reward is broken"):
+        run(folder, before=fail_at(4), save_every=100)
+    assert saved_steps(folder)[-1] == 3
+    said = "COUNT: step 4 was not finished; the last checkpoint is of step 3"
+    assert said in capsys.readouterr().out
+    run(folder)
+    assert rows_of(folder) == whole
+
+
+@pytest.mark.parametrize("fault", ["raises", "not finite"])
+def test_an_error_after_the_update_keeps_the_checkpoint_before(tmp_path, whole, capsys, fault):
+    """The state of the last finished step is gone by then, and what is there must not be saved as it."""
+    folder = tmp_path / "rl"
+    if fault == "raises":
+        with pytest.raises(RuntimeError):
+            run(folder, between=fail_at(4))
+    else:
+        with pytest.raises(UserError, match=r"step 4: loss = nan; .*last checkpoint: step 2"):
+            run(folder, metrics=lambda step: {"loss": float("nan")} if step == 4 else {})
+    assert saved_steps(folder)[-1] == 2
+    said = "COUNT: step 4 had begun to change the weights; the last checkpoint is of step 2"
+    assert said in capsys.readouterr().out
+    run(folder)
+    assert rows_of(folder) == whole
+
+
+def test_an_error_that_saving_meets_does_not_hide_the_first(tmp_path, monkeypatch, capsys):
+    def broken(self, step, states, record):
+        raise RuntimeError("the device is gone")
+
+    def before(step):
+        if step == 4:
+            monkeypatch.setattr("jaxrl.trainer.checkpoint.Checkpoints.save", broken)
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        run(tmp_path / "rl", before=before)
+    said = capsys.readouterr().out
+    assert "could not be saved (RuntimeError('the device is gone'))" in said
+    assert "the last checkpoint is of step 2" in said
+
+
+def test_a_signal_saves_the_last_finished_step(tmp_path, whole):
+    folder = tmp_path / "rl"
+
+    def before(step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StopRequested):
+        run(folder, before=before, save_every=100)
+    assert saved_steps(folder)[-1] == 3
+    run(folder)
+    assert rows_of(folder) == whole
+
+
+# Nothing begins again unasked
+
+
+def lose_checkpoints(folder):
+    for path in (folder / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def lose_seals(folder):
+    shutil.rmtree(folder / "checkpoints.seals")
+
+
+def lose_all(folder):
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "checkpoints.seals")
+
+
+def lose_all_but_set_aside(folder):
+    (folder / "checkpoints").rename(folder / "checkpoints.damaged")
+    shutil.rmtree(folder / "checkpoints.seals")
+    (folder / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [lose_checkpoints, lose_seals, lose_all, lose_all_but_set_aside],
+    ids=lambda f: f.__name__,
+)
+def test_a_stage_whose_checkpoints_are_lost_is_refused_each_time(tmp_path, lose, whole, capsys):
+    folder = tmp_path / "rl"
+    run(folder)
+    lose(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no intact checkpoint is left \(.*resume=or_restart"):
+            run(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    # Told to, it begins again; what was there stays.
+    run(folder, may_restart=True)
+    assert "COUNT: begins again; what was there is in" in capsys.readouterr().out
+    assert rows_of(folder) == whole
+    (aside,) = tmp_path.glob("rl.aside.*")
+    assert sorted(path.read_bytes() for path in aside.rglob("*") if path.is_file()) == sorted(
+        before.values()
+    )
+    # And then it goes on, though it is still told to.
+    run(folder, num_steps=8, may_restart=True)
+    assert [row["step"] for row in rows_of(folder)] == list(range(9))
+    assert len(list(tmp_path.glob("rl.aside.*"))) == 1
+
+
+def test_a_death_before_the_first_checkpoint_begins_again(tmp_path, whole):
+    folder = tmp_path / "rl"
+    (folder / "checkpoints" / "0").mkdir(parents=True)
+    (folder / "checkpoints" / "0" / "half").write_text("written")
+    (folder / "metrics.jsonl").touch()
+    run(folder)
+    assert rows_of(folder) == whole
+
+
+def test_a_death_before_the_row_of_step_0(tmp_path, whole):
+    folder = tmp_path / "rl"
+    with pytest.raises(RuntimeError):
+        run(folder, before=fail_at(1))
+    (folder / "metrics.jsonl").write_text("")
+    run(folder)
+    assert rows_of(folder) == whole
+
+
+def test_a_checkpoint_is_sealed_after_its_row(tmp_path, monkeypatch):
+    """A death between the two then repeats the step; the other way round its row would be missing."""
+    monkeypatch.setattr("jaxrl.tracking.metrics.MetricsWriter.write", fail_write_at(4))
+    with pytest.raises(OSError, match="disk"):
+        run(tmp_path / "rl")
+    assert not (tmp_path / "rl" / "checkpoints.seals" / "4.json").exists()
+    assert (tmp_path / "rl" / "checkpoints.seals" / "2.json").exists()
+
+
+def fail_write_at(bad_step):
+    def write(self, step, metrics):
+        if step == bad_step:
+            raise OSError("the disk is full")
+
+    return write
+
+
+def test_rows_that_are_lost_are_told(tmp_path, caplog):
+    folder = tmp_path / "rl"
+    run(folder)
+    (folder / "metrics.jsonl").write_text("")
+    with caplog.at_level(logging.WARNING):
+        run(folder, num_steps=8)
+    assert "has rows to step 0 of the 6 steps" in caplog.text
+    assert [row["step"] for row in rows_of(folder)] == [7, 8]
+
+
+def test_what_is_refused_has_written_nothing(tmp_path):
+    folder = tmp_path / "rl"
+    run(folder, num_steps=4)
+    shutil.copytree(folder / "checkpoints" / "4", folder / "checkpoints" / "5")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    begun = []
+    wide = Counter()
+    wide.state = TrainState({"w": jnp.zeros(3)}, {"m": jnp.zeros(1)}, jnp.int32(0))
+    with (
+        StopSignal() as stop,
+        open_stage(folder, stop, on_begin=lambda: begun.append(1)) as stage,
+        pytest.raises(
+            UserError, match=r"does not fit .* \(actor: \['w'\] is \[2\] there and \[3\]"
+        ),
+    ):
+        stage.resume({"actor": wide})
+    assert not begun
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_stage_is_read_without_owning_it(tmp_path):
+    folder = tmp_path / "sft"
+    held = []
+
+    @contextlib.contextmanager
+    def ownership():
+        held.append(True)
+        yield
+
+    run(folder, ownership=ownership())
+    assert held == [True]
+    run(folder, ownership=ownership())
+    assert held == [True]
+
+
+# Collapse
+
+
+def ruined_from(step):
+    return lambda now: {ACCURACY: 0.02 if now >= step else 0.7} if now % 2 == 0 else {}
+
+
+def test_the_checkpoint_from_before_a_collapse_stays(tmp_path, capsys):
+    folder = tmp_path / "rl"
+    run(folder, metrics=ruined_from(5), num_steps=12)
+    assert saved_steps(folder) == [4, 12]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "COUNT step 6: the model may be ruined (val-core/sums/acc/mean@8 0.02 has lost" in said
+    assert "the checkpoint of step 4, from before, is kept. To go on from it stop the run" in said
+    assert said.count("may be ruined") == 1
+    # As the message says.
+    shutil.rmtree(folder / "checkpoints" / "12")
+    counter = run(folder, num_steps=6)
+    assert int(counter.state.step) == 6
+    assert [row["step"] for row in rows_of(folder)] == list(range(7))
+
+
+def test_it_stays_through_a_resume(tmp_path):
+    folder = tmp_path / "rl"
+    run(folder, metrics=ruined_from(5), num_steps=8)
+    run(folder, metrics=ruined_from(5), num_steps=14)
+    assert saved_steps(folder) == [4, 14]
+
+
+def test_weights_ruined_in_one_step_without_evaluation(tmp_path):
+    """As a learning rate of 1e6 does: the step before looks well, and is saved, before anything shows."""
+    folder = tmp_path / "sft"
+    run(
+        folder,
+        metrics=lambda step: {"sft/loss": 1.0 if step <= 3 else 1e6},
+        num_steps=9,
+        save_every=1,
+    )
+    # Step 3 ended with ruined weights, which its own loss could not show.
+    assert saved_steps(folder) == [2, 9]
+
+
+def test_the_record_of_an_older_version_has_nothing_of_collapse(tmp_path):
+    folder = tmp_path / "rl"
+    run(folder, num_steps=4)
+    record = json.loads((folder / "checkpoints" / "4" / "record" / "metadata").read_text())
+    assert record["at"] == 4 and record["collapse"]["found"] == {}
