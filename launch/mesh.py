@@ -239,7 +239,12 @@ def run(args: argparse.Namespace) -> None:
     console.print(costs_table(cases, model.num_params * 2))
     console.print(state_table(model, layout, cases[-1].mesh))
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--out {args.out} cannot be made ({error.strerror}); name another folder"
+            ) from error
         paths = [args.out / f"mesh.{ending}" for ending in ("png", "svg")]
         draw([(case.grouping, case.mesh) for case in cases], layout, paths)
         console.print(f"drawn to {' and '.join(map(str, paths))}", markup=False)

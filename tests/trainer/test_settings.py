@@ -118,6 +118,7 @@ MEANT = {
             "reward.model_weight",
             "reward.overlong_buffer_tokens",
             "reward.overlong_penalty",
+            "run.collapse.reward_loss",
             "rollout.min_p",
             "rollout.min_response_tokens",
             "rollout.prefill_chunk_tokens",

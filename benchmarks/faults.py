@@ -1,0 +1,320 @@
+"""What a run survives: killed at random moments, and every file of its folder damaged in turn.
+
+    python benchmarks/faults.py kill --rounds 8 --record benchmarks/results/2026-11-21-faults.md
+    python benchmarks/faults.py damage --record benchmarks/results/2026-11-21-faults.md
+
+Both train DAPO on a task that a two-layer model learns in seconds (repeat a digit).
+
+`kill` ends the run with SIGKILL and starts the same command again, until it is done, with one checkpoint to
+keep; metrics.jsonl must then be that of a run that nobody disturbed, to the last bit, clocks aside. `damage`
+cuts, empties, flips a bit of, or removes each file of a run's folder, and asks for one more step: the run
+must go on to the same numbers from an intact checkpoint, or refuse in one line with status 2. Anything else
+is counted as wrong, and the status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import io
+import json
+import os
+import pathlib
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+
+from jaxrl.trainer import command_line, program
+from jaxrl.trainer.checkpoint import StoredCheckpoints
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
+STEPS = 24
+SETTINGS = {
+    "model.vocab_size": 288,
+    "model.num_layers": 2,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "model.head_dim": 8,
+    "data.max_prompt_tokens": 16,
+    "warm_start.num_steps": 40,
+    "warm_start.save_every": 10,
+    "warm_start.examples_per_step": 16,
+    "warm_start.optim.lr": 1e-2,
+    "rollout.num_prompts": 8,
+    "rollout.num_samples": 4,
+    "rollout.generation_prompts": 16,
+    "rollout.max_generation_batches": 100,
+    "rollout.max_response_tokens": 8,
+    "rollout.slots": 32,
+    "rollout.prefill_prompts": 8,
+    "rollout.tokens_per_dispatch": 4,
+    "rollout.unroll": 1,
+    "reward.overlong_buffer_tokens": 2,
+    "train.rows": 4,
+    "train.row_tokens": 48,
+    "train.unroll": 1,
+    "evaluation.every": 4,
+    "evaluation.num_samples": 2,
+    "run.save_every": 2,
+}
+
+
+def write_problems(folder: pathlib.Path) -> dict[str, object]:
+    """Files of problems, after a running number that says nothing; returns the settings that name them."""
+    settings: dict[str, object] = {}
+    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+        path = folder / f"{name}.jsonl"
+        rows = [
+            {
+                "problem": f"{n} repeat {n * 7 % 10}",
+                "answer": n * 7 % 10,
+                "solution": f"Answer: {n * 7 % 10}",
+            }
+            for n in numbers
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings |= {f"data.{name}.path": path, f"data.{name}.source": "repeat"}
+        settings |= {f"data.{name}.task": "", f"data.{name}.size": 0}
+    return settings | {"data.train.solution_field": "solution"}
+
+
+class Run:
+    """A run's command, in an output folder of its own."""
+
+    def __init__(self, work: pathlib.Path, name: str, **settings: object):
+        self.folder = work / name / "dapo_tiny" / "seed0"
+        self._settings = SETTINGS | settings | {"run.output": work / name}
+
+    def arguments(self, steps: int = STEPS) -> list[str]:
+        """Of launch/train.py."""
+        settings = self._settings | {"run.num_steps": steps}
+        given = [f"--config.{name}={value}" for name, value in settings.items()]
+        return ["--config", str(ROOT / "configs/dapo_tiny.py"), *given]
+
+    def start(self, cache: pathlib.Path, *, fills_cache: bool = False) -> subprocess.Popen:
+        """The command in a process of its own. One that may be killed does not write to the cache."""
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0" if fills_cache else "1e9",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        command = [sys.executable, str(ROOT / "launch/train.py"), *self.arguments()]
+        log = (self.folder.parents[1]).with_suffix(".log").open("a")
+        with log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def rows(self) -> dict[str, list[dict]]:
+        """The metrics of each stage, clocks aside."""
+        found = {}
+        for stage in ("sft", "rl"):
+            path = self.folder / stage / "metrics.jsonl"
+            rows = read_metrics(path) if path.exists() else []
+            found[stage] = [{k: v for k, v in r.items() if not k.startswith(CLOCK)} for r in rows]
+        return found
+
+
+# Killing
+
+
+def kill(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
+    """Markdown about runs that were killed, and whether all went well."""
+    settings = write_problems(work) | {"run.keep_checkpoints": 1}
+    whole = Run(work, "whole", **settings)
+    for fills_cache in (True, False):
+        # The second time is how long it takes with its programs at hand, as the others do.
+        shutil.rmtree(whole.folder, ignore_errors=True)
+        started = time.monotonic()
+        status = whole.start(work / "cache", fills_cache=fills_cache).wait()
+        seconds = time.monotonic() - started
+        if status:
+            raise SystemExit(f"the undisturbed run failed: see {work}/whole.log")
+    expected = whole.rows()
+    rng = random.Random(args.seed)
+    lines = ["| run | killed after s, at (warm start, DAPO) steps | same rows |", "|---|---|---|"]
+    kills, wrong, number = 0, 0, 0
+    while kills < args.rounds:
+        run = Run(work, f"killed{number}", **settings)
+        moments = []
+        while True:
+            process = run.start(work / "cache")
+            after_s = rng.uniform(0, seconds)
+            try:
+                status = process.wait(after_s if kills < args.rounds else None)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            kills += 1
+            wrong += not _goes_on(run)
+            at = tuple(rows[-1]["step"] if rows else "-" for rows in run.rows().values())
+            moments.append(f"{after_s:.1f} ({at[0]}, {at[1]})")
+        same = status == 0 and run.rows() == expected
+        wrong += not same
+        lines.append(f"| {number} | {', '.join(moments) or 'never'} | {'yes' if same else 'NO'} |")
+        print(lines[-1], flush=True)
+        number += 1
+    runs = f"{number} runs of {STEPS} steps, {seconds:.0f} s each undisturbed"
+    summary = f"{kills} kills in {runs}; {wrong} wrong."
+    return "\n".join(["## Killed at random moments", "", summary, "", *lines]), not wrong
+
+
+def _goes_on(run: Run) -> bool:
+    """Wherever there are rows there is an intact checkpoint."""
+    return all(
+        StoredCheckpoints(run.folder / stage / "checkpoints").newest_intact() is not None
+        for stage, rows in run.rows().items()
+        if rows
+    )
+
+
+# Damage
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _emptied(content: bytes) -> bytes:
+    return b""
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
+    "cut": _cut,
+    "emptied": _emptied,
+    "a bit flipped": _flipped,
+    "removed": None,
+}
+
+
+def damage(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
+    """Markdown about folders that were damaged, and whether all went well."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", str(work / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    problems = write_problems(work)
+    before, after = Run(work, "before", **problems), Run(work, "after", **problems)
+    steps = args.steps
+    for run, last in ((before, steps), (after, steps + 1)):
+        status, errors = _train(run, last)
+        if status:
+            raise SystemExit(f"the undisturbed run failed: {errors}")
+    files = sorted(p.relative_to(before.folder) for p in before.folder.rglob("*") if p.is_file())
+    outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    wrong = []
+    for number, file in enumerate(files):
+        for name in args.damages or DAMAGES:
+            run = Run(work, "damaged", **problems)
+            shutil.rmtree(work / "damaged", ignore_errors=True)
+            shutil.copytree(before.folder, run.folder)
+            _damage(run.folder / file, DAMAGES[name])
+            outcome = _outcome(run, steps + 1, after, file)
+            outcomes[_kind(file)][outcome] += 1
+            if outcome.startswith("WRONG"):
+                wrong.append(f"* `{file}` {name}: {outcome}")
+                print(wrong[-1], flush=True)
+        print(f"{number + 1} of {len(files)} files", file=sys.stderr, flush=True)
+    lines = ["| file | went on | refused in one line | wrong |", "|---|---|---|---|"]
+    for kind, counts in outcomes.items():
+        bad = sum(count for name, count in counts.items() if name.startswith("WRONG"))
+        lines.append(f"| {kind} | {counts['went on']} | {counts['refused']} | {bad} |")
+    total = sum(sum(counts.values()) for counts in outcomes.values())
+    damages = ", ".join(args.damages or DAMAGES)
+    summary = f"{len(files)} files, {total} damages ({damages}); {len(wrong)} wrong."
+    text = "\n".join(["## Every file damaged", "", summary, "", *lines, "", *wrong])
+    return text.rstrip(), not wrong
+
+
+def _train(run: Run, steps: int) -> tuple[int, str]:
+    """Status and stderr of the command, in this process."""
+    errors = io.StringIO()
+
+    def main(config: Config) -> int:
+        """Trains."""
+        return program.train(config)
+
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        status = command_line.run(main, Config, argv=["faults", *run.arguments(steps)])
+    return status, errors.getvalue()
+
+
+def _damage(path: pathlib.Path, change: Callable[[bytes], bytes] | None) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(content) if content else content)
+
+
+def _outcome(run: Run, steps: int, expected: Run, file: pathlib.Path) -> str:
+    try:
+        status, errors = _train(run, steps)
+    except Exception as error:  # whatever it is, it is what is looked for
+        return f"WRONG: {type(error).__name__}: {error}"[:300]
+    if status == 2:
+        lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+        return "refused" if len(lines) == 1 else f"WRONG: {errors[:300]!r}"
+    rows, wanted = run.rows(), expected.rows()
+    if file.name == "metrics.jsonl":
+        # What was lost is lost; the rows that came since are compared.
+        stage = file.parts[0]
+        kept = {row["step"] for row in rows[stage]}
+        wanted[stage] = [row for row in wanted[stage] if row["step"] in kept]
+    if status or rows != wanted:
+        return f"WRONG: status {status}, {'the same' if rows == wanted else 'other'} rows"
+    return "went on"
+
+
+def _kind(file: pathlib.Path) -> str:
+    """`rl/checkpoints/24/actor/d/ab12` is one of `rl/checkpoints`."""
+    return "/".join(file.parts[:2]) if len(file.parts) > 1 else file.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
+    commands = parser.add_subparsers(required=True)
+    killing = commands.add_parser("kill")
+    killing.add_argument("--rounds", type=int, default=8, help="kills in all")
+    killing.add_argument("--seed", type=int, default=0)
+    killing.set_defaults(run=kill)
+    damaging = commands.add_parser("damage")
+    damaging.add_argument("--steps", type=int, default=2, help="of the run that is damaged")
+    damaging.add_argument("--damages", nargs="+", choices=DAMAGES, help="default: all")
+    damaging.set_defaults(run=damage)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="faults") as work:
+        text, well = args.run(args, pathlib.Path(work))
+    print(text)
+    if args.record:
+        header = (
+            f"# What a run survives, {datetime.date.today()}\n\n{os.cpu_count()} cores "
+            f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}\n\n"
+        )
+        known = args.record.read_text() if args.record.exists() else header
+        args.record.write_text(f"{known.rstrip()}\n\n{text}\n")
+    sys.exit(not well)
+
+
+if __name__ == "__main__":
+    main()
