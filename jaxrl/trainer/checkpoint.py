@@ -288,7 +288,10 @@ class Checkpoints:
         if self._manager is None:
             # It keeps everything: what is removed, and when, is decided here.
             options = ocp.CheckpointManagerOptions(
-                create=False, multiprocessing_options=_processes()
+                create=False,
+                # Without a look into all of them, of which some may be damaged.
+                lightweight_initialize=True,
+                multiprocessing_options=_processes(),
             )
             self._manager = ocp.CheckpointManager(self.stored.folder, options=options)
         return self._manager

@@ -247,6 +247,7 @@ class Stage:
             if may_stop:
                 self._stop.check()
             self._progress.phase(shown or name)
+            hosts.enter_phase(f"{self._title} step {self.step + 1}, {shown or name}")
             with self._timers(name):
                 return function(*args, **kwargs)
 

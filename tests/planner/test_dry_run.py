@@ -91,6 +91,7 @@ def plan_recipe(config: Config) -> DryRun:
                 rows=config.train.rows,
                 tokens=config.train.row_tokens,
             ),
+            keeps_mixed_groups=True,
         ),
     )
 
@@ -158,7 +159,7 @@ def test_the_32b_recipe_takes_neither_memory_nor_time():
 def test_the_flow_tells_every_number_of_a_step(recipe):
     flow = dict(recipe.flow)
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
-    assert "512 with right and wrong answers = 8,192 sequences" in flow["groups kept"]
+    assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (
         "16 updates x 512 sequences, each in at most 32 microbatches of 16 rows x 22,528 tokens"
     )

@@ -123,6 +123,7 @@ MEANT = {
             "rollout.min_response_tokens",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
+            "run.collapse.reward_loss",
             "run.report_samples",
             "seed",
             "train.load_balancing_coef",
