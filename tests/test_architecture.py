@@ -34,7 +34,8 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
-    ("jaxrl/trainer/serving.py", "jaxrl.rollout.http_server"): "extra `serve`",
+    ("jaxrl/trainer/serving.py", "jaxrl.serving.http_server"): "extra `serve`",
+    ("jaxrl/trainer/serving.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/trainer/team.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/trainer/run_folder.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",

@@ -1,9 +1,10 @@
 """What is a request and what is none, in terms of the request; that OpenAI's client reads the answers."""
 
 import pytest
+from extras import import_extra
 
-pytest.importorskip("pydantic")
-openai_types = pytest.importorskip("openai.types")
+import_extra("dev", "pydantic")
+openai_types = import_extra("dev", "openai.types")
 
 from jaxrl.serving.openai.protocol import (  # noqa: E402
     AssistantMessage,
@@ -17,8 +18,8 @@ from jaxrl.serving.openai.protocol import (  # noqa: E402
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    Delta,
     InvalidRequest,
+    MessageDelta,
     Model,
     ModelList,
     TokenLogprob,
@@ -106,6 +107,7 @@ def test_parts_of_a_message_are_joined():
         ({"best_of": 2}, "best_of", "best_of 2: this server does not have it"),
         ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty 0.5: this server"),
         ({"tempreature": 1}, "tempreature", "tempreature is no field of this request"),
+        ({"\ud800": 1}, r"\ud800", r"\ud800 is no field of this request"),
     ],
 )
 def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message):
@@ -164,10 +166,12 @@ def _nested(depth):
         {"stop": [""] * 10_000},
         {"modalities": ["audio"] * 10_000},
         {"x" * 100_000: 1},
+        {"\ud800" * 100_000: 1},
+        {"logit_bias": {"\ud800": 1}},
         {"echo": "x" * 100_000},
         {"tools": _nested(900)},
     ],
-    ids=lambda fields: next(iter(fields))[:10],
+    ids=lambda fields: ascii(next(iter(fields)))[:10],
 )
 def test_however_much_is_wrong_the_answer_is_short(fields):
     with pytest.raises(InvalidRequest) as raised:
@@ -223,7 +227,7 @@ LOGPROB = TokenLogprob(token="a", logprob=-0.5, bytes=[97])
                 choices=[
                     ChatChunkChoice(
                         index=1,
-                        delta=Delta(role="assistant", content="a"),
+                        delta=MessageDelta(role="assistant", content="a"),
                         logprobs=None,
                         finish_reason=None,
                     )
@@ -231,7 +235,7 @@ LOGPROB = TokenLogprob(token="a", logprob=-0.5, bytes=[97])
             ),
             "chat.ChatCompletionChunk",
         ),
-        (Model(id="tiny", created=1), "Model"),
+        (Model(id="tiny", created=1, max_model_len=64), "Model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -240,18 +244,26 @@ def test_openais_client_reads_an_answer_whole(answer, kind):
     for name in kind.split("."):
         theirs = getattr(theirs, name)
     read = theirs.model_validate_json(answer.model_dump_json(), strict=True)
-    assert not read.model_extra
+    assert set(read.model_extra or {}) <= {"max_model_len"}
     assert read.model_dump(exclude_unset=True) == answer.model_dump()
 
 
 def test_the_role_of_a_stream_is_told_once():
-    assert "role" not in Delta(content="a").model_dump()
-    assert Delta(role="assistant", content="a").model_dump()["role"] == "assistant"
+    assert "role" not in MessageDelta(content="a").model_dump()
+    assert MessageDelta(role="assistant", content="a").model_dump()["role"] == "assistant"
 
 
 def test_a_list_of_models_has_openais_shape():
-    listed = ModelList(data=[Model(id="tiny", created=1)]).model_dump()
+    listed = ModelList(data=[Model(id="tiny", created=1, max_model_len=64)]).model_dump()
     assert listed == {
         "object": "list",
-        "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "jaxrl"}],
+        "data": [
+            {
+                "id": "tiny",
+                "object": "model",
+                "created": 1,
+                "owned_by": "jaxrl",
+                "max_model_len": 64,
+            }
+        ],
     }

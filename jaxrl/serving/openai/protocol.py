@@ -2,7 +2,7 @@
 
     POST /v1/completions        CompletionRequest -> Completion, whole or in pieces
     POST /v1/chat/completions   ChatRequest -> ChatCompletion, or ChatCompletionChunks
-    GET  /v1/models             ModelList
+    GET  /v1/models             ModelList; /v1/models/NAME: Model
     an error                    ErrorResponse
 
 The description of a request's field says what must be there. A field without one asks for what is not here;
@@ -85,7 +85,7 @@ class _RequestPart(BaseModel):
             return body
         for name, value in body.items():
             if name not in cls.model_fields and not cls._means_nothing(value):
-                raise PydanticCustomError("unknown_field", "unknown", {"name": name})
+                raise PydanticCustomError("unknown_field", "unknown", {"name": _short(name)})
         return {
             name: value
             for name, value in body.items()
@@ -281,6 +281,8 @@ def _path(location: Sequence[int | str]) -> str:
 
 
 def _short(text: str) -> str:
+    # The name of a field that nobody knows can hold anything, half of a surrogate pair too.
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -353,7 +355,7 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class Delta(BaseModel):
+class MessageDelta(BaseModel):
     """What the model says now; its role is told once."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
@@ -373,7 +375,7 @@ class ChatChunkChoice(BaseModel):
     """What is new of a sample."""
 
     index: int
-    delta: Delta
+    delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
@@ -399,6 +401,7 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jaxrl"
+    max_model_len: int  # as vLLM has it, for clients that want to know beforehand
 
 
 class ModelList(BaseModel):
