@@ -112,7 +112,8 @@ class StoredCheckpoints:
 
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
         """Of a role's weights, by their path in the tree."""
-        metadata = ocp.PyTreeCheckpointHandler().metadata(self.path(step) / role)
+        directory: Any = self.path(step) / role  # Orbax says it wants its own kind of paths
+        metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
         return _shapes(metadata.tree["params"])
 
     def path(self, step: int) -> pathlib.Path:
