@@ -471,7 +471,8 @@ def test_the_kl_to_a_reference_over_the_whole_vocabulary():
     assert metrics["kl_loss"] == pytest.approx(float(expected), rel=1e-5)
     assert metrics["kl_loss"] == pytest.approx(metrics["loss"]) and metrics["loss"] > 0.1
     moved = jax.tree.map(lambda a, b: a - b, first_state().params, actor.state.params)
-    assert_close(moved, gradient, scale=1)
+    # The exact KL sums what nearly cancels, over the whole vocabulary.
+    assert_close(moved, gradient, rtol=1e-4, scale=0.3)
 
 
 def test_squared_probabilities_come_with_the_same_logprobs():

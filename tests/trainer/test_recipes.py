@@ -366,11 +366,10 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
     ],
 )
 def test_settings_that_contradict_each_other(recipe, changes, message, folder, tmp_path):
-    config = make_config(folder, tmp_path, recipe, **changes)
     with pytest.raises(UserError) as error:
-        program.train(config)
+        program.train(make_config(folder, tmp_path, recipe, **changes))
     assert message in str(error.value)
-    assert not (config.run_folder / "rl").exists()
+    assert not list(tmp_path.rglob("rl"))
 
 
 def test_a_language_model_is_no_judge(folder, tmp_path):
