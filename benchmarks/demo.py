@@ -19,7 +19,7 @@ import time
 import matplotlib
 import matplotlib.pyplot as plt
 
-from jaxrl.trainer.metrics import read_metrics
+from jaxrl.tracking.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = "configs/dapo_tiny.py"

@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -21,8 +22,9 @@ LINES = (
     ("user_code", "checks", "files"),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
-    ("roles", "testing"),
-    ("recipes", "planner"),
+    ("roles", "testing", "serving"),
+    ("dataflows", "planner"),
+    ("tracking",),
     ("trainer",),
     ("launch", "configs"),
 )
@@ -30,12 +32,13 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
-    ("jaxrl/trainer/metrics.py", "wandb"): "extra `wandb`",
+    ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
-    ("jaxrl/trainer/serving.py", "jaxrl.rollout.http_server"): "extra `serve`",
+    ("jaxrl/trainer/serving.py", "jaxrl.serving.http_server"): "extra `serve`",
+    ("jaxrl/trainer/serving.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/rollout/drivers.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
-    ("jaxrl/trainer/run_folder.py", "jaxrl.trainer.report"): "matplotlib takes a second to import",
+    ("jaxrl/trainer/run_folder.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }
 
 SOURCES = sorted(
@@ -128,6 +131,22 @@ def test_no_ring_among_modules():
         for module, path in MODULES.items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the ring
+
+
+def test_an_installed_package_has_every_file():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    declared = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = {path for path in (ROOT / "jaxrl").rglob("*") if path.is_file()}
+    assert {p for p in files if p.suffix not in (".py", ".pyc")} == declared
+    # Without this file setuptools finds no package in a folder, however much Python does.
+    assert {p.parent for p in files if p.suffix == ".py"} == {
+        p.parent for p in files if p.name == "__init__.py"
+    }
 
 
 # The checks themselves see what they should

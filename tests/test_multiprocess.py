@@ -16,10 +16,10 @@ from closeness import assert_close
 from processes import started
 
 from jaxrl.mesh.host_watch import EXIT_LOST
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config
-from jaxrl.trainer.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPE = """

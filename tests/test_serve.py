@@ -22,7 +22,7 @@ from closeness import assert_close
 from extras import import_extra
 from processes import started
 
-for package in ("starlette", "uvicorn", "jetstream"):
+for package in ("pydantic", "starlette", "uvicorn", "jetstream"):
     import_extra("dev", package)
 openai = import_extra("dev", "openai")
 grpc = import_extra("dev", "grpc")
@@ -272,7 +272,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (b"[" * 10_000, 400, "the body is no JSON"),
         (b"[]", 400, "must be a JSON object"),
         (b"\xff", 400, "the body is no JSON"),
-        ({}, 400, "the request has no prompt"),
+        ({}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": ""}, 400, "the prompt has 0 tokens; this server takes 1 to 48"),
         ({"prompt": []}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": [1, "a"]}, 400, "prompt must be a text, a list of token ids"),
@@ -292,13 +292,21 @@ MESSAGES = [{"role": "user", "content": "hi"}]
             "min_tokens 5 is above max_tokens 4",
         ),
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens is '9'; it must be an integer"),
-        ({"prompt": "x", "temperature": 3}, 400, "temperature 3 is not from 0 to 2"),
+        (
+            {"prompt": "x", "temperature": 3},
+            400,
+            "temperature is 3; it must be a number from 0 to 2",
+        ),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
-        ({"prompt": "x", "top_p": 0}, 400, "top_p 0 is not positive"),
+        ({"prompt": "x", "top_p": 0}, 400, "top_p 0.0 is not positive"),
         ({"prompt": "x", "stop": [""]}, 400, "stop must be a text or up to 16"),
         ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
         ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),
-        ({"prompt": "x", "logprobs": 5}, 400, "logprobs 5: there are only those of the sampled"),
+        (
+            {"prompt": "x", "logprobs": 5},
+            400,
+            "it must be 0 or 1: there are only those of the sampled",
+        ),
         ({"prompt": "x", "echo": True}, 400, "echo True: this server does not have it"),
         ({"prompt": "x", "tempreature": 1}, 400, "tempreature is no field"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not here; this server has"),
@@ -318,7 +326,7 @@ def test_a_request_that_cannot_be_served_says_why(body, status, message, server)
         ({"messages": []}, "messages must be a list of messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
-        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages[0] has tool_calls"),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages[0].tool_calls is no field"),
         ({"messages": MESSAGES, "logprobs": 1}, "logprobs is 1; it must be true or false"),
         (
             {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},

@@ -29,7 +29,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
-from jaxrl.trainer.durable import sync
+from jaxrl.tracking.durable import sync
 from jaxrl.trainer.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
+from jaxrl.tracking.metrics import METRICS_FILE, MetricsWriter, Timers, WandbOptions
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.checkpoint import Checkpoints, all_meet
 from jaxrl.trainer.collapse import CollapseConfig, CollapseDetector
 from jaxrl.trainer.config_tree import flatten_config
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.lock import only_run_in
-from jaxrl.trainer.metrics import METRICS_FILE, MetricsWriter, Timers, WandbOptions
-from jaxrl.trainer.progress import Progress
 from jaxrl.trainer.run_folder import keep_run_files
 
 logger = logging.getLogger(__name__)

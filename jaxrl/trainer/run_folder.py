@@ -12,13 +12,13 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.tracking.durable import write_atomically
+from jaxrl.tracking.metrics import METRICS_FILE, read_metrics
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
-from jaxrl.trainer.durable import write_atomically
 from jaxrl.trainer.export import keep_model_files
-from jaxrl.trainer.metrics import METRICS_FILE, read_metrics
 from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _samples_path(config: Config, when: str) -> pathlib.Path:
 def write_run_report(run: RunContext) -> pathlib.Path:
     """Writes one HTML page about the whole run; returns its path."""
     # Drawing libraries take a second to import, which only this last event has to wait for.
-    from jaxrl.trainer import report
+    from jaxrl.tracking import report
 
     config = run.config
     rows = {
@@ -107,13 +107,13 @@ def write_run_report(run: RunContext) -> pathlib.Path:
         "Preferences": _rows(config.run_folder / "preference"),
         "Warm start (SFT)": _rows(config.warm_start_folder),
     }
-    stages = [report.Stage(title, found) for title, found in rows.items() if found]
+    sections = [report.Section(title, found) for title, found in rows.items() if found]
     path = config.run_folder / "report.html"
     report.write_report(
         path,
         title=f"{config.name}, seed {config.seed}",
         summary=_summary(run, rows),
-        stages=stages,
+        sections=sections,
         samples=[
             report.SamplePair(
                 before["prompt"],
@@ -161,8 +161,8 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
     kind = run.mesh_of("actor").devices.flat[0].device_kind
     lines = []
     if accuracy:
-        lines.append(("held-out accuracy before", f"{accuracy[0]:.1%}"))
-        lines.append(("held-out accuracy after", f"{accuracy[-1]:.1%}"))
+        lines.append(("evaluation accuracy before", f"{accuracy[0]:.1%}"))
+        lines.append(("evaluation accuracy after", f"{accuracy[-1]:.1%}"))
     if entropy:
         lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
     lines += [

@@ -13,7 +13,7 @@ import json
 import pathlib
 import zlib
 
-from jaxrl.trainer.durable import sync, write_atomically
+from jaxrl.tracking.durable import sync, write_atomically
 
 UNSEALED = "it has no seal"
 _BLOCK_BYTES = 2**20

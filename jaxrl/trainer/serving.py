@@ -35,7 +35,6 @@ from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.online import Ask, Delta, NotFinite, OnlineDriver, ServingError
-from jaxrl.rollout.openai_api import Limits
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
 
 # Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
@@ -323,7 +322,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
 
 
 def _require_extras(config: ServeConfig) -> None:
-    packages = {"starlette": "serve", "uvicorn": "serve"}
+    packages = {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
     if config.grpc:
         packages["jetstream"] = "jetstream"
     absent = {p: extra for p, extra in packages.items() if importlib.util.find_spec(p) is None}
@@ -358,7 +357,8 @@ def _first_sample(driver: OnlineDriver) -> None:
 def _start_http(
     config: ServeConfig, loaded: Loaded, driver: OnlineDriver, stack: contextlib.ExitStack
 ) -> int:
-    from jaxrl.rollout import http_server
+    from jaxrl.serving import http_server
+    from jaxrl.serving.openai.calls import Limits
 
     sizes = loaded.engine.config
     app = http_server.build_app(

@@ -18,6 +18,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.config import (
@@ -33,7 +34,6 @@ from jaxrl.trainer.config import (
 )
 from jaxrl.trainer.export import export_run
 from jaxrl.trainer.lock import only_run_in
-from jaxrl.trainer.metrics import read_metrics
 
 # What the clock says differs from run to run.
 CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")

@@ -13,11 +13,11 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.collapse import CollapseConfig
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.loop import Stage, run_until_stopped
-from jaxrl.trainer.metrics import read_metrics
 
 ACCURACY = "val-core/sums/acc/mean@8"
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_is_sealed_after_its_row(tmp_path, monkeypatch):
     """A death between the two then repeats the step; the other way round its row would be missing."""
     for step, last in ((4, 2), (5, 4)):
         folder = tmp_path / str(step)
-        monkeypatch.setattr("jaxrl.trainer.metrics.MetricsWriter.write", fail_write_at(step))
+        monkeypatch.setattr("jaxrl.tracking.metrics.MetricsWriter.write", fail_write_at(step))
         with pytest.raises(OSError, match="disk"):
             run(folder)
         assert StoredCheckpoints(folder / "checkpoints").newest_intact() == last

@@ -12,10 +12,10 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
 from jaxrl.trainer.context import build_context, row_limits, supervised_stream
-from jaxrl.trainer.metrics import read_metrics
 from jaxrl.trainer.needs import of_training
 
 MODEL = ModelConfig(

@@ -4,9 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from extras import import_extra
 
-from jaxrl.errors import UserError
-from jaxrl.rollout.openai_api import (
+import_extra("dev", "pydantic")
+
+from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.serving.openai.calls import (  # noqa: E402
     ApiError,
     Limits,
     error_of,

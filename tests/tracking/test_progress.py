@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxrl.trainer import progress
-from jaxrl.trainer.progress import Progress
+from jaxrl.tracking import progress
+from jaxrl.tracking.progress import Progress
 
 METRICS = {
     "critic/rewards/mean": 0.41234,
@@ -59,31 +59,30 @@ def test_a_log_is_plain_ascii_without_escapes():
     assert "\x1b" not in text
 
 
-def test_an_sft_stage_shows_its_own_metrics():
+def test_supervised_training_shows_its_own_metrics():
     console = _log()
     with Progress("SFT", 10, console=console) as shown:
         shown.update(1, {"sft/loss": 1.25, "sft/token_accuracy": 0.5})
     assert console.file.getvalue() == "SFT  step  1/10  loss 1.250  token accuracy 50.0%\n"
 
 
-def test_a_line_has_the_accuracy_of_its_own_step_only():
+def test_a_log_tells_an_evaluation_once_and_leaves_none_out():
     console = _log()
+    with Progress("DAPO", 9, console=console, line_every_s=3600) as shown:
+        for step, accuracy in [(1, 0.25), (2, None), (3, 0.75), (4, None), (9, None)]:
+            shown.update(step, {} if accuracy is None else {"val-core/sums/acc/mean@4": accuracy})
+    first, second, last = console.file.getvalue().splitlines()
+    assert first == "DAPO  step 1/9  evaluation sums 25.0%"
+    assert second.startswith("DAPO  step 3/9") and second.endswith("evaluation sums 75.0%")
+    assert last.startswith("DAPO  step 9/9") and "evaluation" not in last
+
+
+def test_the_live_view_keeps_the_latest_evaluation():
+    console = _terminal()
     with Progress("DAPO", 3, console=console) as shown:
         shown.update(1, {"val-core/sums/acc/mean@4": 0.25})
-        shown.update(2, {"train/accuracy": 0.5})
-        shown.update(3, {"val-core/sums/acc/mean@4": 0.75})
-    lines = console.file.getvalue().splitlines()
-    assert ["held-out" in line for line in lines] == [True, False, True]
-    assert lines[2].endswith("held-out sums 75.0%")
-
-
-def test_the_latest_held_out_accuracy_stays_in_the_live_view():
-    console = _terminal()
-    shown = Progress("DAPO", 3, console=console)
-    shown.update(1, {"val-core/sums/acc/mean@4": 0.25})
-    shown.update(2, {"train/accuracy": 0.5})
-    console.print(shown._view())
-    assert "25.0%" in console.file.getvalue()
+        shown.update(2, {"actor/entropy": 0.5})
+    assert "evaluation sums  25.0%" in console.file.getvalue()
 
 
 def test_the_eta_is_the_median_pace_and_ignores_the_step_that_compiles(clock):

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl.trainer import report
-from jaxrl.trainer.report import Response, SamplePair, Stage, write_report
+from jaxrl.tracking.readable import number
+from jaxrl.tracking.report import Response, SamplePair, Section, plots, write_report
 
 
 def _rl_rows(num_steps=40):
@@ -50,8 +50,8 @@ SAMPLE = SamplePair(
 def _write(path, **changes):
     arguments = {
         "title": "Chain sums",
-        "summary": [("Held-out accuracy", "91.2%")],
-        "stages": [Stage("SFT", _sft_rows()), Stage("DAPO", _rl_rows())],
+        "summary": [("Evaluation accuracy", "91.2%")],
+        "sections": [Section("SFT", _sft_rows()), Section("DAPO", _rl_rows())],
         "samples": [SAMPLE],
         "config_text": "clip_high: 0.28",
     }
@@ -79,7 +79,7 @@ def test_every_curve_is_drawn(tmp_path):
         "Time by phase",
     ]
     assert text.count("<svg") == 11
-    for shown in ("Held-out accuracy", "91.2%", "clip_high: 0.28", ">nats per token</text>"):
+    for shown in ("Evaluation accuracy", "91.2%", "clip_high: 0.28", ">nats per token</text>"):
         assert shown in text
 
 
@@ -87,20 +87,20 @@ def test_curves_without_data_are_left_out(tmp_path):
     rows = [
         {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)
     ]
-    text = _write(tmp_path / "report.html", stages=[Stage("DAPO", rows), Stage("Empty", [])])
+    text = _write(tmp_path / "report.html", sections=[Section("DAPO", rows), Section("Empty", [])])
     assert _titles(text) == ["Entropy"]
     assert "Empty" not in text
 
 
 def test_a_run_of_one_step_has_a_report(tmp_path):
-    text = _write(tmp_path / "report.html", stages=[Stage("DAPO", _rl_rows(1))], samples=[])
+    text = _write(tmp_path / "report.html", sections=[Section("DAPO", _rl_rows(1))], samples=[])
     assert "Reward" in _titles(text)
     assert "Samples" not in text
 
 
 def test_the_score_is_shown_only_where_shaping_sets_it_apart(tmp_path):
     same = [{"step": s, "critic/rewards/mean": s, "critic/score/mean": s} for s in (1, 2)]
-    assert "without shaping" not in _write(tmp_path / "a.html", stages=[Stage("DAPO", same)])
+    assert "without shaping" not in _write(tmp_path / "a.html", sections=[Section("DAPO", same)])
     assert "without shaping" in _write(tmp_path / "b.html")
 
 
@@ -147,13 +147,13 @@ def test_untrusted_text_is_escaped(tmp_path):
     text = _write(tmp_path / "report.html", samples=[pair], config_text=attack, title=attack)
     assert "<script" not in text
     assert "<img" not in text
-    assert text.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;") == 7
+    assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;") == 7
     assert "&amp;amp; \\x00\\x1b[2J \\ud800" in text
     assert "default-src 'none'" in text
 
 
 def test_names_of_data_sets_are_text_too(tmp_path):
-    assert "held out: sums $x$ &lt;b&gt; mean@4" in _write(tmp_path / "report.html")
+    assert "evaluation: sums $x$ &lt;b&gt; mean@4" in _write(tmp_path / "report.html")
 
 
 def test_samples_stand_side_by_side_with_their_marks(tmp_path):
@@ -175,18 +175,18 @@ def test_colours_follow_the_theme(tmp_path):
 
 def test_a_long_run_stays_small(tmp_path):
     rows = [{"step": s, "actor/entropy": float(s % 7)} for s in range(20_000)]
-    assert len(_write(tmp_path / "report.html", stages=[Stage("DAPO", rows)])) < 1_000_000
+    assert len(_write(tmp_path / "report.html", sections=[Section("DAPO", rows)])) < 1_000_000
 
 
 def test_smoothing_keeps_constants_and_means():
-    np.testing.assert_allclose(report._smooth(np.full(100, 3.0)), 3.0)
-    np.testing.assert_allclose(report._smooth(np.arange(12.0))[1:-1], np.arange(1.0, 11.0))
-    np.testing.assert_array_equal(report._smooth(np.array([1.0, 5.0])), [1.0, 5.0])
+    np.testing.assert_allclose(plots._smooth(np.full(100, 3.0)), 3.0)
+    np.testing.assert_allclose(plots._smooth(np.arange(12.0))[1:-1], np.arange(1.0, 11.0))
+    np.testing.assert_array_equal(plots._smooth(np.array([1.0, 5.0])), [1.0, 5.0])
 
 
 def test_phases_beyond_the_palette_are_summed():
     row = {"step": 1, "timing_s/step": 99.0} | {f"timing_s/p{i}": float(i) for i in range(1, 11)}
-    seconds = report._phase_seconds([row, {"step": 2}])
+    seconds = plots._phase_seconds([row, {"step": 2}])
     assert list(seconds) == ["p10", *(f"p{i}" for i in range(4, 10)), "other"]
     np.testing.assert_array_equal(seconds["other"], [1 + 2 + 3, 0])
 
@@ -194,9 +194,9 @@ def test_phases_beyond_the_palette_are_summed():
 def test_phases_stand_in_the_order_of_events():
     names = ["save_checkpoint", "update_actor", "gen", "zeta"]
     row = {"step": 1} | {f"timing_s/{name}": 1.0 for name in names}
-    assert list(report._phase_seconds([row])) == ["gen", "update_actor", "save_checkpoint", "zeta"]
+    assert list(plots._phase_seconds([row])) == ["gen", "update_actor", "save_checkpoint", "zeta"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (0.12345, "0.123")])
 def test_numbers_are_short(value, text):
-    assert report._number(value) == text
+    assert number(value) == text

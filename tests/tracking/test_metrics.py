@@ -9,8 +9,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxrl.errors import UserError
-from jaxrl.trainer import metrics
-from jaxrl.trainer.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
+from jaxrl.tracking import metrics
+from jaxrl.tracking.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
 
 
 def _run(directory, steps, **kwargs):
@@ -205,14 +205,14 @@ def test_timers_accumulate_and_start_again(monkeypatch):
     assert timers.take() == {"timing_s/gen": 0.5}
 
 
-def test_held_out_accuracy_is_found_by_name():
+def test_evaluation_accuracy_is_found_by_name():
     row = {
         "val-core/chain_sum/acc/mean@4": 0.5,
         "val-core/org/aime-2024/acc/mean@32": 0.25,
         "val-core/chain_sum/reward/mean@4": 1.0,
         "val-aux/chain_sum/acc/mean@4": 1.0,
     }
-    assert metrics.held_out_accuracy(row) == {
+    assert metrics.evaluation_accuracy(row) == {
         "chain_sum mean@4": 0.5,
         "org/aime-2024 mean@32": 0.25,
     }

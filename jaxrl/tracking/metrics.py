@@ -1,7 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl (the source of truth), TensorBoard, wandb if asked.
 
 Metric names are those verl users know (`actor/entropy`, `response_length/mean`, `timing_s/gen`).
-Nothing here depends on them, except for held-out accuracy, whose name holds the data set.
+Nothing here depends on them, except for the accuracy of an evaluation, whose name holds the data set.
 Not covered: reducing metrics over hosts (the caller hands in plain floats, on one host only).
 """
 
@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
-from jaxrl.trainer.durable import write_atomically
+from jaxrl.tracking.durable import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 METRICS_FILE = "metrics.jsonl"
 
-_HELD_OUT_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
+_EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
 
 
 def ensure_writable(directory: str | os.PathLike[str]) -> None:
@@ -68,9 +68,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [row for _, row in _read_lines(Path(path))]
 
 
-def held_out_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Accuracies on held-out data: `val-core/<source>/acc/mean@N` becomes `<source> mean@N`."""
-    matches = {key: _HELD_OUT_ACCURACY.fullmatch(key) for key in metrics}
+def evaluation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Accuracies of an evaluation: `val-core/<source>/acc/mean@N` becomes `<source> mean@N`."""
+    matches = {key: _EVALUATION_ACCURACY.fullmatch(key) for key in metrics}
     return {f"{m['source']} {m['statistic']}": metrics[key] for key, m in matches.items() if m}
 
 

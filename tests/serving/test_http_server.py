@@ -1,20 +1,19 @@
 """Connections of rude clients: half a request, a byte a second, nothing read, too many at once."""
 
 import contextlib
-import importlib.util
 import json
 import resource
 import socket
 import time
 
 import pytest
+from extras import import_extra
 
-for package in ("starlette", "uvicorn"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed", allow_module_level=True)
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
 
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.rollout.http_server import HttpServer  # noqa: E402
+from jaxrl.serving.http_server import HttpServer  # noqa: E402
 
 WHOLE = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF = WHOLE[:-2]

@@ -33,13 +33,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.online import Delta, OnlineDriver, Overloaded, ServingError, Stopped
-from jaxrl.rollout.openai_api import (
-    Answer,
+from jaxrl.serving.openai.answers import Answer, ChatForm, CompletionForm, Form
+from jaxrl.serving.openai.calls import (
     ApiError,
     Call,
-    ChatForm,
-    CompletionForm,
-    Form,
     Json,
     Limits,
     Tokenizer,
@@ -48,6 +45,7 @@ from jaxrl.rollout.openai_api import (
     read_chat,
     read_completion,
 )
+from jaxrl.serving.openai.protocol import Model, ModelList
 
 # A body that takes longer to arrive is given up.
 _BODY_TIMEOUT_S = 60.0
@@ -125,23 +123,22 @@ def build_app(
       limits: of requests.
       max_body_bytes: larger bodies are refused.
     """
-    created = int(time.time())
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
 
-    model = {"id": limits.model, "object": "model", "created": created, "owned_by": "jaxrl"}
-    # As vLLM has it, for clients that want to know beforehand.
-    model["max_model_len"] = limits.max_context_tokens
+    model = Model(
+        id=limits.model, created=int(time.time()), max_model_len=limits.max_context_tokens
+    )
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return _json(ModelList(data=[model]).model_dump_json())
 
     async def one_model(request: Request) -> Response:
         check_model(request.path_params["name"], limits)
-        return JSONResponse(model)
+        return _json(model.model_dump_json())
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
@@ -211,7 +208,7 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
 async def _whole(inbox: _Inbox, answer: Answer) -> Response:
     while not answer.complete:
         answer.add(*await inbox.get())
-    return JSONResponse(answer.whole())
+    return _json(answer.whole())
 
 
 async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
@@ -219,18 +216,22 @@ async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncItera
         while not answer.complete:
             index, delta = await inbox.get()
             answer.add(index, delta)
-            yield _event(answer.chunk(index))
+            yield _event(answer.event(index))
     except ServingError as error:
         # The status has been sent; OpenAI's client raises what it finds here.
-        yield _event(_as_api_error(error).body)
+        yield _event(json.dumps(_as_api_error(error).body))
         return
     if call.include_usage:
-        yield _event(answer.usage_chunk())
+        yield _event(answer.usage_event())
     yield "data: [DONE]\n\n"
 
 
-def _event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+def _json(body: str) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _event(body: str) -> str:
+    return f"data: {body}\n\n"
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

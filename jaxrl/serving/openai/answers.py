@@ -1,0 +1,210 @@
+"""The answers of the online driver in OpenAI's words: deltas in, JSON out.
+
+    POST /v1/completions        choices have `text`
+    POST /v1/chat/completions   choices have `message`, or `delta` in the events of a stream
+
+Log-probabilities are those of the tempered distribution before truncation, which is what training compares
+with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jaxrl.rollout.online import Delta
+from jaxrl.serving.openai.calls import Call
+from jaxrl.serving.openai.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    MessageDelta,
+    TokenLogprob,
+    Usage,
+)
+
+Head = dict[str, Any]  # the id, time and model that all parts of an answer have
+
+
+class Choice:
+    """One sample, as it grows.
+
+    Attributes:
+      text: so far.
+      num_tokens: so far.
+      finish: why it has ended, None before.
+    """
+
+    def __init__(self):
+        self.text = ""
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._tokens: list[tuple[str, float]] = []
+        self._spelled = 0
+
+    def add(self, delta: Delta) -> None:
+        """Appends a delta."""
+        self.text += delta.text
+        self.num_tokens += len(delta.tokens)
+        self.finish = cast(FinishReason, delta.finish) if delta.finish else None
+        self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
+
+    def take(self) -> tuple[str, list[tuple[str, float]], int]:
+        """What has come since the last time: text, (token, log-probability)s, and where they begin."""
+        text, tokens, start = self.text, self._tokens, self._spelled
+        self.text, self._tokens = "", []
+        self._spelled += sum(len(piece) for piece, _ in tokens)
+        return text, tokens, start
+
+
+class CompletionForm:
+    """Answers of POST /v1/completions."""
+
+    prefix = "cmpl-"
+
+    def whole(
+        self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
+    ) -> Completion:
+        """All choices, which have ended."""
+        taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
+        return Completion(**head, choices=taken, usage=usage)
+
+    def event(
+        self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
+    ) -> Completion:
+        """What is new of a choice."""
+        return Completion(**head, choices=[self._choice(index, choice, logprobs)])
+
+    def usage_event(self, head: Head, usage: Usage) -> Completion:
+        """The number of tokens alone."""
+        return Completion(**head, choices=[], usage=usage)
+
+    def _choice(self, index: int, choice: Choice, logprobs: bool) -> CompletionChoice:
+        text, tokens, start = choice.take()
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=_completion_logprobs(tokens, start) if logprobs else None,
+            finish_reason=choice.finish,
+        )
+
+
+def _completion_logprobs(tokens: Sequence[tuple[str, float]], start: int) -> CompletionLogprobs:
+    ends = itertools.accumulate((len(piece) for piece, _ in tokens), initial=start)
+    return CompletionLogprobs(
+        tokens=[piece for piece, _ in tokens],
+        token_logprobs=[logprob for _, logprob in tokens],
+        text_offset=list(ends)[:-1],
+    )
+
+
+class ChatForm:
+    """Answers of POST /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+
+    def whole(
+        self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
+    ) -> ChatCompletion:
+        """All choices, which have ended."""
+        taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
+        return ChatCompletion(**head, choices=taken, usage=usage)
+
+    def event(
+        self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
+    ) -> ChatCompletionChunk:
+        """What is new of a choice."""
+        text, tokens, _ = choice.take()
+        new = ChatChunkChoice(
+            index=index,
+            delta=MessageDelta(role="assistant" if first else None, content=text),
+            logprobs=_chat_logprobs(tokens) if logprobs else None,
+            finish_reason=choice.finish,
+        )
+        return ChatCompletionChunk(**head, choices=[new])
+
+    def usage_event(self, head: Head, usage: Usage) -> ChatCompletionChunk:
+        """The number of tokens alone."""
+        return ChatCompletionChunk(**head, choices=[], usage=usage)
+
+    def _choice(self, index: int, choice: Choice, logprobs: bool) -> ChatChoice:
+        text, tokens, _ = choice.take()
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(content=text),
+            logprobs=_chat_logprobs(tokens) if logprobs else None,
+            finish_reason=choice.finish,
+        )
+
+
+def _chat_logprobs(tokens: Sequence[tuple[str, float]]) -> ChatLogprobs:
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(token=piece, logprob=logprob, bytes=list(piece.encode()))
+            for piece, logprob in tokens
+        ]
+    )
+
+
+Form = CompletionForm | ChatForm
+
+
+class Answer:
+    """The choices of a call, put together from deltas; its parts come as JSON."""
+
+    def __init__(self, call: Call, form: Form, model: str):
+        self._call = call
+        self._form = form
+        self._head: Head = {
+            "id": form.prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._choices = [Choice() for _ in range(call.num_choices)]
+        self._begun: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended."""
+        return all(choice.finish for choice in self._choices)
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Appends to a choice."""
+        self._choices[index].add(delta)
+
+    def whole(self) -> str:
+        """The answer, when it is complete."""
+        logprobs = self._call.logprobs
+        answer = self._form.whole(self._head, self._choices, self._usage(), logprobs=logprobs)
+        return answer.model_dump_json()
+
+    def event(self, index: int) -> str:
+        """What is new of a choice."""
+        first = index not in self._begun
+        self._begun.add(index)
+        choice, logprobs = self._choices[index], self._call.logprobs
+        event = self._form.event(self._head, index, choice, first=first, logprobs=logprobs)
+        return event.model_dump_json(exclude=None if self._call.include_usage else {"usage"})
+
+    def usage_event(self) -> str:
+        """The event that tells the number of tokens."""
+        return self._form.usage_event(self._head, self._usage()).model_dump_json()
+
+    def _usage(self) -> Usage:
+        prompt = self._call.prompt_tokens
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+        )

@@ -1,0 +1,248 @@
+"""OpenAI's requests as calls of the online driver: JSON objects in, `Ask`s out.
+
+    POST /v1/completions        prompt: text, token ids, or a list of either
+    POST /v1/chat/completions   messages through the model's chat template
+
+`protocol` says what a body may hold; here it meets the model: its name, its tokenizer, its longest sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.rollout.online import Ask
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.serving.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ErrorDetail,
+    ErrorResponse,
+    InvalidRequest,
+    RequestType,
+    read_request,
+)
+
+Json = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Int32 [T] ids of a text, nothing added."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids, without special tokens."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Int32 [T] ids of a conversation, up to where the answer begins; UserError if it cannot."""
+        ...
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape.
+
+    Attributes:
+      status: of HTTP.
+      body: the JSON object.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str = ""):
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        detail = ErrorDetail(
+            message=message,
+            type="rate_limit_error" if status == 429 else kind,
+            param=param,
+            code=code or None,
+        )
+        self.body = ErrorResponse(error=detail).model_dump()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A request, understood.
+
+    Attributes:
+      asks: one per prompt, with the same number of samples.
+      stream: the answer is to come in events.
+      include_usage: its last event tells the number of tokens.
+      logprobs: it is to have log-probabilities.
+    """
+
+    asks: tuple[Ask, ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+    @property
+    def num_choices(self) -> int:
+        """Samples of all prompts; choice i is sample i % n of prompt i // n."""
+        return sum(ask.num_samples for ask in self.asks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each once."""
+        return sum(len(ask.prompt) for ask in self.asks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What requests may ask for.
+
+    Attributes:
+      model: the name requests must give.
+      max_tokens: of a sample.
+      max_context_tokens: of a prompt and a sample of it together.
+      max_choices: samples of one request.
+    """
+
+    model: str
+    max_tokens: int
+    max_context_tokens: int
+    max_choices: int = 128
+
+    def max_tokens_after(self, prompt: np.ndarray) -> int:
+        """What a chat gets that does not say: as much as there is room for."""
+        return min(self.max_tokens, self.max_context_tokens - len(prompt))
+
+
+# What OpenAI's completions give that do not say; a chat goes on to the server's limit.
+_DEFAULT_COMPLETION_TOKENS = 16
+# Below it the most probable token is the only one; logits divided by it would leave the range of float32.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
+    """The body of POST /v1/completions.
+
+    Raises:
+      ApiError, UserError: what is asked for is not here, or is not well formed.
+    """
+    request = _checked(CompletionRequest, body, limits)
+    prompts = [
+        tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int32)
+        for prompt in request.prompts
+    ]
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_DEFAULT_COMPLETION_TOKENS, limits.max_tokens)
+    return _call(request, prompts, max_tokens, limits, logprobs=request.logprobs is not None)
+
+
+def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
+    """The body of POST /v1/chat/completions.
+
+    Raises:
+      ApiError, UserError: what is asked for is not here, or is not well formed.
+    """
+    request = _checked(ChatRequest, body, limits)
+    messages = [{"role": message.role, "content": message.text} for message in request.messages]
+    prompt = tokenizer.encode_chat(messages)
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    if max_tokens is None:
+        # A prompt that leaves no room is refused for itself, by the driver.
+        max_tokens = max(1, limits.max_tokens_after(prompt))
+    return _call(request, [prompt], max_tokens, limits, logprobs=request.logprobs)
+
+
+def _checked(kind: type[RequestType], body: Json, limits: Limits) -> RequestType:
+    try:
+        request = read_request(kind, body)
+    except InvalidRequest as error:
+        raise ApiError(400, str(error), param=error.param) from error
+    check_model(request.model, limits)
+    return request
+
+
+def check_model(name: str, limits: Limits) -> None:
+    """Raises ApiError, with status 404, unless it is the name of the server's model."""
+    if name != limits.model:
+        raise ApiError(
+            404,
+            f"model {reprlib.repr(name)} is not here; this server has {limits.model!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _call(
+    request: CompletionRequest | ChatRequest,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int,
+    limits: Limits,
+    *,
+    logprobs: bool,
+) -> Call:
+    _check_sizes(request, prompts, max_tokens, limits)
+    truncation = truncation_of(
+        # Some clients write -1 for all.
+        top_k=max(request.top_k, 0),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        min_tokens=request.min_tokens,
+        repetition_penalty=request.repetition_penalty,
+    )
+    temperature = request.temperature if request.temperature >= _LOWEST_TEMPERATURE else 0.0
+    seed = secrets.randbits(31) if request.seed is None else request.seed
+    asks = tuple(
+        Ask(
+            prompt,
+            request.n,
+            max_tokens,
+            seed=seed % 2**31,
+            temperature=temperature,
+            truncation=truncation,
+            stop=request.stops,
+        )
+        for prompt in prompts
+    )
+    return Call(asks, request.stream, request.stream_options.include_usage, logprobs)
+
+
+def _check_sizes(
+    request: CompletionRequest | ChatRequest,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int,
+    limits: Limits,
+) -> None:
+    if not 1 <= request.n * len(prompts) <= limits.max_choices:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with n {request.n}: this server gives 1 to {limits.max_choices} "
+            "choices",
+            param="n",
+        )
+    if request.min_tokens > max_tokens:
+        raise ApiError(
+            400,
+            f"min_tokens {request.min_tokens} is above max_tokens {max_tokens}; lower it",
+            param="min_tokens",
+        )
+    longest = max(map(len, prompts))
+    if longest + max_tokens > limits.max_context_tokens:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limits.max_context_tokens} tokens, and {longest} of "
+            f"the prompt with max_tokens {max_tokens} are {longest + max_tokens}; shorten the prompt, or ask "
+            "for fewer tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def error_of(error: UserError) -> ApiError:
+    """A request that can never be served."""
+    return ApiError(400, str(error))

@@ -1,0 +1,426 @@
+"""OpenAI's requests and answers as types: what a body may hold, and what is sent back.
+
+    POST /v1/completions        CompletionRequest -> Completion, whole or in pieces
+    POST /v1/chat/completions   ChatRequest -> ChatCompletion, or ChatCompletionChunks
+    GET  /v1/models             ModelList; /v1/models/NAME: Model
+    an error                    ErrorResponse
+
+The description of a request's field says what must be there. A field without one asks for what is not here;
+it is taken if it asks for nothing, since clients send their defaults. `null` stands for the default, as with
+OpenAI. Beyond OpenAI's fields there are `top_k`, `min_p`, `min_tokens` and `repetition_penalty`, as other
+servers have them.
+
+Not covered: what depends on the model (its name, its tokens, its longest prompt), and the ranges of `top_p`
+and its like, which the sampler checks. OpenAI's own package has no checks of requests, and brings the whole
+client with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+
+FinishReason = Literal["stop", "length"]
+
+
+class InvalidRequest(Exception):
+    """A body that is not a request.
+
+    Attributes:
+      param: the field, as `messages[0].content`.
+    """
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
+# Requests
+
+
+def _check_encodes(text: str) -> str:
+    # JSON can hold half of a surrogate pair, which no tokenizer takes.
+    text.encode()
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_check_encodes)]
+_Stop = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# A whole number of JSON can be too large for any type; these hold what the sampler has.
+_Number = Annotated[float, Field(gt=-1e9, lt=1e9, allow_inf_nan=False)]
+_Int32 = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+_Int64 = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+_NUMBER, _INT32 = "a number below 1e9", "an integer of 32 bits"
+# A long list of wrong items is refused with the first of them.
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_EmptyList = Annotated[list[Any], Field(max_length=0)]
+_EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+
+
+class _RequestPart(BaseModel):
+    """An object of a request: no number is taken for a text, no field is overlooked."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_fields(cls, body: Any) -> Any:
+        """Leaves out nulls; refuses the first field that is not known, of however many."""
+        if not isinstance(body, dict):
+            return body
+        for name, value in body.items():
+            if name not in cls.model_fields and not cls._means_nothing(value):
+                raise PydanticCustomError("unknown_field", "unknown", {"name": _short(name)})
+        return {
+            name: value
+            for name, value in body.items()
+            if name in cls.model_fields and value is not None
+        }
+
+    @classmethod
+    def _means_nothing(cls, value: Any) -> bool:
+        """Whether an unknown field may have this value."""
+        return False
+
+
+class StreamOptions(_RequestPart):
+    """How an answer is streamed."""
+
+    include_usage: bool = Field(default=False, description="true or false")
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; what else it has, such as hints for a cache, is not read."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["text"]
+    text: _Text
+
+
+class Message(_RequestPart):
+    """A message of a chat."""
+
+    role: _Text = Field(description="a text")
+    content: _Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
+        description="a text, or a list of text parts"
+    )
+    name: Any = None
+
+    @classmethod
+    def _means_nothing(cls, value: Any) -> bool:
+        # Clients send answers back as they came, with empty lists of tool calls and annotations.
+        return not value
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class _TextFormat(_RequestPart):
+    type: Literal["text"]
+
+
+class _Request(_RequestPart):
+    """What both kinds of requests may hold."""
+
+    model: str = Field(description="the name of a model")
+    max_tokens: _Int32 | None = Field(default=None, description=_INT32)
+    n: _Int32 = Field(default=1, description=_INT32)
+    seed: _Int64 | None = Field(default=None, description="an integer of 64 bits")
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = Field(
+        default=1.0, description="a number from 0 to 2"
+    )
+    top_p: _Number = Field(default=1.0, description=_NUMBER)
+    top_k: _Int32 = Field(default=0, description=_INT32)
+    min_p: _Number = Field(default=0.0, description=_NUMBER)
+    min_tokens: _Int32 = Field(default=0, description=_INT32)
+    repetition_penalty: _Number = Field(default=1.0, description=_NUMBER)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
+        default=[],
+        description=f"a text or up to {MAX_STOPS} of them, none empty or longer than "
+        f"{MAX_STOP_CHARACTERS} characters",
+    )
+    stream: bool = Field(default=False, description="true or false")
+    stream_options: StreamOptions = Field(default=StreamOptions(), description="an object")
+
+    # They change nothing of an answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    # Not here.
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    logit_bias: _EmptyObject = {}
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+    tools: _EmptyList = []
+    tool_choice: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = False
+    functions: _EmptyList = []
+    function_call: Literal["none", "auto"] = "none"
+    response_format: _TextFormat = _TextFormat(type="text")
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] = ["text"]
+    prediction: None = None
+    audio: None = None
+    top_logprobs: Literal[0] = 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class CompletionRequest(_Request):
+    """The body of POST /v1/completions."""
+
+    prompt: (
+        _Text
+        | Annotated[_TokenIds, Field(min_length=1)]
+        | Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, fail_fast=True)]
+    ) = Field(
+        description="a text, a list of token ids, or a list of several of either, and not empty"
+    )
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = Field(
+        default=None, description="0 or 1: there are only those of the sampled tokens"
+    )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One of each text or list of ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [item for item in self.prompt if isinstance(item, str)]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        lists = [item for item in self.prompt if isinstance(item, list)]
+        return texts or ([ids] if ids else lists)
+
+
+class ChatRequest(_Request):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+        min_length=1,
+        description="a list of messages, each an object with a role and a content, and not empty",
+    )
+    max_completion_tokens: _Int32 | None = Field(default=None, description=_INT32)
+    logprobs: bool = Field(default=False, description="true or false")
+
+
+RequestType = TypeVar("RequestType", CompletionRequest, ChatRequest)
+
+
+def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestType:
+    """The request that a JSON object is.
+
+    Raises:
+      InvalidRequest: it is none, or asks for what is not here.
+    """
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _invalid(kind, error) from error
+
+
+def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
+    """The first of the errors, in terms of the request."""
+    found = error.errors(include_url=False)[0]
+    location, context = found["loc"], found.get("ctx", {})
+    if found["type"] == "unknown_field":
+        where = _path((*location, context["name"]))
+        return InvalidRequest(f"{where} is no field of this request", where)
+    rules = {
+        name: field.description
+        for part in (StreamOptions, Message, kind)
+        for name, field in part.model_fields.items()
+    }
+    # What follows the names of fields are branches of a union, of which only the whole is told.
+    known = list(itertools.takewhile(lambda p: isinstance(p, int) or p in rules, location))
+    while isinstance(known[-1], int):
+        known.pop()
+    where, rule = _path(known), rules[str(known[-1])]
+    if found["type"] == "value_error":
+        return InvalidRequest(f"{where} is no text: {context['error']}", where)
+    value = found["input"] if len(known) == len(location) else None
+    if rule is None:
+        shown = "" if value is None else f" {reprlib.repr(value)}"
+        return InvalidRequest(f"{where}{shown}: this server does not have it; leave it out", where)
+    if isinstance(value, str | int | float):
+        return InvalidRequest(f"{where} is {reprlib.repr(value)}; it must be {rule}", where)
+    return InvalidRequest(f"{where} must be {rule}", where)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """messages[0].content"""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return _short("".join(parts).removeprefix("."))
+
+
+def _short(text: str) -> str:
+    # The name of a field that nobody knows can hold anything, half of a surrogate pair too.
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Answers
+
+
+class Usage(BaseModel):
+    """Numbers of tokens; every prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class _Answer(BaseModel):
+    """What every answer has; `usage` is null in all events of a stream but the one that tells it."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of the sampled tokens, and where their texts begin."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: None = None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """A sample, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(_Answer):
+    """The answer of POST /v1/completions, or an event of it."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class TokenLogprob(BaseModel):
+    """A sampled token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[None] = []
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the sampled tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class MessageDelta(BaseModel):
+    """What the model says now; its role is told once."""
+
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """A sample."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunkChoice(BaseModel):
+    """What is new of a sample."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(_Answer):
+    """The answer of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(_Answer):
+    """An event of a streamed answer."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class Model(BaseModel):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxrl"
+    max_model_len: int  # as vLLM has it, for clients that want to know beforehand
+
+
+class ModelList(BaseModel):
+    """The answer of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, and with which field of the request."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """The body of an answer that is an error, and the last event of a stream that breaks off."""
+
+    error: ErrorDetail

@@ -1,0 +1,261 @@
+"""What a person sees while a training stage runs: a live view on a terminal, plain lines elsewhere.
+
+    DAPO step 42/200 ━━━━━━━━━━━━─────────────────────────────────  21% eta 3:12 generate 4s
+    reward           0.412 ▁▁▂▂▃▃▄▅▅▆▇█       entropy          0.44 █▇▇▅▄▄▃▃▂▂▁▁
+    accuracy         62.1% ▁▁▂▂▃▄▄▅▅▆▇█       length           31.2 ▅▅▄▄▅▆▆▅▅▆▇█
+
+Not covered: which host prints (the caller builds a Progress on one host only).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import rich.progress
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from jaxrl.tracking.metrics import evaluation_accuracy
+from jaxrl.tracking.readable import CONTROL, number
+
+_RECENT_STEPS = 20  # the ETA is the median over these
+_TREND_STEPS = 16  # characters of a sparkline
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    key: str
+    label: str
+    format: Callable[[float], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    label: str
+    value: str
+    trend: str
+
+
+_FIXED, _PERCENT, _SMALL_PERCENT = "{:.3f}".format, "{:.1%}".format, "{:.2%}".format
+
+_BEFORE_EVALUATION = (
+    _Shown("critic/rewards/mean", "reward", _FIXED),
+    _Shown("critic/score/mean", "score", _FIXED),
+    _Shown("train/accuracy", "accuracy", _PERCENT),
+)
+_AFTER_EVALUATION = (
+    _Shown("actor/entropy", "entropy", _FIXED),
+    _Shown("response_length/mean", "length", number),
+    _Shown("actor/pg_clipfrac_high", "clip high", _SMALL_PERCENT),
+    _Shown("actor/pg_clipfrac_low", "clip low", _SMALL_PERCENT),
+    _Shown("actor/pg_loss", "loss", number),
+    _Shown("sft/loss", "loss", _FIXED),
+    _Shown("sft/token_accuracy", "token accuracy", _PERCENT),
+    _Shown("train/num_gen_batches", "gen batches", number),
+    _Shown("perf/throughput", "tokens/s", number),
+)
+
+
+class Progress:
+    """Shows how a training stage is going. Used as a context manager.
+
+    Args:
+      title: name of the training stage.
+      total_steps: step at which it ends.
+      console: where to print; None takes stdout. The live view needs an interactive terminal.
+      line_every_s: without a live view, least seconds between two lines; an evaluation and the last step
+        always have one.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        line_every_s: float = 0.0,
+    ):
+        # FORCE_COLOR, which CI systems set, makes rich believe in a terminal; a log wants lines.
+        self._console = console or Console(force_interactive=None if sys.stdout.isatty() else False)
+        self._steps = rich.progress.Progress(
+            TextColumn("{task.description}", style="bold", markup=False),
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[eta]}"),
+            _PhaseColumn(),
+            get_time=time.monotonic,
+            expand=True,
+        )
+        self._task_id = self._steps.add_task(title, total=total_steps, eta="", **_phase("starting"))
+        self._live: Live | None = None
+        self._line_every_s = line_every_s
+        self._last_line_s = -math.inf
+        self._entries: list[_Entry] = []
+        self._evaluations: dict[str, _Entry] = {}
+        self._trends: dict[str, collections.deque[float]] = {}
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self._last_update_s: float | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_interactive:
+            self._live = Live(console=self._console, get_renderable=self._view)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._live is not None:
+            self.phase("")
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str) -> None:
+        """Tells what the program does now, such as "generate" or "update". Live view only."""
+        self._steps.update(self._task_id, **_phase(name))
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of `step`; keys that are missing or unknown are not shown.
+
+        In the live view the accuracy of the latest evaluation stays until the next one.
+        """
+        self._note_time(step)
+        self._steps.update(self._task_id, completed=step)
+        self._steps.update(self._task_id, eta=self._eta_text())
+        before = [self._entry(*shown) for shown in _present(_BEFORE_EVALUATION, metrics)]
+        measured = {
+            name: self._entry(f"evaluation {name.rsplit(' ', 1)[0]}", accuracy, _PERCENT)
+            for name, accuracy in evaluation_accuracy(metrics).items()
+        }
+        after = [self._entry(*shown) for shown in _present(_AFTER_EVALUATION, metrics)]
+        self._evaluations |= measured
+        self._entries = [*before, *self._evaluations.values(), *after]
+        if self._live is None and self._line_is_due(evaluated=bool(measured)):
+            self._print(self._plain_line([*before, *measured.values(), *after]))
+
+    def message(self, text: str) -> None:
+        """Prints `text`, above the live view if there is one. The text may come from a model."""
+        self._print(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+
+    def eta_s(self) -> float | None:
+        """Seconds left at the median pace of recent steps; None until a step was timed."""
+        if not self._step_seconds:
+            return None
+        return statistics.median(self._step_seconds) * max(self._task.remaining or 0, 0)
+
+    @property
+    def _task(self) -> Task:
+        (task,) = self._steps.tasks
+        return task
+
+    def _note_time(self, step: int) -> None:
+        now_s = time.monotonic()
+        num_steps = step - self._task.completed
+        # The first step compiles, and after a resume it is not step 1: its time says nothing.
+        if self._last_update_s is not None and num_steps > 0:
+            self._step_seconds.append((now_s - self._last_update_s) / num_steps)
+        self._last_update_s = now_s
+
+    def _entry(self, label: str, value: float, show: Callable[[float], str]) -> _Entry:
+        trend = self._trends.setdefault(label, collections.deque(maxlen=_TREND_STEPS))
+        trend.append(value)
+        return _Entry(label, show(value), _sparkline(trend))
+
+    def _line_is_due(self, *, evaluated: bool) -> bool:
+        now_s = time.monotonic()
+        waited = now_s - self._last_line_s >= self._line_every_s
+        due = waited or evaluated or self._task.finished
+        if due:
+            self._last_line_s = now_s
+        return due
+
+    def _plain_line(self, entries: Sequence[_Entry]) -> str:
+        task = self._task
+        step = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
+        values = [f"{entry.label} {entry.value}" for entry in entries]
+        return "  ".join(filter(None, [task.description, step, self._eta_text(), *values]))
+
+    def _eta_text(self) -> str:
+        eta_s = self.eta_s()
+        return "" if eta_s is None else f"eta {_duration(eta_s)}"
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True, highlight=False)
+
+    def _view(self) -> Group:
+        return Group(self._steps, self._entry_columns())
+
+    def _entry_columns(self) -> Table:
+        """The entries in two columns, down the first and then down the second."""
+        half = (len(self._entries) + 1) // 2
+        trend_width = self._trend_width()
+        columns = Table.grid(padding=(0, 2))
+        for _ in range(2):
+            columns.add_column(style="dim", no_wrap=True)
+            columns.add_column(justify="right", no_wrap=True)
+            columns.add_column(style="cyan", width=trend_width, no_wrap=True)
+        for row in range(half):
+            cells = []
+            for entry in self._entries[row::half]:
+                trend = entry.trend[max(len(entry.trend) - trend_width, 0) :]
+                cells += [Text(entry.label), Text(entry.value), Text(trend)]
+            columns.add_row(*cells)
+        return columns
+
+    def _trend_width(self) -> int:
+        if self._console.options.ascii_only:  # cannot print the bars
+            return 0
+        return _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
+
+
+class _PhaseColumn(ProgressColumn):
+    """What the program does now, and for how long it has."""
+
+    def render(self, task: Task) -> Text:
+        """Nothing outside of phases."""
+        name, seconds = task.fields["phase"], task.get_time() - task.fields["phase_start_s"]
+        return Text(f"{name} {_duration(seconds)}" if name else "", style="cyan")
+
+
+def _phase(name: str) -> dict[str, Any]:
+    return {"phase": name, "phase_start_s": time.monotonic()}
+
+
+def _present(
+    table: Sequence[_Shown], metrics: Mapping[str, float]
+) -> Iterator[tuple[str, float, Callable[[float], str]]]:
+    for shown in table:
+        if shown.key in metrics:
+            yield shown.label, metrics[shown.key], shown.format
+
+
+def _sparkline(values: collections.deque[float]) -> str:
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    if span == 0:
+        span = 1.0
+    return "".join(
+        _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
+        for v in values
+    )
+
+
+def _duration(seconds: float) -> str:
+    """45s, 3:07 (minutes) or 1:02:03 (hours)."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}" if minutes else f"{whole}s"

@@ -1,0 +1,88 @@
+"""Plots against the step as inline SVG whose colours are CSS variables of the page: they follow its theme."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+NUM_COLORS = 8  # --c0 ... --c7 in the style sheet
+
+# Matplotlib writes literal colours. These stand for CSS variables and are replaced in its output.
+_INK, _GRID = "#010203", "#010204"
+COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(NUM_COLORS))
+_CSS_VARIABLES = {
+    _INK: "var(--muted)",
+    _GRID: "var(--line)",
+    **{color: f"var(--c{i})" for i, color in enumerate(COLORS)},
+}
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it scales, can be found, and takes the page's font
+    "text.parse_math": False,  # a data set may have a dollar in its name
+    "font.size": 10.0,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "xtick.color": _GRID,
+    "xtick.labelcolor": _INK,
+    "ytick.left": False,
+    "ytick.labelcolor": _INK,
+}
+
+# A program's name and a date, which a page has no use for.
+_NO_METADATA: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str) -> str:
+    """The <svg> element of one plot.
+
+    Args:
+      draw: draws the curves, in `COLORS`.
+      unit: label of the vertical axis.
+      salt: element ids are hashes with it: the same in every run, and different in every plot of a page
+        if the salt is.
+    """
+    out = io.StringIO()
+    # "default" first: whatever style the user's own matplotlibrc asks for.
+    with (
+        matplotlib.style.context(["default", _STYLE]),
+        matplotlib.rc_context({"svg.hashsalt": salt}),
+    ):
+        figure = Figure(figsize=(4.5, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.margins(x=0.02)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+        draw(axes)
+        FigureCanvasSVG(figure).print_svg(out, metadata=_NO_METADATA)
+    return _inline_svg(out.getvalue())
+
+
+def _inline_svg(document: str) -> str:
+    """The <svg> element of an SVG document, fit to stand in a page and to take its colours."""
+    svg = document[document.index("<svg") :]
+    # Names of groups repeat from plot to plot and nothing refers to them.
+    svg = re.sub(r' id="[a-z0-9.]+_\d+"', "", svg)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1)
+    svg = re.sub(r"; font-family: [^;\"]*", "", svg)
+    # Hundredths of a point are finer than any screen.
+    svg = re.sub(r' (d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
+    return re.sub("#0102[0-9a-f]{2}", lambda match: _CSS_VARIABLES[match[0]], svg).strip()

@@ -1,0 +1,269 @@
+"""What is a request and what is none, in terms of the request; that OpenAI's client reads the answers."""
+
+import pytest
+from extras import import_extra
+
+import_extra("dev", "pydantic")
+openai_types = import_extra("dev", "openai.types")
+
+from jaxrl.serving.openai.protocol import (  # noqa: E402
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatRequest,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    InvalidRequest,
+    MessageDelta,
+    Model,
+    ModelList,
+    TokenLogprob,
+    Usage,
+    read_request,
+)
+
+MODEL = {"model": "tiny"}
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+def completion(**fields):
+    return read_request(CompletionRequest, {**MODEL, "prompt": "x", **fields})
+
+
+def chat(**fields):
+    return read_request(ChatRequest, {**MODEL, "messages": [MESSAGE], **fields})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("one", ["one"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_a_prompt_is_a_text_or_ids_or_several_of_either(prompt, prompts):
+    assert completion(prompt=prompt).prompts == prompts
+
+
+def test_what_is_not_given_has_openais_defaults():
+    request = completion()
+    assert (request.n, request.temperature, request.top_p, request.stream) == (1, 1.0, 1.0, False)
+    assert request.stops == ()
+    assert request == completion(n=None, temperature=None, stop=None, stream_options=None)
+
+
+def test_what_clients_send_without_meaning_anything_is_taken():
+    # Defaults of OpenAI's own clients, and an answer that is sent back as it came.
+    unused = {"best_of": 1, "echo": False, "logit_bias": {}, "presence_penalty": 0.0, "tools": []}
+    completion(**unused, user="someone", metadata={"run": "1"}, response_format={"type": "text"})
+    answer = {"role": "assistant", "content": "ho", "refusal": None, "tool_calls": []}
+    assert [message.role for message in chat(messages=[MESSAGE, answer]).messages] == [
+        "user",
+        "assistant",
+    ]
+
+
+def test_parts_of_a_message_are_joined():
+    parts = [{"type": "text", "text": "one ", "cache_control": {}}, {"type": "text", "text": "two"}]
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    assert message.text == "one two"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "prompt must be a text, a list of token ids, or"),
+        ({"prompt": []}, "prompt", "prompt must be a text, a list of token ids, or"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt must be a text, a list of token ids, or"),
+        ({"prompt": [2**31]}, "prompt", "prompt must be a text, a list of token ids, or"),
+        ({"prompt": "\ud800"}, "prompt", "prompt is no text: 'utf-8' codec can't encode"),
+        ({"max_tokens": "9"}, "max_tokens", "max_tokens is '9'; it must be an integer of 32 bits"),
+        ({"max_tokens": 9.0}, "max_tokens", "max_tokens is 9.0; it must be an integer of 32 bits"),
+        ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be an integer of 32 bits"),
+        ({"n": True}, "n", "n is True; it must be an integer"),
+        ({"temperature": 3}, "temperature", "temperature is 3; it must be a number from 0 to 2"),
+        ({"temperature": float("nan")}, "temperature", "temperature is nan; it must be a number"),
+        ({"temperature": 10**400}, "temperature", "it must be a number from 0 to 2"),
+        ({"top_p": float("inf")}, "top_p", "top_p is inf; it must be a number below 1e9"),
+        ({"stream": 1}, "stream", "stream is 1; it must be true or false"),
+        ({"stop": [""]}, "stop", "stop must be a text or up to 16 of them"),
+        ({"stop": ["x"] * 17}, "stop", "stop must be a text or up to 16 of them"),
+        ({"stop": "x" * 257}, "stop", "stop must be a text or up to 16 of them"),
+        ({"logprobs": 5}, "logprobs", "there are only those of the sampled tokens"),
+        ({"stream_options": 3}, "stream_options", "stream_options is 3; it must be an object"),
+        (
+            {"stream_options": {"include_usage": "yes"}},
+            "stream_options.include_usage",
+            "stream_options.include_usage is 'yes'; it must be true or false",
+        ),
+        ({"echo": True}, "echo", "echo True: this server does not have it; leave it out"),
+        ({"best_of": 2}, "best_of", "best_of 2: this server does not have it"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty 0.5: this server"),
+        ({"tempreature": 1}, "tempreature", "tempreature is no field of this request"),
+        ({"\ud800": 1}, r"\ud800", r"\ud800 is no field of this request"),
+    ],
+)
+def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message):
+    with pytest.raises(InvalidRequest) as raised:
+        completion(**fields)
+    assert message in str(raised.value)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "messages must be a list of messages"),
+        ({"messages": ["hi"]}, "messages", "messages must be a list of messages, each an object"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text, or a list of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "messages[0].content must be a text, or a list of text parts",
+        ),
+        (
+            {"messages": [MESSAGE, {**MESSAGE, "content": "\ud800"}]},
+            "messages[1].content",
+            "messages[1].content is no text",
+        ),
+        (
+            {"messages": [{**MESSAGE, "tool_calls": [1]}]},
+            "messages[0].tool_calls",
+            "messages[0].tool_calls is no field of this request",
+        ),
+        ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be true or false"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs 2: this server does not have it"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "does not have it"),
+        ({"prompt": "x"}, "prompt", "prompt is no field of this request"),
+    ],
+)
+def test_so_is_a_chat(fields, param, message):
+    with pytest.raises(InvalidRequest) as raised:
+        chat(**fields)
+    assert message in str(raised.value)
+    assert raised.value.param == param
+
+
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"field{i}": 1 for i in range(10_000)},
+        {"prompt": ["a", 1] * 10_000},
+        {"stop": [""] * 10_000},
+        {"modalities": ["audio"] * 10_000},
+        {"x" * 100_000: 1},
+        {"\ud800" * 100_000: 1},
+        {"logit_bias": {"\ud800": 1}},
+        {"echo": "x" * 100_000},
+        {"tools": _nested(900)},
+    ],
+    ids=lambda fields: ascii(next(iter(fields)))[:10],
+)
+def test_however_much_is_wrong_the_answer_is_short(fields):
+    with pytest.raises(InvalidRequest) as raised:
+        completion(**fields)
+    assert len(str(raised.value)) < 200
+    # As many as there are types that the field could have had; each would be kept in memory.
+    assert raised.value.__cause__.error_count() <= 4
+
+
+HEAD = {"id": "cmpl-1", "created": 1, "model": "tiny"}
+USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+LOGPROB = TokenLogprob(token="a", logprob=-0.5, bytes=[97])
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (
+            Completion(
+                **HEAD,
+                usage=USAGE,
+                choices=[
+                    CompletionChoice(
+                        index=0,
+                        text="ab",
+                        logprobs=CompletionLogprobs(
+                            tokens=["a", "b"], token_logprobs=[-0.5, -1.0], text_offset=[0, 1]
+                        ),
+                        finish_reason="stop",
+                    )
+                ],
+            ),
+            "Completion",
+        ),
+        (
+            ChatCompletion(
+                **HEAD,
+                usage=USAGE,
+                choices=[
+                    ChatChoice(
+                        index=0,
+                        message=AssistantMessage(content="a"),
+                        logprobs=ChatLogprobs(content=[LOGPROB]),
+                        finish_reason="length",
+                    )
+                ],
+            ),
+            "chat.ChatCompletion",
+        ),
+        (
+            ChatCompletionChunk(
+                **HEAD,
+                choices=[
+                    ChatChunkChoice(
+                        index=1,
+                        delta=MessageDelta(role="assistant", content="a"),
+                        logprobs=None,
+                        finish_reason=None,
+                    )
+                ],
+            ),
+            "chat.ChatCompletionChunk",
+        ),
+        (Model(id="tiny", created=1, max_model_len=64), "Model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_openais_client_reads_an_answer_whole(answer, kind):
+    theirs = openai_types
+    for name in kind.split("."):
+        theirs = getattr(theirs, name)
+    read = theirs.model_validate_json(answer.model_dump_json(), strict=True)
+    assert set(read.model_extra or {}) <= {"max_model_len"}
+    assert read.model_dump(exclude_unset=True) == answer.model_dump()
+
+
+def test_the_role_of_a_stream_is_told_once():
+    assert "role" not in MessageDelta(content="a").model_dump()
+    assert MessageDelta(role="assistant", content="a").model_dump()["role"] == "assistant"
+
+
+def test_a_list_of_models_has_openais_shape():
+    listed = ModelList(data=[Model(id="tiny", created=1, max_model_len=64)]).model_dump()
+    assert listed == {
+        "object": "list",
+        "data": [
+            {
+                "id": "tiny",
+                "object": "model",
+                "created": 1,
+                "owned_by": "jaxrl",
+                "max_model_len": 64,
+            }
+        ],
+    }
