@@ -1,4 +1,4 @@
-"""A stage around a loop of one line: what is logged and saved, and how it goes on, with real checkpoints."""
+"""The loop around a stage that counts: what is logged and saved, how it goes on, with real checkpoints."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.collapse import CollapseConfig
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.loop import Stage, run_until_stopped
+from jaxrl.trainer.loop import Loop, TrainingStage
 
 ACCURACY = "val-core/sums/acc/mean@8"
 
@@ -33,6 +33,9 @@ class Counter:
     def _state_of(count) -> TrainState:
         return TrainState({"w": jnp.full(2, float(count))}, {"m": jnp.zeros(1)}, jnp.int32(count))
 
+    def for_training(self) -> TrainState:
+        return self.state
+
     def abstract_state(self) -> TrainState:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
 
@@ -41,42 +44,66 @@ class Counter:
         self.state = self._state_of(int(self.state.step) + 1)
 
 
-def open_stage(folder, stop, **options) -> Stage:
+class Counting(TrainingStage):
+    """Counts in steps; `before` and `between` (update and end of a step) may raise."""
+
+    def __init__(self, counter, loop, *, metrics, before, between):
+        self._counter = counter
+        self._loop = loop
+        self._metrics = metrics
+        self._before = before
+        self._between = between
+
+    @property
+    def learners(self):
+        return {"actor": self._counter}
+
+    def begin(self, record):
+        assert record is None or set(record) >= {"at"}
+
+    def step(self):
+        step = self._loop.step + 1
+        with self._loop.phase("before", may_stop=True):
+            self._before(step)
+        self._counter.update()
+        if self._between is not None:
+            self._between(step)
+        return {"weight": self._counter.state.params["w"][0]} | self._metrics(step)
+
+    def evaluate(self, when):
+        return self._metrics(0) if when == "before" else {}
+
+    def record(self):
+        return {"at": self._loop.step}
+
+
+def open_loop(folder, stop, **options) -> Loop:
     defaults = {
         "num_steps": 6,
         "save_every": 2,
         "log_every": 1,
+        "evaluate_every": 100,
         "keep_checkpoints": 1,
         "collapse": CollapseConfig(),
         "num_devices": 1,
         "stop": stop,
     }
-    return Stage("COUNT", folder, **(defaults | options))
+    return Loop("COUNT", folder, **(defaults | options))
 
 
-def run(folder, *, metrics=lambda step: {}, before=lambda step: None, between=None, **options):
-    """Counts to the end, or to where `before` or `between` (update and end of a step) raise."""
-    counter = Counter()
-    with StopSignal() as stop, open_stage(folder, stop, **options) as stage:
-        record = stage.resume({"actor": counter})
-        if stage.finished:
-            return counter
-        stage.begin({"actor": counter}, record or {"begun": True})
-        if stage.begins:
-            stage.log_start(metrics(0))
-
-        def recipe():
-            going_on = True
-            while going_on:
-                step = stage.step + 1
-                stage.phase("before", before, may_stop=True)(step)
-                counter.update()
-                if between is not None:
-                    between(step)
-                row = {"weight": float(counter.state.params["w"][0])} | metrics(step)
-                going_on = stage.finish_step(row, {"actor": counter}, {"at": stage.step + 1})
-
-        run_until_stopped(stage, {"actor": counter}, recipe)
+def run(
+    folder,
+    *,
+    counter=None,
+    metrics=lambda step: {},
+    before=lambda step: None,
+    between=None,
+    **options,
+):
+    """Counts to the end, or to where a step raises."""
+    counter = counter or Counter()
+    with StopSignal() as stop, open_loop(folder, stop, **options) as loop:
+        loop.run(Counting(counter, loop, metrics=metrics, before=before, between=between))
     return counter
 
 
@@ -300,14 +327,10 @@ def test_what_is_refused_has_written_nothing(tmp_path):
     begun = []
     wide = Counter()
     wide.state = TrainState({"w": jnp.zeros(3)}, {"m": jnp.zeros(1)}, jnp.int32(0))
-    with (
-        StopSignal() as stop,
-        open_stage(folder, stop, on_begin=lambda: begun.append(1)) as stage,
-        pytest.raises(
-            UserError, match=r"does not fit .* \(actor: \['w'\] is \[2\] there and \[3\]"
-        ),
+    with pytest.raises(
+        UserError, match=r"does not fit .* \(actor: \['w'\] is \[2\] there and \[3\]"
     ):
-        stage.resume({"actor": wide})
+        run(folder, counter=wide, on_begin=lambda: begun.append(1))
     assert not begun
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
