@@ -33,10 +33,11 @@ from collections.abc import Callable
 
 import jax
 
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer import command_line, program
-from jaxrl.trainer.checkpoint import StoredCheckpoints
-from jaxrl.trainer.config import Config
+from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")

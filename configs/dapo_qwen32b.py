@@ -33,8 +33,8 @@ The paper warms up over 20 rollout steps, verl over 10 as here; here the first s
 tenth of the rate. Dual clip, weight decay and gradient clip are verl's, not the paper's.
 """
 
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import to_config_dict
+from jaxrl.config.config_tree import to_config_dict
+from jaxrl.config.schema import Config
 
 _TEMPLATE = (
     "Solve the following math problem step by step. The last line of your response should be of the "

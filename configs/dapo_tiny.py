@@ -7,8 +7,8 @@ accuracy (avg@8, temperature 1) from 40 to 50% after the warm start to 75% and m
 has the record of three seeds.
 """
 
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import to_config_dict
+from jaxrl.config.config_tree import to_config_dict
+from jaxrl.config.schema import Config
 
 
 def get_config():

@@ -9,7 +9,7 @@ Hardware: any two cores; two minutes after the demo's warm start. Score to expec
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
+from jaxrl.config.command_line import load_recipe
 
 
 def get_config():

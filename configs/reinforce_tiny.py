@@ -7,7 +7,7 @@ Hardware: any two cores; some three minutes after the demo's warm start. Scores:
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
+from jaxrl.config.command_line import load_recipe
 
 
 def get_config():

@@ -9,7 +9,7 @@ Hardware: any two cores; four minutes after the demo's warm start. Score to expe
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
+from jaxrl.config.command_line import load_recipe
 
 
 def get_config():

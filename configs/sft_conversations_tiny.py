@@ -11,9 +11,9 @@ Hardware: any two cores. Score to expect: none, for there is nothing held out; t
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
-from jaxrl.trainer.config import SourceConfig
-from jaxrl.trainer.config_tree import to_config_dict
+from jaxrl.config.command_line import load_recipe
+from jaxrl.config.config_tree import to_config_dict
+from jaxrl.config.schema import SourceConfig
 
 
 def get_config():

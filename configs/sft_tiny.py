@@ -7,7 +7,7 @@ Hardware: any two cores; two minutes. Score to expect: about 40% of the held-out
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
+from jaxrl.config.command_line import load_recipe
 
 
 def get_config():

@@ -5,8 +5,9 @@ The offline comparison to reinforcement learning. `launch/convert.py --from run`
 
 import sys
 
-from jaxrl.trainer import command_line, program
-from jaxrl.trainer.config import Config
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.trainer import program
 
 
 def main(config: Config) -> int:

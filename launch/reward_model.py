@@ -5,8 +5,9 @@ It leaves a Hugging Face directory, <run>/scorer, which `reward.model` or `cost.
 
 import sys
 
-from jaxrl.trainer import command_line, program
-from jaxrl.trainer.config import Config
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.trainer import program
 
 
 def main(config: Config) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.trainer.serving import ServeConfig, serve
+from jaxrl.serving.server import ServeConfig, serve
 
 _HELP = {
     "name": "what requests call the model (default: the directory's name)",

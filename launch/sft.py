@@ -6,8 +6,9 @@ launch/train.py begins with, alone. `launch/convert.py --from run` exports what 
 
 import sys
 
-from jaxrl.trainer import command_line, program
-from jaxrl.trainer.config import Config
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.trainer import program
 
 
 def main(config: Config) -> int:

@@ -6,8 +6,9 @@ On several hosts each runs the same command, with --config.hosts.coordinator=aut
 
 import sys
 
-from jaxrl.trainer import command_line, program
-from jaxrl.trainer.config import Config
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.trainer import program
 
 
 def main(config: Config, *, dry_run: bool) -> int:

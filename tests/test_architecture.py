@@ -25,6 +25,7 @@ LINES = (
     ("roles", "testing", "serving"),
     ("dataflows", "planner"),
     ("tracking",),
+    ("config",),
     ("trainer",),
     ("launch", "configs"),
 )
@@ -34,9 +35,9 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
-    ("jaxrl/trainer/serving.py", "jaxrl.serving.http_server"): "extra `serve`",
-    ("jaxrl/trainer/serving.py", "jaxrl.serving.openai.calls"): "extra `serve`",
-    ("jaxrl/trainer/serving.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
+    ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
+    ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
+    ("jaxrl/serving/server.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/rollout/drivers.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/trainer/run_folder.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.config_tree import flatten_config, group_class, leaf_types
+from jaxrl.config.schema import Config
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.rewards.score import grader
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import flatten_config, group_class, leaf_types
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

@@ -15,16 +15,16 @@ import pytest
 from closeness import assert_close
 from processes import started
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.mesh.host_watch import EXIT_LOST
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPE = """
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.config.config_tree import to_config_dict
 
 def get_config():
     config = to_config_dict(Config())

@@ -5,7 +5,7 @@ Not a recipe of its own: ppo_tiny.py, grpo_tiny.py and the others say what they 
 
 import pathlib
 
-from jaxrl.trainer.command_line import load_recipe
+from jaxrl.config.command_line import load_recipe
 
 
 def get_config():

@@ -13,7 +13,7 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.models.decoder import Params
-from jaxrl.roles.advantages import VocabularyBatch
+from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.correction import CorrectionConfig, corrected
 from jaxrl.roles.objective import Objective

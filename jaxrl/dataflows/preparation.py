@@ -15,7 +15,7 @@ from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics
 from jaxrl.mesh import hosts
-from jaxrl.roles.advantages import Estimator
+from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.types import ValueBatch

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.algos.registry import named
+from jaxrl.config.schema import Config, SourceConfig
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
@@ -29,7 +30,6 @@ from jaxrl.planner.requirements import DataFile, Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer.config import Config, SourceConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of
 from jaxrl.trainer.user_environment import environment_of

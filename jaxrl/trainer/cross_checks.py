@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
-from jaxrl.dataflows.registry import find_dataflow
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import places, read_placement
 from jaxrl.roles import losses
-from jaxrl.roles.advantages import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
+from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
 from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
-from jaxrl.trainer.config import Config
 
 # Roles of a dataflow that are there only where the config has a use for them.
 _WHERE_USED = ("reference", "reward")

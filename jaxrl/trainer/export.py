@@ -30,7 +30,7 @@ from jaxrl.models.huggingface.model_files import (
 )
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.trainer.checkpoint import StoredCheckpoints
+from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.trainer.context import RunContext
 
 # Later stages first: the newest weights of a run are those of its last stage that has any.

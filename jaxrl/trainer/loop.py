@@ -15,18 +15,18 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxrl.config.config_tree import flatten_config
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
+from jaxrl.tracking.checkpoints import Checkpoints, all_meet
+from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
+from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import METRICS_FILE, MetricsWriter, Timers, WandbOptions
 from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.checkpoint import Checkpoints, all_meet
-from jaxrl.trainer.collapse import CollapseConfig, CollapseDetector
-from jaxrl.trainer.config_tree import flatten_config
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.run_folder import keep_run_files
 
 logger = logging.getLogger(__name__)

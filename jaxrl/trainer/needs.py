@@ -13,6 +13,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 
+from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.records import Record, check_task
@@ -26,7 +27,6 @@ from jaxrl.rewards.score import check_answers, grader
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
-from jaxrl.trainer.config import Config
 from jaxrl.trainer.cross_checks import roles_of
 
 Needs = Callable[[Config], list[Lookup]]

@@ -9,7 +9,8 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator
 
-from jaxrl.dataflows.registry import find_dataflow
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import Pool
@@ -17,7 +18,6 @@ from jaxrl.models import lora
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, Companion, DryRun, dry_run
-from jaxrl.trainer.config import Config
 from jaxrl.trainer.context import (
     check_batches,
     check_checkpoint,

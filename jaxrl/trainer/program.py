@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl.config.config_tree import format_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import simulate
+from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import ensure_writable
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.needs import (
     Needs,
     of_evaluation,

@@ -13,8 +13,8 @@ from jaxrl.dataflows.costs import CostPhase, Multiplier
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer, ReferencePhase
-from jaxrl.dataflows.registry import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,
     JudgeReward,
@@ -38,7 +38,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
 from jaxrl.rewards.user import UserRewards
-from jaxrl.roles.advantages import SUM_PI_SQUARED
+from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.roles.reward_model import RewardModel

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.config_tree import format_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import METRICS_FILE, read_metrics
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import format_config
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.export import keep_model_files

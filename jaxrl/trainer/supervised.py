@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import MaskedExample, solutions_of
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
@@ -18,7 +19,6 @@ from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.policy import Actor
-from jaxrl.trainer.config import Config
 from jaxrl.trainer.context import RunContext, row_limits, supervised_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from jaxrl.dataflows.dataflow import ROLES, dataflow
-from jaxrl.dataflows.registry import DATAFLOWS, find_dataflow
+from jaxrl.dataflows.lookup import DATAFLOWS, find_dataflow
 from jaxrl.dataflows.step import Step
 from jaxrl.errors import UserError
 

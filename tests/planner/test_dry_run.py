@@ -10,6 +10,8 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -22,8 +24,6 @@ from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
 
 RECIPE = pathlib.Path(__file__).parents[2] / "configs/dapo_qwen32b.py"
 LOSS = policy("clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0})

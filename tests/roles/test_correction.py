@@ -11,6 +11,8 @@ import pytest
 from packed import SHAPES, packed, sequences
 
 from jaxrl.algos.moments import add_tallies
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.roles.correction import (
     CorrectionConfig,
@@ -20,8 +22,6 @@ from jaxrl.roles.correction import (
     correction_metrics,
     norm_factor,
 )
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
 
 ROWS = sequences()
 

@@ -9,15 +9,15 @@ from packed import SHAPES, packed, sequences
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.aggregation import AGGREGATIONS, count
 from jaxrl.algos.policy_losses import POLICY_LOSSES
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.advantages import VocabularyBatch
+from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
 from jaxrl.trainer.cross_checks import check_algorithm, estimator_of, policy_objective
 
 ROWS = sequences()

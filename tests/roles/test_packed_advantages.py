@@ -5,7 +5,7 @@ import pytest
 from packed import SHAPES, packed, sequences
 
 from jaxrl.errors import UserError
-from jaxrl.roles.advantages import BASELINE, VALUES, Estimator
+from jaxrl.roles.advantage_estimator import BASELINE, VALUES, Estimator
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import take_devices
 from jaxrl.models import lora
@@ -20,11 +21,10 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
-from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
-from jaxrl.trainer.config import Config
+from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
+from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, model_for, pools_of
 from jaxrl.trainer.export import export_run
-from jaxrl.trainer.lock import only_run_in
 from jaxrl.trainer.roles import build_actor
 from jaxrl.trainer.weights import load_or_init
 

@@ -13,9 +13,9 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
+from jaxrl.tracking.checkpoints import StoredCheckpoints
+from jaxrl.tracking.collapse import CollapseConfig
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer.checkpoint import StoredCheckpoints
-from jaxrl.trainer.collapse import CollapseConfig
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.loop import Loop, TrainingStage
 
@@ -184,7 +184,7 @@ def test_an_error_that_saving_meets_does_not_hide_the_first(tmp_path, monkeypatc
 
     def before(step):
         if step == 4:
-            monkeypatch.setattr("jaxrl.trainer.checkpoint.Checkpoints.save", broken)
+            monkeypatch.setattr("jaxrl.tracking.checkpoints.Checkpoints.save", broken)
             raise ValueError("the first")
 
     with pytest.raises(ValueError, match="the first"):

@@ -6,6 +6,8 @@ import json
 import jax
 import pytest
 
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
@@ -13,8 +15,6 @@ from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -65,8 +65,8 @@ def run(folder, tmp_path, monkeypatch):
         raise AssertionError("training has begun")
 
     monkeypatch.setattr("jaxrl.trainer.program.reinforce", never)
-    monkeypatch.setattr("jaxrl.trainer.program.warm_start", never)
-    monkeypatch.setattr("jaxrl.trainer.preferences.warm_start", never)
+    monkeypatch.setattr("jaxrl.trainer.program.fine_tuned", never)
+    monkeypatch.setattr("jaxrl.trainer.preference_training.starting_params", never)
 
     def start(kind=program.train, **changes) -> str:
         with pytest.raises(UserError) as error:
@@ -101,8 +101,8 @@ def function(path: str) -> dict:
     return {"mine": {"path": path, "weight": 1.0}}
 
 
-SAFE = {"algorithm__recipe": "safe_rlhf", "algorithm__advantage": "gae"}
-PPO = {"algorithm__recipe": "ppo", "algorithm__advantage": "gae"}
+SAFE = {"algorithm__dataflow": "safe_rlhf", "algorithm__advantage": "gae"}
+PPO = {"algorithm__dataflow": "ppo", "algorithm__advantage": "gae"}
 JUDGE = {"reward__judge__chat": False}
 
 

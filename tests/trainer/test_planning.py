@@ -10,12 +10,12 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner.dry_run import DryRun
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
 from jaxrl.trainer.planning import plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

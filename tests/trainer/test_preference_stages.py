@@ -7,14 +7,7 @@ import shutil
 import jax
 import pytest
 
-from jaxrl.errors import UserError
-from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer import program
-from jaxrl.trainer.config import (
+from jaxrl.config.schema import (
     Config,
     DataConfig,
     PreferenceConfig,
@@ -23,6 +16,13 @@ from jaxrl.trainer.config import (
     RunConfig,
     SourceConfig,
 )
+from jaxrl.errors import UserError
+from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer import program
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8

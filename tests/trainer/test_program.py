@@ -12,16 +12,7 @@ import pytest
 from closeness import assert_close
 from extras import import_extra
 
-from jaxrl.errors import UserError
-from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.roles.policy import Actor
-from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer import program
-from jaxrl.trainer.checkpoint import StoredCheckpoints
-from jaxrl.trainer.config import (
+from jaxrl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -32,8 +23,17 @@ from jaxrl.trainer.config import (
     SourceConfig,
     WarmStartConfig,
 )
+from jaxrl.errors import UserError
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.tracking.checkpoints import StoredCheckpoints
+from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
-from jaxrl.trainer.lock import only_run_in
 
 # What the clock says differs from run to run.
 CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
@@ -15,8 +17,6 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import from_config_dict, to_config_dict
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8

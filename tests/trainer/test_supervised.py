@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.config.schema import Config, RolloutConfig, RunConfig, WarmStartConfig
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
@@ -14,7 +15,6 @@ from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
-from jaxrl.trainer.config import Config, RolloutConfig, RunConfig, WarmStartConfig
 from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 from jaxrl.trainer.needs import of_training
 

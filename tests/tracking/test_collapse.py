@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxrl.trainer.collapse import CollapseConfig, CollapseDetector
+from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
 
 ACCURACY = "val-core/sums/acc/mean@8"
 

@@ -27,8 +27,8 @@ from ml_collections import config_dict as ml_config_dict
 from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
+from jaxrl.config import config_tree
 from jaxrl.errors import UserError
-from jaxrl.trainer import config_tree
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 from ml_collections import config_dict as ml_config_dict
 
+from jaxrl.config import config_tree
 from jaxrl.errors import UserError
-from jaxrl.trainer import config_tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.trainer.command_line import load_config
-from jaxrl.trainer.config import Config
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from jaxrl.config import command_line, config_tree
 from jaxrl.errors import UserError
-from jaxrl.trainer import command_line, config_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Config:
 
 
 RECIPE = """
-    from jaxrl.trainer import config_tree
+    from jaxrl.config import config_tree
     from tests.trainer.test_command_line import Config
 
     def get_config():
@@ -182,7 +182,7 @@ def test_a_recipe_may_take_an_argument_and_build_on_another(recipe, tmp_path):
     child = write(
         tmp_path,
         """
-        from jaxrl.trainer import command_line
+        from jaxrl.config import command_line
 
         def get_config(seed):
             config = command_line.load_recipe("configs/toy.py")
@@ -321,7 +321,7 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
         package.__path__ = [str(pathlib.Path(sys.argv[1]) / "jaxrl" / "trainer")]
         sys.path.insert(0, sys.argv[1])
         sys.modules["jaxrl.trainer"] = package
-        from jaxrl.trainer import command_line
+        from jaxrl.config import command_line
 
         @dataclasses.dataclass(frozen=True)
         class Config:

@@ -9,7 +9,7 @@ import pytest
 from processes import started
 
 from jaxrl.errors import UserError
-from jaxrl.trainer.lock import only_run_in
+from jaxrl.tracking.lock import only_run_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """

@@ -12,8 +12,8 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
-from jaxrl.trainer import checkpoint as checkpoint_module
-from jaxrl.trainer.checkpoint import Checkpoints, StoredCheckpoints
+from jaxrl.tracking import checkpoints as checkpoint_module
+from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 
 
 class Died(BaseException):

@@ -30,21 +30,21 @@ from jaxrl.checks import (
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.messages import check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
-from jaxrl.dataflows.registry import find_dataflow
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.score import grader
 from jaxrl.roles import losses
-from jaxrl.roles.advantages import Estimator
+from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.drivers import check_driver
 from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
-from jaxrl.trainer.collapse import CollapseConfig
+from jaxrl.tracking.collapse import CollapseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +339,7 @@ class AlgorithmConfig:
     """What is learned from, and how.
 
     Attributes:
-      dataflow: a name of `dataflows.registry.DATAFLOWS`, or "package.module:function" or
+      dataflow: a name of `dataflows.lookup.DATAFLOWS`, or "package.module:function" or
         "path/to/file.py:function" of one's own.
       advantage, advantage_options: a name of `algos.advantages.ADVANTAGES`, and its keywords.
       whiten: scale the advantages to mean 0 and deviation 1 over a step, as PPO does.

@@ -23,16 +23,8 @@ from jaxrl.algos.covariance import SELECTIONS
 from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options
-from jaxrl.data.records import check_task
-from jaxrl.errors import UserError
-from jaxrl.mesh.groupings import ZERO
-from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.model_config import RopeScaling
-from jaxrl.rewards.judge import JudgeTemplate
-from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer import command_line
-from jaxrl.trainer.config import Config
-from jaxrl.trainer.config_tree import (
+from jaxrl.config import command_line
+from jaxrl.config.config_tree import (
     accepts_none,
     flatten_config,
     from_config_dict,
@@ -40,8 +32,16 @@ from jaxrl.trainer.config_tree import (
     leaf_types,
     to_config_dict,
 )
+from jaxrl.config.schema import Config
+from jaxrl.data.records import check_task
+from jaxrl.errors import UserError
+from jaxrl.mesh.groupings import ZERO
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.models.model_config import RopeScaling
+from jaxrl.rewards.judge import JudgeTemplate
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.serving.server import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
-from jaxrl.trainer.serving import ServeConfig
 
 HOSTILE = {
     "nan": math.nan,

@@ -2,7 +2,7 @@
 
 Orbax writes them; each holds the training state of every role (weights, optimiser, step) and a small JSON
 record (position in the data, what the run knows about itself). Once one is complete its files are sealed with
-checksums (`trainer.seals`): a flipped bit in compressed weights would otherwise be restored without a word.
+checksums (`tracking.seals`): a flipped bit in compressed weights would otherwise be restored without a word.
 
     save      Orbax writes checkpoints/30 beside training          death here: 20 is the newest intact
     commit    the files reach the disk, then the seal of 30 does   death here: 20
@@ -30,7 +30,7 @@ from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.durable import sync
-from jaxrl.trainer.seals import UNSEALED, Seals, numbered
+from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
 
