@@ -393,7 +393,7 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """The critic of recipes that have one, and the critic of costs.
+    """The critic of dataflows that have one, and the critic of costs.
 
     Attributes:
       weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.

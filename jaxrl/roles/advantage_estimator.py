@@ -22,7 +22,7 @@ from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
-# What every recipe can give an estimator.
+# What every dataflow can give an estimator.
 ALWAYS = frozenset(
     [
         "score_B",
@@ -90,13 +90,13 @@ class Estimator:
         """Names of the arrays it is made from."""
         return frozenset(inputs_of(ADVANTAGES[self.name]))
 
-    def check_inputs(self, recipe: str, extra: frozenset[str]) -> None:
-        """Raises UserError where it needs what a recipe does not compute, beyond `ALWAYS` and `extra`."""
+    def check_inputs(self, dataflow: str, extra: frozenset[str]) -> None:
+        """Raises UserError where it needs what a dataflow does not compute, beyond `ALWAYS` and `extra`."""
         missing = sorted(self.inputs - ALWAYS - extra)
         if missing:
             raise UserError(
-                f"advantage {self.name!r} needs {', '.join(missing)}, which recipe {recipe!r} does not "
-                "compute; use another estimator, or a recipe with a critic (ppo) or a greedy answer (remax)"
+                f"advantage {self.name!r} needs {', '.join(missing)}, which dataflow {dataflow!r} does not "
+                "compute; use another estimator, or a dataflow with a critic (ppo) or a greedy answer (remax)"
             )
 
     def __call__(

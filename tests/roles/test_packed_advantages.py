@@ -96,7 +96,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step(shape):
         (lambda: Estimator.of("gae", {}, kl_estimate="k4"), "KL estimate 'k4' is not known"),
         (
             lambda: Estimator.of("gae", {}).check_inputs("grpo", frozenset({BASELINE})),
-            "advantage 'gae' needs value_BT, which recipe 'grpo' does not compute",
+            "advantage 'gae' needs value_BT, which dataflow 'grpo' does not compute",
         ),
         (
             lambda: Estimator.of("optimal_token_baseline", {}).check_inputs(

@@ -352,8 +352,8 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
-        ("reinforce", {}, "recipe 'reinforce' is not known; use one of dapo, grpo, ppo"),
-        ("dapo", {"algorithm__kl__loss_coef": 0.1}, "recipe 'dapo' has no reference"),
+        ("reinforce", {}, "dataflow 'reinforce' is not known; use one of dapo, grpo, ppo"),
+        ("dapo", {"algorithm__kl__loss_coef": 0.1}, "dataflow 'dapo' has no reference"),
         ("grpo", {"rollout__num_samples": 1}, "at least 2 answers to each prompt"),
         ("grpo", {"algorithm__advantage": "gae"}, "advantage 'gae' needs value_BT"),
         ("grpo", {"algorithm__advantage": "grpoo"}, "advantage 'grpoo' is not known; use one of"),
