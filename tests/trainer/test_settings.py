@@ -61,9 +61,7 @@ NO_LIMIT = "infinity is no limit"
 # What is accepted of the numbers above, and why. Nothing accepts NaN or 10^12.
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
-    | dict.fromkeys(
-        ("algorithm.correction.highest", "algorithm.correction.reject_highest"), NO_LIMIT
-    )
+    | {"algorithm.correction.highest": NO_LIMIT}
     | {
         f"{stage}optim.grad_clip": NO_LIMIT
         for stage in ("", "critic.", "preference.", "warm_start.")
