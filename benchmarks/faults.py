@@ -177,8 +177,10 @@ def _dies(
 
     With a moment drawn by the clock most kills would meet imports and compilers.
     """
-    have = sum(map(len, run.rows().values()))
-    target = rng.randint(have, sum(map(len, expected.values())))
+    have, most = (sum(map(len, rows.values())) for rows in (run.rows(), expected))
+    if have == most:
+        return False
+    target = rng.randint(have, most)
     while process.poll() is None:
         if sum(map(len, run.rows().values())) >= target:
             # Before the first row of its own a process is a long time at work.
