@@ -22,13 +22,14 @@ _HELP = {
     "grpc_port": "0 takes a free one",
     "slots": "samples decoded side by side",
     "prefill_prompts": "prompts of one prefill",
-    "max_prompt_tokens": "longest prompt",
-    "max_response_tokens": "longest response",
+    "max_prompt_tokens": "longest prompt; 0 takes what the model's context and the memory leave",
+    "max_response_tokens": "longest response; 0 likewise",
     "tokens_per_dispatch": "tokens between two pieces of a streamed answer",
     "mesh": "p-t-d, pipeline, tensor and data parallel size",
     "dtype": "of weights and activations, float32 or bfloat16",
     "max_waiting": "samples that may wait for a slot",
     "max_body_bytes": "of a request",
+    "max_connections": "open to the HTTP endpoint; more are answered with 503",
     "grace_s": "seconds for open requests to end after SIGTERM",
 }
 

@@ -111,8 +111,9 @@ def test_dapo_32b_asks_as_the_paper_does(dapo_32b):
 def test_every_setting_is_read():
     """A field that nothing reads is a bug: whoever sets it believes it does something.
 
-    A read is an attribute of that name outside the checks of a dataclass; a setting of the run itself
-    must be read off something called `config`. Names that other objects share can hide an idle setting.
+    A read is an attribute of that name outside the checks of a dataclass, or `vars(self)` in its class; a
+    setting of the run itself must be read off something called `config`. Names that other objects share can
+    hide an idle setting.
     """
     receivers: dict[str, set[str]] = {}
     for path in [*(ROOT / "jaxrl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]:
@@ -136,6 +137,10 @@ def _attributes_read(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(name, last part of what it is read off) of each attribute below `node`."""
     if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
         return
+    if isinstance(node, ast.ClassDef) and "vars(self)" in ast.unparse(node):
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign):
+                yield ast.unparse(field.target), "self"
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         yield node.attr, ast.unparse(node.value).split(".")[-1]
     for child in ast.iter_child_nodes(node):

@@ -34,7 +34,7 @@ from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface_export import save_checkpoint  # noqa: E402
 from jaxrl.rollout.driver import sample  # noqa: E402
-from jaxrl.trainer.serving import ServeConfig, load, running  # noqa: E402
+from jaxrl.trainer.serving import ServeConfig, lengths_of, load, running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "serve.py"
@@ -146,6 +146,9 @@ def offline(loaded, prompt: str, *, seed: int, max_tokens: int, temperature=1.0)
 
 def test_a_completion_is_what_training_would_sample(client, loaded):
     assert [model.id for model in client.models.list()] == ["tiny-model"]
+    assert client.models.retrieve("tiny-model").model_extra["max_model_len"] == 92
+    with pytest.raises(openai.NotFoundError, match="model 'org/other' is not here"):
+        client.models.retrieve("org/other")
     answer = client.completions.create(
         **MODEL, prompt="one two", seed=3, n=2, max_tokens=40, logprobs=1
     )
@@ -279,9 +282,20 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": []}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": [1, "a"]}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": [0, 319]}, 400, "token ids from 0 to 319; this model's go from 0 to"),
-        ({"prompt": "x y" * 100}, 400, "this server takes 1 to 48: shorten it"),
+        ({"prompt": "x" * 60}, 400, "this server takes 1 to 48: shorten it"),
+        ({"prompt": "x" * 300}, 400, "and 300 of the prompt with max_tokens 16 are 316"),
         ({"prompt": "\ud800"}, 400, "prompt is no text"),
         ({"prompt": "x", "max_tokens": 45}, 400, "max_tokens 45: this server gives 1 to 44"),
+        (
+            {"prompt": "x", "max_tokens": 92},
+            400,
+            "This model's maximum context length is 92 tokens",
+        ),
+        (
+            {"prompt": "x", "max_tokens": 4, "min_tokens": 5},
+            400,
+            "min_tokens 5 is above max_tokens 4",
+        ),
         ({"prompt": "x", "max_tokens": "9"}, 400, "max_tokens is '9'; it must be an integer"),
         ({"prompt": "x", "temperature": 3}, 400, "temperature 3 is not from 0 to 2"),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
@@ -411,6 +425,34 @@ def test_an_engine_failure_is_an_error_of_that_request(stream, client, loaded, m
     assert client.completions.create(**MODEL, prompt="one", max_tokens=1).choices
 
 
+NOT_FINITE = "log-probabilities are not finite after a sequence of"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_gives_no_probabilities_is_an_error(
+    stream, client, loaded, monkeypatch, caplog
+):
+    generate = loaded.engine.generate
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, loaded.params)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.engine, "generate", lambda _, *args: generate(broken, *args))
+        with pytest.raises(openai.APIError, match=NOT_FINITE) as e:
+            list(client.completions.create(**MODEL, prompt="one", n=3, stream=stream))
+    assert stream or e.value.status_code == 500
+    assert NOT_FINITE in caplog.text
+    assert client.completions.create(**MODEL, prompt="one", max_tokens=1).choices
+
+
+def test_broken_weights_are_noticed_before_the_port_opens(directory, loaded):
+    broken = dataclasses.replace(
+        loaded, params=jax.tree.map(lambda leaf: leaf * jnp.nan, loaded.params)
+    )
+    message = f"a first sample could not be drawn: .*{NOT_FINITE}"
+    with pytest.raises(UserError, match=message), running(config_of(directory), broken):
+        raise AssertionError("it serves")
+
+
 # gRPC, from the same weights
 
 
@@ -429,6 +471,62 @@ def test_jetstreams_stubs_stream_beside_http(server, client, loaded):
 
 
 # The command
+
+
+def changed_config(directory, tmp_path, **changes) -> pathlib.Path:
+    """A directory like `directory` with another config.json."""
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    return tmp_path
+
+
+def test_without_limits_a_prompt_and_its_response_share_the_models_context(directory, tmp_path):
+    path = changed_config(directory, tmp_path, max_position_embeddings=4200)
+    free = {"max_prompt_tokens": 0, "max_response_tokens": 0, "grpc": False, "name": "tiny-model"}
+    config = config_of(path, **free)
+    with running(config, load(config)) as other, openai.OpenAI(**address(other)) as client:
+        assert client.models.retrieve("tiny-model").model_extra["max_model_len"] == 4200
+        # What many clients ask for without looking.
+        ask = {**MODEL, "prompt": "one", "stop": [" "], "extra_body": {"top_k": 1}}
+        with client.completions.create(**ask, max_tokens=4096, stream=True) as stream:
+            next(iter(stream))
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 4200") as e:
+            client.completions.create(**ask, max_tokens=4200)
+        assert e.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("given", "fitting", "expected"),
+    [
+        # Memory decides, but not below what is of use; then the model.
+        ({}, 5000, (4999, 4999, 5000)),
+        ({}, 10, (2047, 2047, 2048)),
+        ({}, 10**9, (8191, 8191, 8192)),
+        ({"max_response_tokens": 192}, 0, (8000, 192, 8192)),
+        ({"max_prompt_tokens": 192}, 0, (192, 8000, 8192)),
+        ({"max_prompt_tokens": 100, "max_response_tokens": 30}, 0, (100, 30, 130)),
+    ],
+)
+def test_the_longest_sequences(given, fitting, expected):
+    assert lengths_of(ServeConfig(model="x", **given), 8192, lambda: fitting) == expected
+
+
+@pytest.mark.parametrize("given", [{"max_prompt_tokens": 8192}, {"max_response_tokens": 9000}])
+def test_limits_outside_of_the_context_are_refused(given):
+    with pytest.raises(UserError, match="do not fit into the 8192 positions of the model"):
+        lengths_of(ServeConfig(model="x", **given), 8192, lambda: 0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4096", True, [1]])
+def test_a_context_that_is_none_is_refused(value, directory, tmp_path):
+    path = changed_config(directory, tmp_path, max_position_embeddings=value)
+    with pytest.raises(
+        UserError, match=r"max_position_embeddings is .*; it must be a whole number"
+    ):
+        load(config_of(path))
 
 
 @pytest.mark.parametrize(
@@ -479,7 +577,8 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
     ]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         line = process.stdout.readline()
-        port = re.fullmatch(r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+\n", line)[1]
+        form = r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, up to 92 tokens of prompt and.*"
+        port = re.fullmatch(form, line.strip())[1]
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         with contextlib.closing(connection):
             body = json.dumps({**MODEL, **LONG, "n": 1, "stream": True})
@@ -505,7 +604,11 @@ def test_what_the_command_cannot_do_is_one_line(directory, capsys):
     assert script.main(["--model", str(directory / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "config.json does not exist" in error and error.count("\n") == 1
+    assert script.main(["--model", str(directory / "config.json")]) == 2
+    error = capsys.readouterr().err
+    assert "config.json is a file; name the Hugging Face directory" in error
+    assert error.count("\n") == 1
     with pytest.raises(SystemExit) as caught:
         script.main(["--model", str(directory), "--slots=0"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 or more\n")
+    assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 to 1,000,000\n")

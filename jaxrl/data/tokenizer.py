@@ -140,7 +140,9 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     config_path = directory / "tokenizer_config.json"
     config = _read_json(config_path)
     special_tokens = _special_tokens(config)
-    generation_ids = _generation_eos_ids(directory / "generation_config.json")
+    # Not the number of entries: some vocabularies have holes below their last id.
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    generation_ids = _generation_eos_ids(directory / "generation_config.json", vocab_size)
     if "eos_token" in special_tokens:
         eos_id = _id_of(backend, special_tokens["eos_token"], config_path)
     elif generation_ids:
@@ -155,8 +157,7 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
         pad_id = _id_of(backend, special_tokens["pad_token"], config_path)
     return Tokenizer(
         backend=backend,
-        # Not the number of entries: some vocabularies have holes below their last id.
-        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=vocab_size,
         eos_id=eos_id,
         stop_ids=(eos_id, *(i for i in generation_ids if i != eos_id)),
         pad_id=pad_id,
@@ -263,16 +264,24 @@ def _id_of(backend: tokenizers.Tokenizer, token: str, path: pathlib.Path) -> int
     return token_id
 
 
-def _generation_eos_ids(path: pathlib.Path) -> list[int]:
+def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
     if not path.is_file():
         return []
     ids = _read_json(path).get("eos_token_id")
     if ids is None:
         return []
     ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(i, int) for i in ids):
+    # True and false are whole numbers to Python.
+    if not all(type(i) is int for i in ids):
         raise UserError(f"{path} has eos_token_id {ids}; it must be a number or a list of numbers")
-    return ids
+    unknown = [i for i in ids if not 0 <= i < vocab_size]
+    if unknown:
+        raise UserError(
+            f"{path} has eos_token_id {', '.join(map(str, unknown))}, and the ids of tokenizer.json beside "
+            f"it go from 0 to {vocab_size - 1}, so no response would end there; put two files of one model "
+            "there"
+        )
+    return list(dict.fromkeys(ids))
 
 
 def _read_chat_template(

@@ -123,6 +123,15 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
+def memory_bytes(device: Any) -> int:
+    """Memory of one device; of a CPU, simulated or not, its share of the machine's."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine // jax.local_device_count(device.platform)
+
+
 def abstract_mesh(layout: ParallelLayout, axes: tuple[str, ...] = AXES) -> AbstractMesh:
     """A mesh without devices, to compute shapes and shardings of a machine that is not here."""
     sizes = tuple(layout.axis_sizes[axis] for axis in axes)

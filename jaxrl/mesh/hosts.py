@@ -9,22 +9,27 @@ Functions marked *collective* must be called by every process, in the same order
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.checks import check_fields, count
+from jaxrl.checks import at_least, check_fields, count
 from jaxrl.errors import UserError
+from jaxrl.mesh.host_watch import HostWatch
 
 AUTO = "auto"
+# Of JAX's own heartbeats; ours, which can say more, come first.
+_JAX_HEARTBEAT_S = 100
 
 Result = TypeVar("Result")
 
@@ -38,11 +43,13 @@ class HostsConfig:
         Open MPI, Kubernetes), otherwise "address:port" of process 0, to be given with the other two.
       num_processes: how many there are.
       process_id: which of them this is, from 0.
+      lost_after_s: a process without a sign of life for so long is lost, and all others end.
     """
 
     coordinator: str = ""
     num_processes: Annotated[int, count(1)] = 1
     process_id: Annotated[int, count(0)] = 0
+    lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
 
     def __post_init__(self):
         check_fields(self)
@@ -76,11 +83,16 @@ def start(config: HostsConfig) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # What processes on CPU, simulated or not, talk to each other by.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    patience: Any = {
+        "heartbeat_timeout_seconds": max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
+    }
     try:
         if config.coordinator == AUTO:
-            jax.distributed.initialize()
+            jax.distributed.initialize(**patience)
         else:
-            jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
+            jax.distributed.initialize(
+                config.coordinator, config.num_processes, config.process_id, **patience
+            )
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
@@ -88,6 +100,38 @@ def start(config: HostsConfig) -> None:
             f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
             "hosts.num_processes and hosts.process_id, and start all processes"
         ) from error
+
+
+# Of this process, as JAX's client is, while a run of several lasts.
+_watch: HostWatch | None = None
+
+
+@contextlib.contextmanager
+def watched(config: HostsConfig) -> Iterator[None]:
+    """Around a run: if another process of it is lost, this one ends with a line that says so.
+
+    A fault of this process ends it with its traceback, and the others with a line that names it. UserErrors
+    are raised as ever. Does nothing for a single process.
+    """
+    global _watch
+    if num_processes() == 1:
+        yield
+        return
+    # JAX has no public name for its client; Orbax, too, takes it from here.
+    store: Any = distributed.global_state.client
+    try:
+        with HostWatch(
+            store, jax.process_index(), num_processes(), lost_after_s=config.lost_after_s
+        ) as _watch:
+            yield
+    finally:
+        _watch = None
+
+
+def enter_phase(name: str) -> None:
+    """Says what this process is about to do, for people who will want to know where it was lost."""
+    if _watch is not None:
+        _watch.phase = name
 
 
 def num_processes() -> int:

@@ -6,9 +6,10 @@
                                 +-- shard_shape of every array that stays: bytes per device
                                 +-- the update's layer scan: what the backward pass keeps of the layers
 
-Covered: everything that lives from one program to the next, and the two largest things inside the update.
-Not covered: other temporaries of the compiled programs, which only compiling them can tell; so totals are
-lower bounds. The reference, critic and reward models of other recipes.
+Covered: everything of the actor that lives from one program to the next, and the two largest things inside
+its update; weights and optimiser state of roles that share its devices. Not covered: other temporaries of the
+compiled programs, which only compiling them can tell; so totals are lower bounds. Nor are programs of other
+roles, and whatever else the caller names as left out, which the table repeats.
 
 R rows of a microbatch   T tokens of a row   L layers   S slots
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,9 +42,10 @@ from jaxrl.mesh.transition import Transition
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Params
 from jaxrl.roles.actor import Actor
+from jaxrl.roles.critic import Critic
 from jaxrl.roles.learner import Objective, TrainState
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.packed_model import PackedModel, TrainConfig
 from jaxrl.rollout.engine import Assignment, DecodeState, EngineConfig
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import TrainBatch
@@ -61,6 +63,7 @@ DEVICE_MEMORY_GB = {
 
 _GB = 1e9
 _PLAIN_WIDTH = 200
+_PARKED = "in host memory while sampling"
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence"})
 
 
@@ -74,6 +77,8 @@ class BatchFlow:
       num_prompts: groups a step learns from.
       num_samples: G, samples of each prompt.
       shape: [U, M, R, T] of the packed sequences.
+      keeps_mixed_groups: only groups with right and wrong answers count (dynamic sampling).
+      greedy_answers: every prompt gets a greedy answer besides.
     """
 
     generation_prompts: int
@@ -81,6 +86,23 @@ class BatchFlow:
     num_prompts: int
     num_samples: int
     shape: PackedShape
+    keeps_mixed_groups: bool = False
+    greedy_answers: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Companion:
+    """A role on the actor's devices.
+
+    Attributes:
+      name: of the role.
+      model: its shape.
+      optim: how it learns; None if it does not. What learns is a critic, with a head of one score.
+    """
+
+    name: str
+    model: ModelConfig
+    optim: OptimConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +134,14 @@ class DryRun:
       layout: of its mesh.
       holdings: what lies on the devices.
       flow: (what, how many) of a step, in the order in which they happen.
+      left_out: (what, why) is not among all this.
     """
 
     title: str
     layout: ParallelLayout
     holdings: tuple[Holding, ...]
     flow: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def sampling_bytes(self) -> int:
@@ -158,6 +182,10 @@ class DryRun:
         table.add_section()
         for event, amount in self.flow:
             table.add_row(event, amount, "", "")
+        if self.left_out:
+            table.add_section()
+        for name, reason in self.left_out:
+            table.add_row(f"not counted: {name}", reason, "", "")
         return table
 
     def show(self, console: Console | None = None) -> None:
@@ -194,14 +222,22 @@ def dry_run(
     objective: Objective,
     flow: BatchFlow,
     tables: StateTables = ZERO["FSDP"],
+    park: bool = False,
+    companions: Sequence[Companion] = (),
+    notes: Sequence[tuple[str, str]] = (),
+    left_out: Sequence[tuple[str, str]] = (),
 ) -> DryRun:
-    """Traces every program of a run on a mesh without devices.
+    """Traces every program of an actor on a mesh without devices, and counts what lies beside it.
 
     Args:
       title: of the run.
       model, layout: what is trained, and how it would be spread.
       train, optim, engine, temperature, objective, tables: as the actor takes them.
       flow: batches of a step.
+      park: training states wait in pinned host memory while their role is idle, and frozen weights do.
+      companions: roles on the same devices.
+      notes: (what, which) to be told with the flow.
+      left_out: (what, why) of what the caller knows to be missing.
 
     Raises:
       UserError: something does not divide over the layout.
@@ -223,10 +259,12 @@ def dry_run(
     rollout = _trace_rollout(actor)
     update = _trace_learning(actor, state, batch, objective)
     holdings = (
-        *_weights(layout, state, rollout, engine),
+        *_weights(layout, state, rollout, engine, model, park=park),
+        *(h for c in companions for h in _beside(c, actor, layout, park=park)),
         *_activations(actor, layout, train, flow.shape, batch, update),
     )
-    return DryRun(title, layout, holdings, _describe_flow(flow, actor, train))
+    described = (*notes, *_describe_flow(flow, actor, train))
+    return DryRun(title, layout, holdings, described, tuple(left_out))
 
 
 # Tracing: each runs the real methods on shapes, so that whatever does not fit raises here.
@@ -360,16 +398,30 @@ _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
 
 
 def _weights(
-    layout: ParallelLayout, state: TrainState, rollout: _Rollout, engine: EngineConfig
+    layout: ParallelLayout,
+    state: TrainState,
+    rollout: _Rollout,
+    engine: EngineConfig,
+    model: ModelConfig,
+    *,
+    park: bool,
 ) -> list[Holding]:
     """What outlives a program."""
-    trained = f"float32, {_train_name(layout)}"
+    adapters = f", adapters of rank {model.lora.rank} included" if model.lora.rank else ""
+    trained = f"float32, {_train_name(layout)}{adapters}"
+    like = f"like the {'adapters' if adapters else 'weights'}"
+    of_optimizer = f"float32, {_train_name(layout)}, {_PARKED if park else like}"
     # [L, S, K, H, C], or of one layer
     keys = jax.tree.leaves(rollout.slots.context.cache)[0]
     _, slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)
     return [
-        _holding("actor in training", trained, state.params),
-        _holding("optimiser state", f"{trained}, like the weights", state.opt_state),
+        _holding(
+            "actor in training",
+            f"{trained}, {_PARKED}" if park else trained,
+            state.params,
+            sampling=not park,
+        ),
+        _holding("optimiser state", of_optimizer, state.opt_state, sampling=not park),
         dataclasses.replace(
             _holding(
                 "actor in generation",
@@ -384,6 +436,25 @@ def _weights(
             rollout.slots,
             learning=False,
         ),
+    ]
+
+
+def _beside(role: Companion, actor: Actor, layout: ParallelLayout, *, park: bool) -> list[Holding]:
+    """What a role on the actor's devices keeps there."""
+    where = f"float32, {_train_name(layout)}"
+    name = role.name.replace("_", " ")
+    common: Any = {"train": actor.train, "tables": actor.tables}
+    if role.optim is None:
+        frozen = PackedModel(role.model, actor.mesh, **common)
+        where = f"{where}, in host memory between calls" if park else where
+        weights = frozen.abstract_params()
+        return [_holding(f"{name}, frozen", where, weights, sampling=not park, learning=not park)]
+    state = Critic(
+        role.model, actor.mesh, optim=role.optim, seed=0, park=park, **common
+    ).abstract_state()
+    return [
+        _holding(f"{name} in training", where, state.params),
+        _holding(f"{name}, optimiser state", f"{where}, like the weights", state.opt_state),
     ]
 
 
@@ -460,12 +531,15 @@ def _describe_flow(
     sampled = flow.generation_prompts * flow.num_samples
     sequences = flow.num_prompts * flow.num_samples
     shards = shards_of("batch", GENERATE_RULES, actor.mesh)
+    batches = f"; at most {flow.max_generation_batches} batches a step"
+    greedy = f", and {flow.generation_prompts:,} greedy ones"
+    which = "with right and wrong answers" if flow.keeps_mixed_groups else "all of them"
     return (
         (
             "generation batch",
             f"{flow.generation_prompts:,} prompts x {flow.num_samples} samples = {sampled:,} responses of "
-            f"at most {engine.max_response_tokens:,} tokens; at most {flow.max_generation_batches} "
-            "batches a step",
+            f"at most {engine.max_response_tokens:,} tokens"
+            f"{greedy if flow.greedy_answers else ''}{batches if flow.keeps_mixed_groups else ''}",
         ),
         (
             "decoding",
@@ -479,7 +553,7 @@ def _describe_flow(
         ),
         (
             "groups kept",
-            f"{flow.num_prompts:,} with right and wrong answers = {sequences:,} sequences",
+            f"{flow.num_prompts:,}, {which} = {sequences:,} sequences",
         ),
         (
             "learning",
@@ -487,7 +561,10 @@ def _describe_flow(
             f"{T:,} tokens",
         ),
         *_describe_pipelines(flow, actor, train),
-        ("programs", "to_generate, prefill, insert, generate, logprobs, update: all traced"),
+        (
+            "programs of the actor",
+            "to_generate, prefill, insert, generate, logprobs, update: all traced",
+        ),
     )
 
 

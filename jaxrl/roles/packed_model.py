@@ -104,6 +104,14 @@ class PackedModel:
         )
         self.train_shardings = shardings(self.axes, self.shapes, tables.weights, mesh)
 
+    def abstract_params(self) -> Params:
+        """Shapes and shardings of the weights in the training layout, nothing allocated."""
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            self.shapes,
+            self.train_shardings,
+        )
+
     def place(self, batch: Batch) -> Batch:
         """Arrays of a batch, from the host or another mesh, where this model wants them."""
         return PER_TOKEN.place(self.mesh, batch)

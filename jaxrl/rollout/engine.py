@@ -97,6 +97,7 @@ class EngineConfig:
       prefill_prompts: P, prompts of one prefill.
       max_prompt_tokens: T.
       max_response_tokens: R, end-of-sequence included.
+      context_tokens: of a prompt and its response together; 0 is T + R.
       tokens_per_dispatch: W, tokens decoded between two looks of the host.
       stop_ids: ids that end a response.
       dtype: of weights and activations.
@@ -122,6 +123,7 @@ class EngineConfig:
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
     attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
     decode_attention: Annotated[str, one_of("auto", *DECODE_IMPLEMENTATIONS)] = "auto"
+    context_tokens: Annotated[int, token_count(0)] = 0
 
     def __post_init__(self):
         check_fields(self)
@@ -138,8 +140,8 @@ class EngineConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """T + R, the longest sequence."""
-        return self.max_prompt_tokens + self.max_response_tokens
+        """The longest sequence."""
+        return self.context_tokens or self.max_prompt_tokens + self.max_response_tokens
 
     @property
     def chunk_tokens(self) -> int:

@@ -1,18 +1,21 @@
 """The OpenAI-compatible HTTP endpoint of an online driver.
 
-    GET  /health, /v1/models
+    GET  /health, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
 
-Requests are bounded in size and in the time they take to arrive. A client that goes away ends its requests,
-and their slots are free. There is no encryption and no authentication: it is for this machine, or for a proxy
-that has both.
+Requests are bounded in size and in the time they take to arrive, connections in their number and in the time
+in which nothing is asked on them. A client that goes away ends its requests, and their slots are free. There
+is no encryption and no authentication: it is for this machine, or for a proxy that has both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import http
 import json
+import resource
 import socket
 import threading
 import time
@@ -26,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.online import Delta, OnlineDriver, Overloaded, ServingError, Stopped
@@ -39,6 +43,7 @@ from jaxrl.rollout.openai_api import (
     Json,
     Limits,
     Tokenizer,
+    check_model,
     error_of,
     read_chat,
     read_completion,
@@ -46,8 +51,14 @@ from jaxrl.rollout.openai_api import (
 
 # A body that takes longer to arrive is given up.
 _BODY_TIMEOUT_S = 60.0
+# So is a connection on which no request has arrived for so long, its headers complete; and one whose client
+# does not take what is sent to it.
+_IDLE_TIMEOUT_S = 15.0
+_WRITE_TIMEOUT_S = 60.0
 # For sending what has been said.
 _LAST_WORDS_S = 5
+# Files that a server has open beside its connections.
+_OTHER_FILES = 256
 # What nginx writes into its log for a client that has gone; nobody reads the response.
 _CLIENT_GONE = 499
 
@@ -121,9 +132,16 @@ def build_app(
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
 
+    model = {"id": limits.model, "object": "model", "created": created, "owned_by": "jaxrl"}
+    # As vLLM has it, for clients that want to know beforehand.
+    model["max_model_len"] = limits.max_context_tokens
+
     async def models(request: Request) -> Response:
-        model = {"id": limits.model, "object": "model", "created": created, "owned_by": "jaxrl"}
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        check_model(request.path_params["name"], limits)
+        return JSONResponse(model)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
@@ -145,6 +163,8 @@ def build_app(
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
+            # A name may have slashes, as those of published models do.
+            Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", endpoint(read_completion, CompletionForm()), methods=["POST"]),
             Route("/v1/chat/completions", endpoint(read_chat, ChatForm()), methods=["POST"]),
         ],
@@ -248,6 +268,102 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(status, str(error))
 
 
+class _Connection(H11Protocol):
+    """A connection with deadlines; uvicorn's own waits for ever for a request that has begun to arrive.
+
+        opened, or answered --> request's headers complete: idle_timeout_s, however many bytes come meanwhile
+        sending --> taken by the client: write_timeout_s
+
+    The application has a deadline of its own for the body.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_connections: int,
+        idle_timeout_s: float,
+        write_timeout_s: float,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            # Without waiting for its request: the connections in use are what there is too much of.
+            transport.write(_too_many(self._max_connections))
+            transport.close()
+        self._set_deadline("request", self._idle_timeout_s)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        # A new cycle begins when the headers of a request are complete.
+        if self.cycle is not before and not self.cycle.response_complete:
+            self._drop_deadline("request")
+
+    def on_response_complete(self) -> None:
+        # Before what has arrived meanwhile is looked at, which may be the next request.
+        self._set_deadline("request", self._idle_timeout_s)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_deadline("write", self._write_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._drop_deadline("write")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._deadlines):
+            self._drop_deadline(name)
+        super().connection_lost(exc)
+
+    def _set_deadline(self, name: str, seconds: float) -> None:
+        self._drop_deadline(name)
+        # Closing would wait until everything is sent, and here that may be never.
+        self._deadlines[name] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _drop_deadline(self, name: str) -> None:
+        if name in self._deadlines:
+            self._deadlines.pop(name).cancel()
+
+
+def _too_many(max_connections: int) -> bytes:
+    """The whole response to a connection that is one too many."""
+    error = ApiError(
+        503, f"all {max_connections} connections of this server are in use; come again later"
+    )
+    content = json.dumps(error.body).encode()
+    return (
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    ).encode() + content
+
+
+def _allow_open_files(number: int) -> None:
+    """Raises this process's limit of open files to `number`, where it is lower.
+
+    Raises:
+      UserError: the system does not let it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    if hard != resource.RLIM_INFINITY and hard < number:
+        raise UserError(
+            f"{number - _OTHER_FILES} connections need {number} open files, and this process may have {hard} "
+            f"(ulimit -Hn); choose --max_connections {max(hard - _OTHER_FILES, 1)} at most"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
 class HttpServer:
     """An ASGI application served from a thread of its own.
 
@@ -261,16 +377,29 @@ class HttpServer:
         *,
         host: str,
         port: int,
+        max_connections: int = 1000,
+        idle_timeout_s: float = _IDLE_TIMEOUT_S,
+        write_timeout_s: float = _WRITE_TIMEOUT_S,
     ):
         """Starts serving.
 
         Args:
           app: the application.
           host, port: where to listen; port 0 takes a free one.
+          max_connections: that are open at a time; further ones are answered with 503 at once.
+          idle_timeout_s: how long a connection may be open without a request, its headers complete.
+          write_timeout_s: how long a client may leave what is sent to it.
 
         Raises:
-          UserError: the port cannot be had.
+          UserError: the port cannot be had, or not so many connections.
         """
+        _allow_open_files(max_connections + _OTHER_FILES)
+        protocol = functools.partial(
+            _Connection,
+            max_connections=max_connections,
+            idle_timeout_s=idle_timeout_s,
+            write_timeout_s=write_timeout_s,
+        )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=2048)
@@ -283,6 +412,7 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

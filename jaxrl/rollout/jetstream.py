@@ -427,6 +427,15 @@ class Driver(orchestrator.Driver):
             raise UserError(
                 f"max_tokens {max_tokens}: this server gives 1 to {config.max_response_tokens}"
             )
+        room = config.max_context_tokens - len(tokens)
+        if max_tokens == config.max_response_tokens:
+            # What requests have that name no number: as much as there is room for.
+            max_tokens = min(max_tokens, room)
+        if not 0 < max_tokens <= room:
+            raise UserError(
+                f"{len(tokens)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
+                f"{config.max_context_tokens} together"
+            )
         return Work(tokens.astype(np.int32), max_tokens, prompt_id=next(self._numbers) % 2**31)
 
     def _process_prefill_content(

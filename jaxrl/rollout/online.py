@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -34,6 +35,8 @@ from jaxrl.rollout.text_stream import TextStream
 
 STOP, LENGTH = "stop", "length"
 
+_LOG = logging.getLogger(__name__)
+
 
 class ServingError(RuntimeError):
     """A request was not answered and its sender is not to blame."""
@@ -45,6 +48,10 @@ class Overloaded(ServingError):
 
 class Stopped(ServingError):
     """The driver answers nothing any more."""
+
+
+class NotFinite(ServingError):
+    """The model has given no probabilities: its weights, or what they make of this prompt, are broken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +228,12 @@ class OnlineDriver:
             raise UserError(f"temperature {ask.temperature} is not 0, which is greedy, or more")
         if not 0 <= ask.seed < 2**31:
             raise UserError(f"seed {ask.seed} is not a number from 0 to {2**31 - 1}")
+        room = self._engine.config.max_context_tokens
+        if len(ask.prompt) + ask.max_tokens > room:
+            raise UserError(
+                f"{len(ask.prompt)} tokens of the prompt and max_tokens {ask.max_tokens}: this server has "
+                f"room for {room} together; shorten one of them"
+            )
         if "" in ask.stop:
             raise UserError("a stop string is empty, which would end every answer before it begins")
 
@@ -291,7 +304,9 @@ class OnlineDriver:
                     self._dispatch()
                 # What the device reports, such as that its memory does not suffice. The state may be lost.
                 except jax.errors.JaxRuntimeError as error:
-                    self._lose_rows(ServingError(f"the engine has failed: {_first_line(error)}"))
+                    failure = ServingError(f"the engine has failed: {_first_line(error)}")
+                    _LOG.error("%s", failure)
+                    self._lose_rows(failure)
         finally:
             # Whatever the reason, nobody is left waiting.
             self._end()
@@ -362,9 +377,13 @@ class OnlineDriver:
 
     def _collect(self, running: Mapping[int, Hashable], drawn: Drawn) -> None:
         ended, still_active = [], []
+        broken: dict[int, _Sample] = {}
         for row, owner in running.items():
             sample = self._seated[owner]
             tokens, logprob, _ = drawn.of_row(row)
+            if not np.isfinite(logprob).all():
+                broken[sample.ticket] = sample
+                continue
             delta = self._delta_of(sample, tokens, logprob, going_on=bool(drawn.active[row]))
             if delta.finish:
                 ended.append(row)
@@ -375,6 +394,20 @@ class OnlineDriver:
         self._scheduler.finish(ended)
         if still_active:
             self._slots.release(still_active)
+        for sample in broken.values():
+            self._refuse_broken(sample)
+
+    def _refuse_broken(self, sample: _Sample) -> None:
+        """Ends a request whose samples are drawn from no distribution."""
+        error = NotFinite(
+            f"the model's log-probabilities are not finite after a sequence of {sample.length} tokens, so "
+            "there is nothing to sample from; look for NaN or infinity in its weights, or try dtype float32"
+        )
+        _LOG.error("request %d: %s", sample.ticket, error)
+        self._tell(sample.ticket, error)
+        # Frees the rows of all its samples before the next dispatch.
+        with self._changed:
+            self._cancelled.append(sample.ticket)
 
     def _delta_of(
         self, sample: _Sample, tokens: np.ndarray, logprob: np.ndarray, *, going_on: bool

@@ -14,7 +14,6 @@ R tokens of a delta
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -96,17 +95,25 @@ class Limits:
 
     Attributes:
       model: the name requests must give.
-      max_tokens: of a sample, and what a chat gets that does not say.
+      max_tokens: of a sample.
+      max_context_tokens: of a prompt and a sample of it together.
       max_choices: samples of one request.
     """
 
     model: str
     max_tokens: int
+    max_context_tokens: int
     max_choices: int = 128
+
+    def max_tokens_after(self, prompt: np.ndarray) -> int:
+        """What a chat gets that does not say: as much as there is room for."""
+        return min(self.max_tokens, self.max_context_tokens - len(prompt))
 
 
 # Fields that are understood, with a default and a check of the type; OpenAI lets null stand for the default.
-_NUMBER, _INTEGER, _BOOLEAN = "a number", "an integer", "true or false"
+_NUMBER, _BOOLEAN = "a number below 1e9", "true or false"
+# As the sampler has them; of a seed, which counts modulo 2^31, clients give more.
+_INTEGER, _LONG_INTEGER = "an integer of 32 bits", "an integer of 64 bits"
 _FIELDS: dict[str, tuple[str, Any]] = {
     "temperature": (_NUMBER, 1.0),
     "top_p": (_NUMBER, 1.0),
@@ -115,7 +122,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "min_tokens": (_INTEGER, 0),
     "repetition_penalty": (_NUMBER, 1.0),
     "n": (_INTEGER, 1),
-    "seed": (_INTEGER, None),
+    "seed": (_LONG_INTEGER, None),
     "stream": (_BOOLEAN, False),
 }
 # Read elsewhere.
@@ -147,6 +154,8 @@ _COMPLETION_FIELDS = frozenset({"prompt", "logprobs"})
 _CHAT_FIELDS = frozenset({"messages", "logprobs", "max_completion_tokens"})
 # What OpenAI's completions give that do not say; a chat goes on to the server's limit.
 _DEFAULT_COMPLETION_TOKENS = 16
+# Below it the most probable token is the only one; logits divided by it would leave the range of float32.
+_LOWEST_TEMPERATURE = 1e-5
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 
 
@@ -164,7 +173,8 @@ def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
         raise ApiError(
             400,
-            f"logprobs {logprobs!r}: there are only those of the sampled tokens; give 1, or leave it out",
+            f"logprobs {_shown(logprobs)}: there are only those of the sampled tokens; give 1, or leave it "
+            "out",
             param="logprobs",
         )
     default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_tokens)
@@ -183,8 +193,11 @@ def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of messages, and not empty", param="messages")
     prompt = tokenizer.encode_chat([_message(item, i) for i, item in enumerate(messages)])
-    max_tokens = _typed(body, "max_tokens", _INTEGER, limits.max_tokens)
+    max_tokens = _typed(body, "max_tokens", _INTEGER, None)
     max_tokens = _typed(body, "max_completion_tokens", _INTEGER, max_tokens)
+    if max_tokens is None:
+        # A prompt that leaves no room is refused for itself, by the driver.
+        max_tokens = max(1, limits.max_tokens_after(prompt))
     logprobs = _typed(body, "logprobs", _BOOLEAN, False)
     return _call(body, [prompt], max_tokens, limits, logprobs=logprobs)
 
@@ -193,7 +206,7 @@ def _check_fields(body: Json, own: frozenset[str], limits: Limits) -> None:
     known = own | _OTHER_FIELDS | _IGNORED | _FIELDS.keys() | _REFUSED.keys()
     for name in body:
         if name not in known:
-            raise ApiError(400, f"{name} is no field of this request", param=name)
+            raise ApiError(400, f"{name[:60]} is no field of this request", param=name[:60])
     for name, harmless in _REFUSED.items():
         value = body.get(name)
         if value is not None and value not in harmless:
@@ -202,11 +215,15 @@ def _check_fields(body: Json, own: frozenset[str], limits: Limits) -> None:
                 f"{name} {_shown(value)}: this server does not have it; leave it out",
                 param=name,
             )
-    model = body.get("model")
-    if model != limits.model:
+    check_model(body.get("model"), limits)
+
+
+def check_model(name: Any, limits: Limits) -> None:
+    """Raises ApiError, with status 404, unless it is the name of the server's model."""
+    if name != limits.model:
         raise ApiError(
             404,
-            f"model {_shown(model)} is not here; this server has {limits.model!r}",
+            f"model {_shown(name)} is not here; this server has {limits.model!r}",
             param="model",
             code="model_not_found",
         )
@@ -279,6 +296,22 @@ def _call(
         raise ApiError(
             400, f"temperature {given['temperature']} is not from 0 to 2", param="temperature"
         )
+    if given["min_tokens"] > max_tokens:
+        raise ApiError(
+            400,
+            f"min_tokens {given['min_tokens']} is above max_tokens {max_tokens}; lower it",
+            param="min_tokens",
+        )
+    if any(len(prompt) + max_tokens > limits.max_context_tokens for prompt in prompts):
+        longest = max(map(len, prompts))
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limits.max_context_tokens} tokens, and {longest} of "
+            f"the prompt with max_tokens {max_tokens} are {longest + max_tokens}; shorten the prompt, or ask "
+            "for fewer tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
     truncation = truncation_of(
         # Some clients write -1 for all.
         top_k=max(given["top_k"], 0),
@@ -287,6 +320,7 @@ def _call(
         min_tokens=given["min_tokens"],
         repetition_penalty=given["repetition_penalty"],
     )
+    temperature = given["temperature"] if given["temperature"] >= _LOWEST_TEMPERATURE else 0.0
     seed = secrets.randbits(31) if given["seed"] is None else given["seed"]
     asks = tuple(
         Ask(
@@ -294,13 +328,14 @@ def _call(
             n,
             max_tokens,
             seed=seed % 2**31,
-            temperature=given["temperature"],
+            temperature=temperature,
             truncation=truncation,
             stop=_stops(body.get("stop")),
         )
         for prompt in prompts
     )
-    options = body.get("stream_options") or {}
+    options = body.get("stream_options")
+    options = {} if options is None else options
     if not isinstance(options, dict):
         raise ApiError(400, "stream_options must be an object", param="stream_options")
     include_usage = _typed(options, "include_usage", _BOOLEAN, False)
@@ -308,7 +343,7 @@ def _call(
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     well_formed = isinstance(stops, list) and all(
         isinstance(s, str) and 0 < len(s) <= _MAX_STOP_CHARACTERS for s in stops
     )
@@ -329,9 +364,12 @@ def _typed(body: Json, name: str, kind: str, default: Any) -> Any:
     if kind == _BOOLEAN:
         right = isinstance(value, bool)
     elif kind == _INTEGER:
+        right = type(value) is int and abs(value) < 2**31
+    elif kind == _LONG_INTEGER:
         right = type(value) is int and abs(value) < 2**63
     else:
-        right = type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e9
+        # False for NaN too; a whole number of JSON can be too large for a float, and is compared as it is.
+        right = type(value) in (int, float) and abs(value) < 1e9
     if not right:
         raise ApiError(400, f"{name} is {_shown(value)}; it must be {kind}", param=name)
     return value

@@ -8,10 +8,7 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.mesh.devices import abstract_mesh, simulate
-from jaxrl.mesh.groupings import state_tables
-from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner import dry_run as planner
+from jaxrl.mesh.devices import simulate
 from jaxrl.trainer import preferences
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
@@ -26,10 +23,10 @@ from jaxrl.trainer.needs import (
     of_reinforcement,
     of_training,
 )
-from jaxrl.trainer.recipe import check_recipe, policy_objective
+from jaxrl.trainer.planning import plan
 from jaxrl.trainer.reinforce import reinforce
 from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
-from jaxrl.trainer.setup import Parts, build_parts, check_batches, engine_config, packed_shape
+from jaxrl.trainer.setup import Parts, build_parts
 from jaxrl.trainer.warm_start import warm_start
 
 
@@ -107,12 +104,12 @@ def _run(
     needs: Needs,
     needs_problems: bool = True,
 ) -> int:
-    """What every run has around its stages: checks, its folder, an orderly end, the report."""
+    """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with only_run_in(config.run_folder):
+    with hosts.watched(config.hosts), only_run_in(config.run_folder):
         hosts.on_first(lambda: check_folder(config))
         parts = build_parts(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:
@@ -132,33 +129,5 @@ def _run(
 
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
-    rollout, algorithm = config.rollout, config.algorithm
-    check_recipe(config)
-    layout = ParallelLayout.from_config(config.mesh)
-    check_batches(config, abstract_mesh(layout), samples=True)
-    shape = packed_shape(
-        config,
-        sequences=rollout.num_prompts * rollout.num_samples,
-        updates=algorithm.updates_per_step,
-    )
-    plan = planner.dry_run(
-        f"{config.name} ({config.hardware})" if config.hardware else config.name,
-        config.model,
-        layout,
-        train=config.train,
-        optim=config.optim,
-        # Which ids end a response is the tokenizer's to say, and no shape depends on it.
-        engine=engine_config(config, stop_ids=(0,)),
-        temperature=rollout.temperature,
-        objective=policy_objective(config),
-        flow=planner.BatchFlow(
-            rollout.generation_prompts,
-            rollout.max_generation_batches,
-            rollout.num_prompts,
-            rollout.num_samples,
-            shape,
-        ),
-        tables=state_tables(config.mesh.sharding),
-    )
-    plan.show()
+    plan(config).show()
     return 0

@@ -302,11 +302,10 @@ def _tokenizer(
 def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     """The config's model, checked against its checkpoint and told which ids the tokenizer has."""
     model = config.model
+    check_checkpoint(config)
     if config.weights:
-        _check_same_shape(model, read_config(config.weights), config.weights)
         check_params(config.weights, model)
     if config.adapter:
-        _check_same_adapters(model.lora, read_adapter_config(config.adapter), config.adapter)
         check_adapter(config.adapter, model)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
@@ -315,6 +314,14 @@ def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             f"{tokenizer.vocab_size}, or use the model's own tokenizer"
         )
     return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+
+
+def check_checkpoint(config: Config) -> None:
+    """Raises UserError where the config's model is not that of its weights or of its adapter."""
+    if config.weights:
+        _check_same_shape(config.model, read_config(config.weights), config.weights)
+    if config.adapter:
+        _check_same_adapters(config.model.lora, read_adapter_config(config.adapter), config.adapter)
 
 
 def _check_same_shape(model: ModelConfig, stored: ModelConfig, directory: str) -> None:

@@ -18,7 +18,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, DryRun, dry_run
 from jaxrl.roles.actor import Actor
-from jaxrl.roles.losses import clipped_policy
+from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.engine import EngineConfig
@@ -26,7 +26,7 @@ from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config
 
 RECIPE = pathlib.Path(__file__).parents[2] / "configs/dapo_qwen32b.py"
-LOSS = clipped_policy(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+LOSS = policy("clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0})
 
 TINY = ModelConfig(
     vocab_size=64, num_layers=4, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
@@ -91,6 +91,7 @@ def plan_recipe(config: Config) -> DryRun:
                 rows=config.train.rows,
                 tokens=config.train.row_tokens,
             ),
+            keeps_mixed_groups=True,
         ),
     )
 
@@ -158,7 +159,7 @@ def test_the_32b_recipe_takes_neither_memory_nor_time():
 def test_the_flow_tells_every_number_of_a_step(recipe):
     flow = dict(recipe.flow)
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
-    assert "512 with right and wrong answers = 8,192 sequences" in flow["groups kept"]
+    assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (
         "16 updates x 512 sequences, each in at most 32 microbatches of 16 rows x 22,528 tokens"
     )

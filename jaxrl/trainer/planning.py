@@ -1,0 +1,146 @@
+"""What a recipe would take: from a config to the planner's dry run, and what that leaves out.
+
+A later step completes the dry run. Until then everything a config asks for that is not counted is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.groupings import state_tables
+from jaxrl.mesh.pools import Pool
+from jaxrl.models import lora
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.huggingface_config import read_config
+from jaxrl.planner.dry_run import BatchFlow, Companion, DryRun, dry_run
+from jaxrl.trainer.config import Config
+from jaxrl.trainer.recipe import check_recipe, events_of, policy_objective, roles_of, title_of
+from jaxrl.trainer.setup import (
+    check_batches,
+    check_checkpoint,
+    engine_config,
+    packed_shape,
+    pools_of,
+)
+
+
+def plan(config: Config) -> DryRun:
+    """Traces a recipe without its devices and data, and counts what it would hold.
+
+    Raises:
+      UserError: settings contradict each other or the checkpoint, or something does not divide.
+    """
+    check_recipe(config)
+    pools = {role: pool for pool in pools_of(config) for role in pool.roles}
+    sampler = "rollout" if "rollout" in pools else "actor"
+    for pool in pools_of(config):
+        check_batches(config, abstract_mesh(pool.layout), samples=pool is pools[sampler])
+    home = pools["actor"]
+    companions, left_out = _companions(config, pools)
+    model, origin = _model_of(config)
+    hardware = f" ({config.hardware})" if config.hardware else ""
+    return dry_run(
+        f"{config.name}, {title_of(config)}{hardware}",
+        model,
+        home.layout,
+        train=config.train,
+        optim=config.optim,
+        # Which ids end a response is the tokenizer's to say, and no shape depends on it.
+        engine=engine_config(config, stop_ids=(0,)),
+        temperature=config.rollout.temperature,
+        objective=policy_objective(config),
+        flow=_flow(config),
+        tables=state_tables(home.config.sharding),
+        park=home.config.park_training_state,
+        companions=companions,
+        notes=(("shape of the model", origin),),
+        left_out=(*left_out, *_left_out(config, pools)),
+    )
+
+
+def _model_of(config: Config) -> tuple[ModelConfig, str]:
+    """The actor's model, and where its shape is from."""
+    if not config.weights:
+        return config.model, "config.model, random weights"
+    if not _is_here(config.weights):
+        return config.model, f"config.model; {config.weights} is not here to compare it with"
+    adapter = config.adapter if _is_here(config.adapter, "adapter_config.json") else ""
+    check_checkpoint(dataclasses.replace(config, adapter=adapter))
+    return config.model, f"{config.weights}, which config.model agrees with"
+
+
+def _is_here(directory: str, file: str = "config.json") -> bool:
+    return (pathlib.Path(directory) / file).is_file()
+
+
+def _flow(config: Config) -> BatchFlow:
+    rollout, events = config.rollout, events_of(config.algorithm.recipe)
+    buffered = "buffer" in events
+    return BatchFlow(
+        rollout.generation_prompts if buffered else rollout.num_prompts,
+        rollout.max_generation_batches if buffered else 1,
+        rollout.num_prompts,
+        rollout.num_samples,
+        packed_shape(
+            config,
+            sequences=rollout.num_prompts * rollout.num_samples,
+            updates=config.algorithm.updates_per_step,
+        ),
+        keeps_mixed_groups=buffered,
+        greedy_answers="generate_greedily" in events,
+    )
+
+
+def _companions(
+    config: Config, pools: dict[str, Pool]
+) -> tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]]:
+    """Roles whose weights lie beside the actor's and have a known shape; (role, why) of the others."""
+    counted, left_out = [], []
+    for role in roles_of(config):
+        if role in ("actor", "rollout"):
+            continue
+        if pools[role] is not pools["actor"]:
+            left_out.append(
+                (role, f"it lives in pool {pools[role].name}, {pools[role].layout.name}")
+            )
+            continue
+        if role == "judge":
+            left_out.append((role, f"weights and cache of {config.reward.judge.model}"))
+            continue
+        directory = _directory_of(role, config)
+        if directory and not _is_here(directory):
+            left_out.append((role, f"{directory} is not here, so its shape is not known"))
+            continue
+        model = read_config(directory) if directory else lora.base_config(config.model)
+        learns = config.critic.optim if role in ("critic", "cost_critic") else None
+        counted.append(Companion(role, model, learns))
+        if learns is not None:
+            left_out.append((role, "gradients and activations of its update, which is not traced"))
+    return tuple(counted), tuple(left_out)
+
+
+def _directory_of(role: str, config: Config) -> str:
+    """Where a role's weights come from; "" is the actor."""
+    directories = {"reward": config.reward.model, "cost": config.cost.model}
+    directories |= dict.fromkeys(("critic", "cost_critic"), config.critic.weights)
+    return directories.get(role, "")
+
+
+def _left_out(config: Config, pools: dict[str, Pool]) -> Iterator[tuple[str, str]]:
+    """(what, why) of settings that take more, or place it elsewhere."""
+    if "rollout" in pools and pools["rollout"] is not pools["actor"]:
+        pool = pools["rollout"]
+        yield (
+            "rollout",
+            f"it lives in pool {pool.name}, {pool.layout.name}: generation and its cache are counted as if "
+            "the actor sampled on its own devices",
+        )
+    if config.rollout.partial:
+        yield "rollout.partial", "samples that are carried over from one step to the next"
+    if config.cost.pretrain_coef and "cost" in pools:
+        yield "cost.pretrain_coef", "the batch of written solutions in every update"
+    if config.warm_start.num_steps:
+        yield "warm start", "the stage before: the same weights, batches of its own"

@@ -1,0 +1,194 @@
+"""Signs of life between processes: who is lost is told, soon, by all others, and nobody else is."""
+
+import contextlib
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.host_watch import EXIT_LOST, HostWatch, Peers, Sign
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+# What is known of others, by hand.
+
+
+def test_silence_counts_from_the_last_sign_and_only_while_it_runs():
+    peers = Peers(0, 3, now_s=100.0)
+    limits = {"silent_s": 10, "failed_s": 5}
+    peers.note([Sign(1, "a", 1, "update"), Sign(2, "b", 1, "update")], 101.0)
+    peers.note([Sign(1, "a", 1, "update"), Sign(2, "b", 2, "generate")], 108.0)
+    assert peers.lost(111.0, **limits) == ""
+    assert peers.lost(111.5, **limits) == (
+        "process 1 (host a, update) has given no sign of life for 10 s"
+    )
+    peers.note([Sign(1, "a", 9, "report", "left")], 111.5)
+    assert peers.lost(117.0, **limits) == ""
+    assert "process 2 (host b, generate) has given no" in peers.lost(118.5, **limits)
+    assert not peers.all_gone
+    # Whoever fails is waited for: this process may end by the same error itself.
+    peers.note([Sign(2, "b", 3, "score", "failed")], 120.0)
+    peers.note([Sign(2, "b", 3, "score", "failed")], 124.0)
+    assert peers.all_gone and peers.lost(124.9, **limits) == ""
+    assert "(host b, score) has ended with an error" in peers.lost(125.1, **limits)
+
+
+def test_a_process_that_was_never_seen_is_lost_too():
+    assert (
+        Peers(1, 2, now_s=0.0)
+        .lost(61.0, silent_s=60, failed_s=60)
+        .startswith("process 0 (host unknown, never seen) has given no sign")
+    )
+
+
+# Watches of one process, which share a dict.
+
+
+class Store(dict):
+    """What JAX's client does with its service."""
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self
+        self[key] = value
+
+    def key_value_dir_get(self, key):
+        return [item for item in list(self.items()) if item[0].startswith(key)]
+
+
+class Ended(Exception):
+    pass
+
+
+def watch_of(store, process, ends, **changes):
+    return HostWatch(store, process, 2, **{"lost_after_s": 0.6, "end": ends.append, **changes})
+
+
+def test_two_that_live_and_leave_say_nothing(capfd):
+    ends = []
+    store = Store()
+    with watch_of(store, 0, ends) as one, watch_of(store, 1, ends) as other:
+        one.phase, other.phase = "generate", "update"
+        time.sleep(1.5)
+    assert ends == [] and capfd.readouterr().err == ""
+    states = [json.loads(text)["state"] for text in store.values()]
+    assert states == ["left", "left"]
+
+
+def test_one_that_falls_silent_ends_the_other(capfd):
+    ends = []
+    with watch_of(Store(), 1, ends) as watch:
+        watch.phase = "step 3, update"
+        time.sleep(2)
+    assert ends == [EXIT_LOST]
+    error = capfd.readouterr().err
+    assert error.startswith("error: process 0 (host unknown, never seen) has given no sign of life")
+    assert f"process 1 of 2 (host {socket.gethostname()}, step 3, update) ends with it" in error
+    assert "start all processes again" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
+    ],
+)
+def test_a_program_that_breaks_off_is_explained_sooner(broken, capfd):
+    ends = []
+
+    def end(status):
+        ends.append((status, time.monotonic()))
+
+    began = time.monotonic()
+    with contextlib.suppress(type(broken)), watch_of(Store(), 1, [], lost_after_s=6, end=end):
+        raise broken
+    assert ends[0][0] == EXIT_LOST and ends[0][1] - began < 5.5
+    first, second = capfd.readouterr().err.splitlines()[:2]
+    assert "could not go on (UNKNOWN: Gloo AllGather failed" in first
+    assert "process 0 (host unknown, never seen) has given no sign of life" in second
+
+
+def test_a_fault_keeps_its_traceback_and_is_told_to_the_other(capfd):
+    store, ends, others = Store(), [], []
+    other = watch_of(store, 0, others)
+    with other:
+        with pytest.raises(KeyError), watch_of(store, 1, ends):
+            raise KeyError("a fault")
+        assert ends == [1]
+        time.sleep(1.5)
+    assert others == [EXIT_LOST]
+    error = capfd.readouterr().err
+    assert "KeyError: 'a fault'" in error
+    assert "error: process 1 (host" in error and "has ended with an error" in error
+
+
+def test_what_a_user_can_mend_passes_through(capfd):
+    ends = []
+    with pytest.raises(UserError), watch_of(Store(), 1, ends):
+        raise UserError("a setting")
+    assert ends == [] and capfd.readouterr().err == ""
+    assert not [t for t in threading.enumerate() if t.name == "host-watch"]
+
+
+# Processes.
+
+PROGRAM = """
+import sys, time
+from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import simulate
+
+config = hosts.HostsConfig(sys.argv[1], 2, int(sys.argv[2]), lost_after_s=8)
+simulate(2, processes=2)
+hosts.start(config)
+with hosts.watched(config):
+    for n in range(10_000):
+        hosts.enter_phase(f"step {n}")
+        hosts.largest(n)
+        print(n, flush=True)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named(victim):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(i)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    survivor = processes[1 - victim]
+    try:
+        while survivor.stdout.readline() != "3\n":
+            assert survivor.poll() is None, survivor.stderr.read()
+        processes[victim].send_signal(signal.SIGKILL)
+        errors = [process.communicate(timeout=60)[1].splitlines() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    # The witness of the killed one.
+    assert f"error: process {victim} of 2 (host " in errors[victim][-1]
+    if victim:
+        assert survivor.returncode == EXIT_LOST
+        assert "error: process 1 (host " in errors[0][-1] and "step " in errors[0][-1]
+        assert not [line for line in errors[0] if "stack trace" in line or "Traceback" in line]
+    else:
+        assert survivor.returncode == -signal.SIGABRT
+        assert "error: process 1 of 2 (host " in errors[1][-1] and "process 0" in errors[1][-1]
+    assert "start all processes again with the same command" in errors[1 - victim][-1]

@@ -1,0 +1,139 @@
+"""Connections of rude clients: half a request, a byte a second, nothing read, too many at once."""
+
+import contextlib
+import importlib.util
+import json
+import resource
+import socket
+import time
+
+import pytest
+
+for package in ("starlette", "uvicorn"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.rollout.http_server import HttpServer  # noqa: E402
+
+WHOLE = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+HALF = WHOLE[:-2]
+
+
+async def app(scope, receive, send):
+    """Answers at once, whatever comes, and does not look at bodies."""
+    parts = [b"x" * 100_000] * 500 if scope["path"] == "/long" else [b"ok"]
+    headers = [(b"content-length", str(sum(map(len, parts))).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+
+        def server(**settings) -> int:
+            server = HttpServer(app, host="127.0.0.1", port=0, **settings)
+            stack.callback(server.stop)
+            return server.port
+
+        yield server
+
+
+@contextlib.contextmanager
+def connection(port: int):
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        yield client
+
+
+def ends_within(client: socket.socket, seconds: float, *, sends: bytes = b"") -> bool:
+    """The server closes the connection, though the client sends a byte now and then."""
+    client.settimeout(0.05)
+    until = time.monotonic() + seconds
+    rest = iter(sends * 1000)
+    while time.monotonic() < until:
+        try:
+            if sends:
+                client.send(bytes([next(rest)]))
+            if not client.recv(1 << 16):
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("begin", "sends"),
+    [
+        (b"", b""),
+        (HALF, b""),
+        # A byte at a time, which would start uvicorn's own timer anew.
+        (HALF, b"x"),
+        # After an answer; and a body that nobody wants, which never ends.
+        (WHOLE + HALF, b"x"),
+        (WHOLE.replace(b"host", b"content-length: 100000\r\nhost"), b"x"),
+    ],
+)
+def test_a_connection_without_a_whole_request_is_closed(start, begin, sends):
+    port = start(idle_timeout_s=0.4)
+    with connection(port) as rude, connection(port) as polite:
+        rude.sendall(begin)
+        assert ends_within(rude, 5, sends=sends)
+        assert not polite.recv(100)
+    with connection(port) as other:
+        other.sendall(WHOLE)
+        assert other.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_request_in_time_is_answered_again_and_again(start):
+    with connection(start(idle_timeout_s=1.0)) as client:
+        for _ in range(4):
+            for byte in WHOLE:
+                client.send(bytes([byte]))
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert client.recv(1000).endswith(b"\r\n\r\nok")
+
+
+def test_a_client_that_reads_nothing_is_left(start):
+    with connection(start(write_timeout_s=0.3)) as client:
+        client.sendall(WHOLE.replace(b"GET / ", b"GET /long "))
+        time.sleep(2)
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(1 << 20):
+                received += len(part)
+    assert 0 < received < 50_000_000
+
+
+def test_connections_beyond_the_limit_are_told_at_once(start):
+    port = start(max_connections=5)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            client = stack.enter_context(connection(port))
+            client.sendall(HALF)
+        # The newest of them is in use when the next one comes.
+        time.sleep(0.2)
+        with connection(port) as late:
+            head, _, body = late.recv(10_000).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        error = json.loads(body)["error"]
+        assert error["message"].startswith("all 5 connections of this server are in use")
+        client.sendall(HALF[-2:])
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+    time.sleep(0.2)
+    with connection(port) as client:
+        client.sendall(WHOLE)
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_more_connections_than_the_system_has_files_are_refused():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 2**40
+    with pytest.raises(UserError, match="--max_connections"):
+        HttpServer(app, host="127.0.0.1", port=0, max_connections=hard)
