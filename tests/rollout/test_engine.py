@@ -342,7 +342,7 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
 
 @pytest.mark.parametrize("unroll", [1, 2], ids=["one stack", "layer by layer"])
 def test_the_largest_state_is_described_without_being_allocated(unroll):
-    engine = actor_of(config=dataclasses.replace(BASE, unroll=unroll)).engine
+    engine = actor_of(config=dataclasses.replace(BASE, unroll=unroll)).backend.engine
     described = engine.abstract_decode_state()
     whole = engine.init_decode_state()
     jax.tree.map(
