@@ -24,7 +24,9 @@ def make(tmp_path):
     python, asked = tmp_path / "python", tmp_path / "asked"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = {name: x for name, x in os.environ.items() if name != "MAKEFLAGS"}
+    # What an outer `make test EXTRAS=...` hands down is not for this one.
+    handed_down = ("MAKEFLAGS", "MFLAGS", "EXTRAS")
+    environment = {name: x for name, x in os.environ.items() if name not in handed_down}
     environment |= {"ASKED": str(asked), "REAL": sys.executable}
 
     def run(*goals: str, status: int = 0) -> tuple[list[str], list[str], str]:

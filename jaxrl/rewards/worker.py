@@ -89,7 +89,7 @@ class Worker:
           interrupted: asked now and then; True ends the wait, and the process with it.
 
         Raises:
-          UserError: it raised an exception, ended its process, or took too long. The worker is then closed.
+          UserError: it raised an exception; or it ended its process or took too long, and is then closed.
           Interrupted: the wait was ended.
         """
         return self._ask((path, argument), path, interrupted)

@@ -102,9 +102,18 @@ def test_the_base_has_the_parameters_of_the_model_without():
     assert jax.tree.structure(rest) == jax.tree.structure(plain)
 
 
-@pytest.mark.parametrize("settings", [{"rank": -1}, {"rank": 4, "targets": ("q", "query")}])
-def test_what_is_no_adapter_is_refused(settings):
-    with pytest.raises(ValueError, match="targets are some of q, k, v, o, gate, up, down"):
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rank": -1}, "rank -1 is below 0"),
+        (
+            {"rank": 4, "targets": ("q", "query")},
+            "'query' is not one of q, k, v, o, gate, up, down",
+        ),
+    ],
+)
+def test_what_is_no_adapter_is_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
         LoraConfig(**settings)
 
 
