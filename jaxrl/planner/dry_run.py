@@ -386,7 +386,7 @@ def _largest_inside(scan: jax_core.JaxprEqn) -> Any:
 
 
 def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
-    # A carry has the shape it has inside the loop. Since jax 0.11 a scan does not say how many carries it has.
+    # A carry has the shape it has inside the loop; since jax 0.11 a scan does not say how many it has.
     inside = scan.params["jaxpr"].jaxpr.outvars
     return [
         outer.aval
