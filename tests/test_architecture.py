@@ -4,6 +4,7 @@ Imports are read from the source with `ast`; those for the type checker alone co
 """
 
 import ast
+import collections
 import graphlib
 import itertools
 import os
@@ -117,6 +118,13 @@ def test_imports_point_down(path):
 def test_imports_are_at_the_top(path):
     late = {(path.as_posix(), module) for module in late_imports_of(parse(path))}
     assert late - LATE_IMPORTS.keys() == set()
+
+
+def test_no_two_files_have_one_name():
+    """A name says which file is meant, in whichever room it stands."""
+    names = collections.Counter(path.name for path in SOURCES if path.parts[0] == "jaxrl")
+    names.pop("__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_late_import_of_the_list_is_there():

@@ -6,7 +6,7 @@ punishment in its rewards, clip-higher and the token-level mean in the actor's u
 
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 from jaxrl.errors import UserError
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.dataflows.experience import Metrics, Sampled
-from jaxrl.dataflows.sampling import Enough, PromptSource, Sampler
+from jaxrl.dataflows.samplers import Enough, PromptSource, Sampler
 from jaxrl.errors import UserError
 from jaxrl.types import Scored
 

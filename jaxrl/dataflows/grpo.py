@@ -5,7 +5,7 @@ They differ in the estimator behind `step.advantages` and the loss behind `step.
 
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 
 

@@ -2,7 +2,7 @@
 
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 
 

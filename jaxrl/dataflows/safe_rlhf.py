@@ -5,7 +5,7 @@ HybridFlow's Figure 6, second dataflow.
 
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 
 

@@ -22,7 +22,7 @@ from jaxrl.dataflows.costs import CostPhase, Multiplier
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase
 from jaxrl.dataflows.preparation import Advantages, Packer, ReferencePhase
-from jaxrl.dataflows.sampling import PromptSource
+from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.types import Prompts
 
 Part = TypeVar("Part")
@@ -33,7 +33,7 @@ class Step:
     """One step's roles and what connects them. Roles that the dataflow has not declared are not there.
 
     Attributes:
-      sample: a step's groups with their rewards, by one of `dataflows.sampling`.
+      sample: a step's groups with their rewards, by one of `dataflows.samplers`.
       greedy: the likeliest response to each prompt, with its reward.
       pack: groups to `Experience`.
       actor: log-probabilities and updates of the policy.

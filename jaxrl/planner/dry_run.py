@@ -387,12 +387,9 @@ def _largest_inside(scan: jax_core.JaxprEqn) -> Any:
 
 def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
     # A carry has the shape it has inside the loop; since jax 0.11 a scan does not say how many it has.
-    inside = scan.params["jaxpr"].jaxpr.outvars
-    return [
-        outer.aval
-        for outer, inner in zip(scan.outvars, inside, strict=True)
-        if outer.aval.ndim > inner.aval.ndim
-    ]
+    inside: list[Any] = [v.aval for v in scan.params["jaxpr"].jaxpr.outvars]
+    outside: list[Any] = [v.aval for v in scan.outvars]
+    return [outer for outer, inner in zip(outside, inside, strict=True) if outer.ndim > inner.ndim]
 
 
 def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:

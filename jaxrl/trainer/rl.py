@@ -24,7 +24,7 @@ from jaxrl.dataflows.rewarding import (
     RewardTerm,
     SequenceScores,
 )
-from jaxrl.dataflows.sampling import (
+from jaxrl.dataflows.samplers import (
     Generation,
     GreedySampling,
     OneStepAhead,

@@ -7,7 +7,7 @@ from steps import CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 from jaxrl.dataflows.clock import Unclocked
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
-from jaxrl.dataflows.sampling import (
+from jaxrl.dataflows.samplers import (
     Generation,
     GreedySampling,
     OneStepAhead,
