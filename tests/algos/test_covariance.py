@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import Ragged
@@ -40,7 +41,8 @@ def test_covariance_equals_its_twin_and_sums_to_that_of_the_batch(seed):
     if not len(p):
         return
     ragged.assert_equal(ours, [(x - p.mean()) * (y - a.mean()) for x, y in rows])
-    np.testing.assert_allclose(tokens(ragged, ours).mean(), np.cov(p, a, ddof=0)[0, 1], atol=1e-5)
+    # Products of two values within 2 of 0.
+    assert_close(tokens(ragged, ours).mean(), np.cov(p, a, ddof=0)[0, 1], scale=4)
 
 
 @few

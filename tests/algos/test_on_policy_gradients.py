@@ -114,7 +114,8 @@ def test_so_does_the_kl_over_the_vocabulary():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
     log_q = jax.nn.log_softmax(logits)
     slope = jax.grad(lambda x: kl.over_vocabulary(jax.nn.log_softmax(x), log_q).sum())(logits)
-    np.testing.assert_allclose(slope, 0, atol=1e-7)
+    # Some ulps of the probabilities that cancel in it.
+    np.testing.assert_allclose(slope, 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, math.inf])
