@@ -611,4 +611,4 @@ def test_what_the_command_cannot_do_is_one_line(directory, capsys):
     with pytest.raises(SystemExit) as caught:
         script.main(["--model", str(directory), "--slots=0"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 or more\n")
+    assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 to 1,000,000\n")

@@ -5,13 +5,13 @@ import json
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
 import jax
 import pytest
+from processes import started
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.host_watch import EXIT_LOST, HostWatch, Peers, Sign
@@ -163,25 +163,13 @@ def test_a_killed_process_is_named(victim):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(i)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    survivor = processes[1 - victim]
-    try:
+    commands = [[sys.executable, "-c", PROGRAM, address, str(i)] for i in range(2)]
+    with started(commands, cwd=ROOT) as processes:
+        survivor = processes[1 - victim]
         while survivor.stdout.readline() != "3\n":
             assert survivor.poll() is None, survivor.stderr.read()
         processes[victim].send_signal(signal.SIGKILL)
         errors = [process.communicate(timeout=60)[1].splitlines() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     # The witness of the killed one.
     assert f"error: process {victim} of 2 (host " in errors[victim][-1]
     if victim:
