@@ -213,33 +213,35 @@ def damage(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     problems = write_problems(work)
     before, after = Run(work, "before", **problems), Run(work, "after", **problems)
-    steps = args.steps
-    for run, last in ((before, steps), (after, steps + 1)):
+    for run, last in ((before, args.steps), (after, args.steps + 1)):
         status, errors = _train(run, last)
         if status:
             raise SystemExit(f"the undisturbed run failed: {errors}")
+        if run is before:
+            shutil.copytree(before.folder, after.folder)
     files = sorted(p.relative_to(before.folder) for p in before.folder.rglob("*") if p.is_file())
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong = []
     for number, file in enumerate(files):
-        for name in args.damages or DAMAGES:
+        # One after the other of them, or each on every file.
+        names = list(DAMAGES) if args.each else [list(DAMAGES)[number % len(DAMAGES)]]
+        for name in names:
             run = Run(work, "damaged", **problems)
             shutil.rmtree(work / "damaged", ignore_errors=True)
             shutil.copytree(before.folder, run.folder)
             _damage(run.folder / file, DAMAGES[name])
-            outcome = _outcome(run, steps + 1, after, file)
+            outcome = _outcome(run, args.steps + 1, after, file)
             outcomes[_kind(file)][outcome] += 1
             if outcome.startswith("WRONG"):
                 wrong.append(f"* `{file}` {name}: {outcome}")
-                print(wrong[-1], flush=True)
-        print(f"{number + 1} of {len(files)} files", file=sys.stderr, flush=True)
+            print(f"{number + 1} of {len(files)}: {file} {name}: {outcome}", flush=True)
     lines = ["| file | went on | refused in one line | wrong |", "|---|---|---|---|"]
     for kind, counts in outcomes.items():
         bad = sum(count for name, count in counts.items() if name.startswith("WRONG"))
         lines.append(f"| {kind} | {counts['went on']} | {counts['refused']} | {bad} |")
     total = sum(sum(counts.values()) for counts in outcomes.values())
-    damages = ", ".join(args.damages or DAMAGES)
-    summary = f"{len(files)} files, {total} damages ({damages}); {len(wrong)} wrong."
+    damages = f"{total} damages ({', '.join(DAMAGES)}{'' if args.each else ', in turn'})"
+    summary = f"{len(files)} files, {damages}; {len(wrong)} wrong."
     text = "\n".join(["## Every file damaged", "", summary, "", *lines, "", *wrong])
     return text.rstrip(), not wrong
 
@@ -300,7 +302,7 @@ def main() -> None:
     killing.set_defaults(run=kill)
     damaging = commands.add_parser("damage")
     damaging.add_argument("--steps", type=int, default=2, help="of the run that is damaged")
-    damaging.add_argument("--damages", nargs="+", choices=DAMAGES, help="default: all")
+    damaging.add_argument("--each", action="store_true", help="every damage on every file")
     damaging.set_defaults(run=damage)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults") as work:

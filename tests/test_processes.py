@@ -1,3 +1,4 @@
+import pathlib
 import sys
 
 import pytest
@@ -10,3 +11,11 @@ def test_no_process_outlives_the_test_that_started_it():
         assert [process.stdout.readline() for process in processes] == ["here\n"] * 2
         raise AssertionError("of the test")
     assert all(process.returncode == -9 for process in processes)
+
+
+def test_no_test_starts_a_process_in_any_other_way():
+    """`subprocess.run` ends what it started whatever happens."""
+    here = pathlib.Path(__file__)
+    for path in here.parent.rglob("*.py"):
+        if path.name not in ("processes.py", here.name):
+            assert "Popen(" not in path.read_text(), path

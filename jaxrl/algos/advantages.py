@@ -14,15 +14,12 @@ has them:
     optimal_token_baseline                reward_BT logprob_BT sum_pi_squared_BT mask_BT segment_ids_BT
                                           group_BT
 
-N prompts   G answers per prompt   B sequences in the first three lines, else rows of T tokens
+B sequences in the first three lines, else rows of T tokens
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
 
 from jaxrl.algos import group_advantages, token_advantages
 
@@ -39,24 +36,3 @@ ADVANTAGES: dict[str, Callable] = {
     "remax": token_advantages.remax,
     "rloo": group_advantages.rloo,
 }
-
-
-def group_relative(
-    reward_NG: jax.Array, *, normalize_std: bool = True, epsilon: float = 1e-6
-) -> jax.Array:
-    """`group_advantages.grpo` where every prompt has G answers, one group a row.
-
-    Args:
-      reward_NG: float, one reward per answer.
-      normalize_std: divide by the group's standard deviation; False is Dr. GRPO.
-      epsilon: added to the deviation.
-
-    Returns:
-      [N, G], same type.
-    """
-    N, G = reward_NG.shape
-    group_B = jnp.arange(N * G, dtype=jnp.int32) // G
-    advantage_B = group_advantages.grpo(
-        reward_NG.reshape(-1), group_B, num_groups=N, normalize_std=normalize_std, epsilon=epsilon
-    )
-    return advantage_B.reshape(N, G)

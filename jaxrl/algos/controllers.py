@@ -6,12 +6,6 @@ import jax
 import jax.numpy as jnp
 
 
-def fixed(coef: jax.Array, mean_kl: jax.Array, *, num_sequences: int) -> jax.Array:
-    """The coefficient as it was: the controller that does nothing."""
-    del mean_kl, num_sequences
-    return coef
-
-
 def adaptive(
     coef: jax.Array, mean_kl: jax.Array, *, num_sequences: int, target: float, horizon: float
 ) -> jax.Array:

@@ -24,6 +24,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos import kinks
 from jaxrl.algos.ratio import ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked
 from jaxrl.checks import at_least, between, finite
@@ -126,19 +127,21 @@ def kl_cov(
     selected: jax.Array,
     kl_coef: Annotated[float, at_least(0)],
 ) -> Loss:
-    """The plain surrogate, with a price on moving the selected tokens: -r A + kl_coef * |log r| (eq. 14).
+    """The plain surrogate, with a penalty on moving the selected tokens: -r A + kl_coef * |log r| (eq. 14).
+
+    The penalty has no gradient at r = 1, where nothing has moved yet.
 
     Args:
       logprob, old_logprob, advantage: as for `policy_losses.clipped`.
       selected: bool, from `select_highest`.
-      kl_coef: price of a nat; the paper and verl's function take 1.
+      kl_coef: KL coefficient; the paper and verl's function take 1.
 
     Returns:
       (loss, stats) with `selected` and `ppo_kl`.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
-    price = kl_coef * masked(jnp.abs(log_ratio), selected)
-    loss = -advantage * jnp.exp(log_ratio) + price
+    penalty = kl_coef * masked(kinks.absolute(log_ratio), selected)
+    loss = -advantage * jnp.exp(log_ratio) + penalty
     return loss, {"selected": flag(selected, loss), "ppo_kl": -log_ratio}
 
 

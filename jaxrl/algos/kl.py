@@ -12,8 +12,8 @@ take arrays of any one shape:
     k3      e^-d - 1 + d       1 - e^-d      unbiased, >= 0   that of KL(reference || policy)
     name+   of name            d             as name          unbiased (straight-through: gradient of k2)
 
-`full` sums over the vocabulary and is exact, value and gradient. In the reward (`penalized_reward`) the value
-counts, in the loss the gradient.
+`over_vocabulary` ("full" in a config) sums over the vocabulary and is exact, value and gradient. In the
+reward (`penalized_reward`) the value counts, in the loss the gradient.
 
 Not covered: divergences other than KL.
 """
@@ -26,6 +26,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos import kinks
 from jaxrl.algos.segments import last_tokens, masked, segment_mean
 
 Estimate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -42,8 +43,8 @@ def k1(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 
 def absolute(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
-    """|d|."""
-    return jnp.abs(logprob - ref_logprob)
+    """|d|, whose gradient is 0 where the policies agree."""
+    return kinks.absolute(logprob - ref_logprob)
 
 
 def k2(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
@@ -53,9 +54,9 @@ def k2(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 def k3(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
     """e^-d - 1 + d, GRPO's choice (arXiv 2402.03300 eq. 4), bounded by MAX_K3."""
-    d = jnp.clip(logprob - ref_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = kinks.clip(logprob - ref_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits that 1 would swallow near d = 0.
-    return jnp.minimum(jnp.expm1(-d) + d, MAX_K3)
+    return kinks.clip(jnp.expm1(-d) + d, highest=MAX_K3)
 
 
 def straight_through(estimate: Estimate) -> Estimate:
@@ -72,7 +73,7 @@ def straight_through(estimate: Estimate) -> Estimate:
     return through
 
 
-# The name of `full` in a config; no estimate from the sampled token alone.
+# The name of `over_vocabulary` in a config; no estimate from the sampled token alone.
 FULL = "full"
 
 KL_ESTIMATES: dict[str, Estimate] = {
@@ -87,28 +88,18 @@ KL_ESTIMATES: dict[str, Estimate] = {
 }
 
 
-def full(logits_BTV: jax.Array, ref_logits_BTV: jax.Array, mask_BT: jax.Array) -> jax.Array:
+def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """The KL itself: sum over the vocabulary of p (log p - log q).
 
-    Costs two rows of logits per token: call it on chunks of T and join the results. A token id of probability
-    0 under p adds nothing; one of probability 0 under q alone makes the KL infinite.
+    A token of probability 0 under p adds nothing; one of probability 0 under q alone makes the KL infinite.
 
     Args:
-      logits_BTV: of the policy, temperature applied. [B, T, V] or any [..., V].
-      ref_logits_BTV: of the reference.
-      mask_BT: 1 on the tokens that count, the shape of the logits without V.
+      logprobs: log p of whole distributions, temperature applied, [..., V].
+      ref_logprobs: log q, of the reference.
 
     Returns:
-      [B, T], 0 outside the mask.
+      [...], in nats.
     """
-    inside_BT1 = mask_BT.astype(bool)[..., None]
-    log_p_BTV = jax.nn.log_softmax(jnp.where(inside_BT1, logits_BTV, 0.0), axis=-1)
-    log_q_BTV = jax.nn.log_softmax(jnp.where(inside_BT1, ref_logits_BTV, 0.0), axis=-1)
-    return masked(over_vocabulary(log_p_BTV, log_q_BTV), mask_BT)
-
-
-def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-    """`full` of log-probabilities [..., V] of whole distributions, [...]."""
     possible = logprobs > -jnp.inf
     log_ratio = masked(logprobs, possible) - masked(ref_logprobs, possible)
     return jnp.sum(jnp.exp(logprobs) * log_ratio, axis=-1)

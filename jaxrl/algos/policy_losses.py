@@ -13,7 +13,7 @@ has neither value nor gradient. No loss sees another microbatch, so any split gi
 per token too, to be summed over the mask: means of means would move with the split.
 
 Weights of an off-policy correction (`rollout_correction`) multiply the result. With two policies (bypass) the
-sampler's log-probability is passed as the old one and nothing is multiplied.
+sampler's log-probability is passed as the old one, and only losses of `RATIO_FREE` are multiplied.
 
 Not covered: entropy of the policy itself, which the model's room computes.
 """
@@ -27,7 +27,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from jaxrl.algos import covariance
+from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked, segment_mean
 from jaxrl.checks import above, at_least, between, positive
@@ -68,8 +68,9 @@ def clipped(
     # Not -A * dual_clip, which has no value where an infinite bound meets an advantage of 0.
     negative = advantage < 0
     dual = dual_clip * jnp.where(negative, -advantage, jnp.ones_like(advantage))
-    stats["pg_clipfrac_lower"] = flag(negative & (loss > dual), loss)
-    loss = jnp.where(negative, jnp.minimum(loss, dual), loss)
+    bounded = negative & (loss > dual)
+    stats["pg_clipfrac_lower"] = flag(bounded, loss)
+    loss = jnp.where(bounded, dual, loss)
     return loss, stats | {"ppo_kl": -log_ratio}
 
 
@@ -319,11 +320,11 @@ def geo_mean(
     advantage_BT = masked(advantage_BT, mask_BT)
     bounded_BT = jnp.where(
         advantage_BT < 0,
-        jnp.maximum(log_ratio_BT, -clip_low),
-        jnp.where(advantage_BT > 0, jnp.minimum(log_ratio_BT, clip_high), 0.0),
+        kinks.clip(log_ratio_BT, lowest=-clip_low),
+        jnp.where(advantage_BT > 0, kinks.clip(log_ratio_BT, highest=clip_high), 0.0),
     )
     mean_BT = segment_mean(bounded_BT, mask_BT, segment_ids_BT)
-    ratio_BT = jnp.exp(jnp.minimum(mean_BT, MAX_LOG_RATIO))
+    ratio_BT = jnp.exp(kinks.clip(mean_BT, highest=MAX_LOG_RATIO))
     loss_BT = -segment_mean(advantage_BT, mask_BT, segment_ids_BT) * ratio_BT
     high_BT = (advantage_BT > 0) & (log_ratio_BT > clip_high)
     low_BT = (advantage_BT < 0) & (log_ratio_BT < -clip_low)
@@ -377,6 +378,9 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "trpo": by_token(trpo),
 }
 
+# Those without a ratio to the old policy, for which nothing but weights corrects an off-policy sample.
+RATIO_FREE = frozenset({"gpg", "policy_gradient"})
+
 # Those whose ratio is a whole sequence's.
 SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token"})
 
@@ -390,7 +394,7 @@ def _sequence_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> Loss:
-    s_BT = jnp.exp(jnp.minimum(log_s_BT, MAX_SEQUENCE_LOG_RATIO))
+    s_BT = jnp.exp(kinks.clip(log_s_BT, highest=MAX_SEQUENCE_LOG_RATIO))
     loss_BT, stats = surrogate(
         s_BT, masked(advantage_BT, mask_BT), clip_low=clip_low, clip_high=clip_high
     )

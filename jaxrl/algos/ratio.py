@@ -7,6 +7,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos import kinks
 from jaxrl.checks import at_least
 
 Stats = dict[str, jax.Array]
@@ -21,15 +22,18 @@ MAX_LOG_RATIO = 20.0
 
 def bounded_log_ratio(logprob: jax.Array, old_logprob: jax.Array) -> jax.Array:
     """log r = logprob - old_logprob, within +-MAX_LOG_RATIO; beyond, it has no gradient."""
-    return jnp.clip(logprob - old_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return kinks.clip(logprob - old_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def surrogate(ratio: jax.Array, advantage: jax.Array, *, clip_low: float, clip_high: float) -> Loss:
-    """-min(r A, clip(r, 1-low, 1+high) A), and stats that say where the clip is active and on which side."""
+    """-min(r A, clip(r, 1-low, 1+high) A), and stats that say where the clip is active and on which side.
+
+    A token on a bound is not clipped yet: it has its whole gradient.
+    """
     plain = -advantage * ratio
-    bounded = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = jnp.maximum(plain, bounded)
+    bounded = -advantage * kinks.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     active, negative = bounded > plain, advantage < 0
+    loss = jnp.where(active, bounded, plain)
     return loss, {
         "pg_clipfrac": flag(active, loss),
         "pg_clipfrac_high": flag(active & ~negative, loss),

@@ -5,30 +5,36 @@
 
 What can be done about it, in any combination:
 
-    weigh      token_weights | sequence_weights, then truncate (TIS) or band (IcePop), then normalize_*
-    reject     keep_ratio, keep_divergence, keep_not_vetoed; all see the *original* mask, then
-               mask_BT * kept_1_BT * kept_2_BT is the mask from there on, in losses, counts and metrics
+    weigh      WEIGHTINGS[name].of_ratio, then truncate (TIS) or band (IcePop), then divide by .norm_factor
+    reject     Rejection: bounds on k1, k2 or k3 of a token, or on their sum, mean or maximum over a sequence;
+               all see the *original* mask, then mask_BT * kept_1_BT * kept_2_BT is the mask from there on, in
+               losses, counts and metrics
 
-Every bound on a ratio in this file is on pi_train / pi_rollout, for weights and rejection alike. (verl's k1
-options bound the inverse, pi_rollout / pi_train: its "lo_hi" is lowest = 1 / hi, highest = 1 / lo here.)
+Every bound on a ratio is on pi_train / pi_rollout, for weights and rejection alike. (verl's k1 options bound
+the inverse, pi_rollout / pi_train: its "lo_hi" is lowest = 1 / hi, highest = 1 / lo of `ratio_bounds`.)
 Weights and masks are constants to the gradient.
 
 Three policies (decoupled): rho is old_logprob - rollout_logprob, known before the update; the loss clips
 logprob / old_logprob and is multiplied by the weights. Two policies (bypass): the old log-probability is the
-rollout's, so the clipped loss needs no weights; plain policy gradient takes them with rho = logprob -
+rollout's, so a loss with a ratio needs no weights; plain policy gradient takes them with rho = logprob -
 rollout_logprob, inside the loss. Rejecting there changes the mask there: see `aggregation` for the division.
 
 Truncated importance sampling: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-training", 2025. IcePop: Ring-1T, arXiv 2510.18855. Names of metrics are verl's `rollout_corr/*`.
+training", 2025. IcePop: Ring-1T, arXiv 2510.18855. Metrics with a name of verl's (`rollout_corr/*`, 0.9.1)
+have its definition, except that sequences without a trained token count nowhere, and that the statistics of
+a batch are taken once, whatever its microbatches.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos.moments import Moments, Tally
 from jaxrl.algos.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from jaxrl.algos.segments import (
     each_token,
@@ -81,89 +87,17 @@ def truncate(weight: jax.Array, *, highest: float) -> jax.Array:
 def band(weight: jax.Array, *, lowest: float, highest: float) -> jax.Array:
     """The weight where lowest <= weight <= highest, else 0: IcePop; its bounds are .5 and 5.
 
-    The tokens left out stay in the mask and in the count that divides; to take them out use `keep_ratio`.
+    The tokens left out stay in the mask and in the count that divides; to take them out use a `Rejection`.
     """
     return masked(weight, (weight >= lowest) & (weight <= highest))
-
-
-def normalize_by_tokens(weight_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Weights with mean 1 over the trained tokens of the whole batch; all zeros stay zeros."""
-    weight_BT = masked(weight_BT, mask_BT)
-    return weight_BT / _or_one(_mean(weight_BT, mask_BT))
-
-
-def normalize_by_sequences(
-    weight_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
-) -> jax.Array:
-    """Weights whose mean over sequences of their mean over tokens is 1; all zeros stay zeros."""
-    mean_BT = segment_mean(weight_BT, mask_BT, segment_ids_BT)
-    mean = _mean(mean_BT, last_tokens(mask_BT, segment_ids_BT))
-    return masked(weight_BT, mask_BT) / _or_one(mean)
 
 
 # Rejection
 
 
-def keep_ratio(
-    rho_BT: jax.Array,
-    mask_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-    *,
-    over: Over,
-    lowest: float,
-    highest: float,
-) -> jax.Array:
-    """Tokens whose ratio lies in lowest..highest, both included (verl's k1 options, there inverted).
-
-    Args:
-      rho_BT, mask_BT, segment_ids_BT: log-ratios and where they count.
-      over: `each_token` bounds each token's ratio (token_k1); `segment_sum` the sequence's (seq_sum_k1) and
-        `segment_mean` its tokens' geometric mean (seq_mean_k1), and then keep or reject whole sequences.
-      lowest, highest: bounds on pi_train / pi_rollout, above 0; compared as logarithms.
-
-    Returns:
-      [B, T] in the mask's type, 1 on the trained tokens that are kept, else 0.
-    """
-    level_BT = over(rho_BT, mask_BT, segment_ids_BT)
-    kept_BT = (level_BT >= jnp.log(lowest)) & (level_BT <= jnp.log(highest))
-    return masked(_ones(mask_BT), kept_BT)
-
-
-def keep_divergence(
-    rho_BT: jax.Array,
-    mask_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-    *,
-    divergence: Callable[[jax.Array], jax.Array],
-    over: Over,
-    highest: float,
-) -> jax.Array:
-    """Tokens whose divergence is at most `highest`, which cannot tell up from down.
-
-    Args:
-      rho_BT, mask_BT, segment_ids_BT: log-ratios and where they count.
-      divergence: `k2` or `k3`, of one token.
-      over: `each_token`, `segment_sum`, `segment_mean` or `segment_max` of the divergences (token_k3,
-        seq_sum_k3, seq_mean_k3, seq_max_k3); all but the first keep or reject whole sequences.
-      highest: the bound, in nats.
-
-    Returns:
-      [B, T] in the mask's type, 1 on the trained tokens that are kept, else 0.
-    """
-    level_BT = over(divergence(masked(rho_BT, mask_BT)), mask_BT, segment_ids_BT)
-    return masked(_ones(mask_BT), level_BT <= highest)
-
-
-def keep_not_vetoed(
-    rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array, *, lowest: float = 1e-4
-) -> jax.Array:
-    """Sequences none of whose tokens has a ratio below `lowest`: one impossible token vetoes all.
-
-    Returns:
-      [B, T] in the mask's type, 1 on the trained tokens that are kept, else 0.
-    """
-    worst_BT = segment_max(-masked(rho_BT, mask_BT), mask_BT, segment_ids_BT)
-    return masked(_ones(mask_BT), worst_BT <= -jnp.log(lowest))
+def k1(rho: jax.Array) -> jax.Array:
+    """-rho: its mean over samples is an unbiased KL(rollout || train)."""
+    return -rho
 
 
 def k2(rho: jax.Array) -> jax.Array:
@@ -176,27 +110,56 @@ def k3(rho: jax.Array) -> jax.Array:
     return jnp.expm1(rho) - rho
 
 
-DIVERGENCES: dict[str, Callable[[jax.Array], jax.Array]] = {"k2": k2, "k3": k3}
+DIVERGENCES: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-# Metrics: of the whole batch of a step, scalars; all 0 where the batch is empty
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """One reason to leave tokens out.
+
+    Attributes:
+      name: under which its metrics are kept; verl's for "seq_mean" and "k3" is "seq_mean_k3".
+      over: a name of `OVER`: each token for itself, or a sequence as a whole by the sum, mean or maximum over
+        its tokens.
+      by: a name of `DIVERGENCES`. k1 tells up from down, the others do not.
+      lowest, highest: bounds on the statistic, both included, in nats; `ratio_bounds` for k1.
+    """
+
+    name: str
+    over: str
+    by: str
+    lowest: float
+    highest: float
+
+    def statistic(
+        self, rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
+    ) -> jax.Array:
+        """What the bounds are applied to, [B, T], on every token that it decides about."""
+        return OVER[self.over](
+            DIVERGENCES[self.by](masked(rho_BT, mask_BT)), mask_BT, segment_ids_BT
+        )
+
+    def keep(self, statistic_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        """1 on the trained tokens whose statistic is within the bounds, else 0, in the mask's type."""
+        inside_BT = (statistic_BT >= self.lowest) & (statistic_BT <= self.highest)
+        return masked(_ones(mask_BT), inside_BT)
 
 
-def mismatch_metrics(
+def ratio_bounds(lowest: float, highest: float) -> tuple[float, float]:
+    """Bounds on pi_train / pi_rollout, above 0, as bounds on k1, the logarithm of its inverse."""
+    return -math.log(highest), -math.log(lowest)
+
+
+# Metrics. What they are made of is tallied by parts of a batch and adds up; all metrics of nothing are 0
+
+
+def mismatch_tally(
     train_logprob_BT: jax.Array,
     rollout_logprob_BT: jax.Array,
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
-) -> dict[str, jax.Array]:
-    """How far the two policies are apart, before any correction.
-
-    Returns:
-      Means over trained tokens: `kl` of -rho and `k3_kl` of k3, both KL(rollout || train), `chi2_token`
-      exp(2 rho) - 1. Over sequences, with a policy's log-perplexity the mean of -logprob over a sequence:
-      `training_log_ppl`, `training_ppl`, `rollout_log_ppl`, `rollout_ppl`; of the difference training less
-      rollout `log_ppl_diff` (mean), `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`, and
-      `ppl_ratio`, its exponential; `chi2_seq` exp(2 sum of rho) - 1.
-    """
+) -> Tally:
+    """What `mismatch_metrics` are made of."""
     where = (mask_BT, segment_ids_BT)
     last_BT = last_tokens(*where)
     rho_BT = log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
@@ -219,74 +182,218 @@ def mismatch_metrics(
         "ppl_ratio": jnp.exp(gap_BT),
         "chi2_seq": jnp.expm1(2.0 * total_BT),
     }
-    metrics = {name: _mean(x_BT, mask_BT) for name, x_BT in by_token.items()}
-    metrics |= {name: _mean(x_BT, last_BT) for name, x_BT in by_sequence.items()}
-    least, most = _range(gap_BT, last_BT)
-    metrics |= {"log_ppl_diff_min": least, "log_ppl_diff_max": most}
-    return jax.tree.map(jax.lax.stop_gradient, metrics)
+    return {name: Moments.of(x_BT, mask_BT) for name, x_BT in by_token.items()} | {
+        name: Moments.of(x_BT, last_BT) for name, x_BT in by_sequence.items()
+    }
 
 
-def weight_metrics(
+def mismatch_metrics(tally: Tally) -> dict[str, jax.Array]:
+    """How far the two policies are apart, before any correction.
+
+    Returns:
+      Means over trained tokens: `kl` of -rho and `k3_kl` of k3, both KL(rollout || train), `chi2_token`
+      exp(2 rho) - 1. Over sequences, with a policy's log-perplexity the mean of -logprob over a sequence:
+      `training_log_ppl`, `training_ppl`, `rollout_log_ppl`, `rollout_ppl`; of the difference training less
+      rollout `log_ppl_diff` (mean), `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`, and
+      `ppl_ratio`, its exponential; `chi2_seq` exp(2 sum of rho) - 1.
+    """
+    gap = tally["log_ppl_diff"]
+    means = {name: moments.mean for name, moments in tally.items()}
+    return means | {"log_ppl_diff_min": gap.min, "log_ppl_diff_max": gap.max}
+
+
+def weight_tally(
+    ratio_BT: jax.Array,
     weight_BT: jax.Array,
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
     lowest: float,
     highest: float,
-) -> dict[str, jax.Array]:
-    """How uneven importance weights are. Give those before truncation, or these say what it made of them.
+) -> Tally:
+    """What metrics of importance weights, and what normalises them, are made of.
 
     Args:
-      weight_BT, mask_BT, segment_ids_BT: weights and where they count.
-      lowest, highest: the bounds that the fractions refer to.
-
-    Returns:
-      Over trained tokens `rollout_is_mean`, `_std`, `_min`, `_max`, `_ratio_fraction_high` and `_low` (share
-      above and below the bounds), `_oob_ratio` (both), `_eff_sample_size` ((mean w)^2 / mean w^2, 1 for
-      equal weights), `_batch_norm_factor` (what normalising by tokens divides by). Over sequences, of the
-      mean weight of each: `rollout_is_seq_mean`, `_seq_std`, `_seq_min`, `_seq_max`, `_seq_max_deviation`
-      (largest distance from 1), `_seq_fraction_high`, `_seq_fraction_low`.
+      ratio_BT: the weights before they are bounded.
+      weight_BT: the weights after that, which multiply the loss.
+      mask_BT, segment_ids_BT: where they count.
+      lowest, highest: the bounds that the shares above and below refer to.
     """
     last_BT = last_tokens(mask_BT, segment_ids_BT)
-    means_BT = segment_mean(weight_BT, mask_BT, segment_ids_BT)
-    tokens = _spread(weight_BT, mask_BT, lowest, highest)
-    sequences = _spread(means_BT, last_BT, lowest, highest)
-    square = _mean(masked(weight_BT, mask_BT) ** 2, mask_BT)
-    metrics = {f"rollout_is_{name}": tokens[name] for name in ("mean", "std", "min", "max")}
-    metrics |= {
-        "rollout_is_ratio_fraction_high": tokens["high"],
-        "rollout_is_ratio_fraction_low": tokens["low"],
-        "rollout_is_oob_ratio": tokens["high"] + tokens["low"],
-        "rollout_is_eff_sample_size": tokens["mean"] ** 2 / _or_one(square),
-        "rollout_is_batch_norm_factor": tokens["mean"],
+    means_BT = segment_mean(ratio_BT, mask_BT, segment_ids_BT)
+    return {
+        "weight": Moments.of(weight_BT, mask_BT),
+        "seq_weight": Moments.of(segment_mean(weight_BT, mask_BT, segment_ids_BT), last_BT),
+        "seq_ratio": Moments.of(means_BT, last_BT),
+        "high": _share(ratio_BT > highest, mask_BT),
+        "low": _share(ratio_BT < lowest, mask_BT),
+        "seq_high": _share(means_BT > highest, last_BT),
+        "seq_low": _share(means_BT < lowest, last_BT),
     }
-    metrics |= {f"rollout_is_seq_{name}": sequences[name] for name in ("mean", "std", "min", "max")}
-    metrics |= {
-        "rollout_is_seq_max_deviation": _range(jnp.abs(means_BT - 1.0), last_BT)[1],
-        "rollout_is_seq_fraction_high": sequences["high"],
-        "rollout_is_seq_fraction_low": sequences["low"],
-    }
-    return metrics
 
 
-def rejection_metrics(
-    kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
-) -> dict[str, jax.Array]:
+def token_weight_metrics(tally: Tally) -> dict[str, jax.Array]:
+    """How uneven importance weights of tokens are.
+
+    Returns:
+      Of the weights as they are used, after truncation or band and before they are normalised:
+      `rollout_is_mean`, `_std` (divided by the count), `_min`, `_max` and `_eff_sample_size` ((mean w)^2 /
+      mean w^2, 1 for equal weights) over trained tokens; `rollout_is_seq_mean`, `_seq_std` (divided by one
+      less than the count), `_seq_min`, `_seq_max` and `_seq_max_deviation` (largest distance from 1) of the
+      sequences' mean weights. Of the ratios before that: `rollout_is_ratio_fraction_high` and `_low`, the
+      shares of tokens above and below the bounds; `rollout_is_seq_fraction_high` and `_low`, of sequences
+      whose mean ratio is.
+    """
+    weight = tally["weight"]
+    return _weight_metrics(tally) | {
+        "rollout_is_min": weight.min,
+        "rollout_is_max": weight.max,
+        "rollout_is_ratio_fraction_high": tally["high"].mean,
+        "rollout_is_ratio_fraction_low": tally["low"].mean,
+    }
+
+
+def sequence_weight_metrics(tally: Tally) -> dict[str, jax.Array]:
+    """How uneven importance weights of whole sequences are.
+
+    Returns:
+      As `token_weight_metrics`, except that, as in verl, `rollout_is_min` and `rollout_is_max` are of the
+      ratios before they are bounded, and `rollout_is_ratio_fraction_high` and `_low` are shares of sequences.
+    """
+    ratio = tally["seq_ratio"]
+    return _weight_metrics(tally) | {
+        "rollout_is_min": ratio.min,
+        "rollout_is_max": ratio.max,
+        "rollout_is_ratio_fraction_high": tally["seq_high"].mean,
+        "rollout_is_ratio_fraction_low": tally["seq_low"].mean,
+    }
+
+
+def _weight_metrics(tally: Tally) -> dict[str, jax.Array]:
+    weight, sequence = tally["weight"], tally["seq_weight"]
+    return {
+        "rollout_is_mean": weight.mean,
+        "rollout_is_std": weight.std,
+        "rollout_is_eff_sample_size": weight.mean**2 / _or_one(weight.mean_square),
+        "rollout_is_seq_mean": sequence.mean,
+        "rollout_is_seq_std": sequence.sample_std,
+        "rollout_is_seq_min": sequence.min,
+        "rollout_is_seq_max": sequence.max,
+        "rollout_is_seq_max_deviation": _furthest(sequence, 1.0),
+        "rollout_is_seq_fraction_high": tally["seq_high"].mean,
+        "rollout_is_seq_fraction_low": tally["seq_low"].mean,
+    }
+
+
+def outside_band(tally: Tally) -> dict[str, jax.Array]:
+    """`rollout_is_oob_ratio`, the share of tokens whose weight the band has made 0."""
+    return {"rollout_is_oob_ratio": tally["high"].mean + tally["low"].mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighting:
+    """Importance weights of tokens, or of whole sequences.
+
+    Attributes:
+      of_ratio: (rho_BT, mask_BT, segment_ids_BT) -> unbounded weights [B, T].
+      norm_factor: of a `weight_tally`: the mean of the weights that are used, over tokens or over sequences,
+        whichever they are of; divided by it they have mean 1. 1 if all weights are 0, which stay so.
+      metrics: of a `weight_tally`.
+    """
+
+    of_ratio: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    norm_factor: Callable[[Tally], jax.Array]
+    metrics: Callable[[Tally], dict[str, jax.Array]]
+
+
+WEIGHTINGS: dict[str, Weighting] = {
+    "token": Weighting(
+        token_weights, lambda tally: _or_one(tally["weight"].mean), token_weight_metrics
+    ),
+    "sequence": Weighting(
+        sequence_weights, lambda tally: _or_one(tally["seq_weight"].mean), sequence_weight_metrics
+    ),
+}
+
+
+def rejection_tally(
+    rejection: Rejection,
+    statistic_BT: jax.Array,
+    kept_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+) -> Tally:
+    """What `rejection_metrics` are made of, from a rejection's statistic and what it keeps."""
+    last_BT = last_tokens(mask_BT, segment_ids_BT)
+    lowest, highest = rejection.lowest, rejection.highest
+    seq_BT = statistic_BT
+    if rejection.over == "token":
+        seq_BT = segment_mean(statistic_BT, mask_BT, segment_ids_BT)
+    return kept_tally(kept_BT, mask_BT, segment_ids_BT) | {
+        "statistic": Moments.of(statistic_BT, mask_BT),
+        "bounded": Moments.of(jnp.clip(statistic_BT, lowest, highest), mask_BT),
+        "high": _share(statistic_BT > highest, mask_BT),
+        "low": _share(statistic_BT < lowest, mask_BT),
+        "seq": Moments.of(seq_BT, last_BT),
+        "seq_high": _share(seq_BT > highest, last_BT),
+        "seq_low": _share(seq_BT < lowest, last_BT),
+    }
+
+
+def rejection_metrics(rejection: Rejection, tally: Tally) -> dict[str, jax.Array]:
+    """What one rejection saw and did; each name follows "rollout_rs_<name of the rejection>_".
+
+    Its statistic for k1 is -rho: a high one is a token that the trainer finds *less* likely.
+
+    Returns:
+      Of the statistic over trained tokens `mean`, `min`, `max` and `std` (cut to the bounds, divided by the
+      count); over sequences, whose mean counts if each token is judged, `seq_mean`, `seq_std` (divided by one
+      less than the count), `seq_min`, `seq_max`, `seq_max_deviation` (largest distance from 0),
+      `seq_fraction_high` and `seq_fraction_low` (shares beyond the bounds). `fraction_high` and
+      `fraction_low`: shares of what is judged, tokens or sequences. `masked_fraction` and
+      `seq_masked_fraction` as of `kept_metrics`.
+    """
+    statistic, seq = tally["statistic"], tally["seq"]
+    judged = "" if rejection.over == "token" else "seq_"
+    kept = kept_metrics(tally)
+    return {
+        "mean": statistic.mean,
+        "std": tally["bounded"].std,
+        "min": statistic.min,
+        "max": statistic.max,
+        "fraction_high": tally[f"{judged}high"].mean,
+        "fraction_low": tally[f"{judged}low"].mean,
+        "seq_mean": seq.mean,
+        "seq_std": seq.sample_std,
+        "seq_min": seq.min,
+        "seq_max": seq.max,
+        "seq_max_deviation": _furthest(seq, 0.0),
+        "seq_fraction_high": tally["seq_high"].mean,
+        "seq_fraction_low": tally["seq_low"].mean,
+        **{name: kept[name] for name in ("masked_fraction", "seq_masked_fraction")},
+    }
+
+
+def kept_tally(kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> Tally:
+    """What `kept_metrics` are made of."""
+    left_BT = segment_count(masked(mask_BT, kept_BT), segment_ids_BT)
+    had_BT = segment_count(mask_BT, segment_ids_BT)
+    last_BT = last_tokens(mask_BT, segment_ids_BT)
+    return {
+        "masked": _share(kept_BT == 0, mask_BT),
+        "seq_masked": _share(left_BT < had_BT, last_BT),
+        "seq_lost": _share(left_BT == 0, last_BT),
+    }
+
+
+def kept_metrics(tally: Tally) -> dict[str, jax.Array]:
     """How much a rejection, or the product of several, takes away.
 
     Returns:
       `masked_fraction` of trained tokens that are rejected, `seq_masked_fraction` of sequences that lose at
       least one, `seq_lost_fraction` of sequences that lose all.
     """
-    left_BT = segment_count(masked(mask_BT, kept_BT), segment_ids_BT)
-    had_BT = segment_count(mask_BT, segment_ids_BT)
-    last_BT = last_tokens(mask_BT, segment_ids_BT)
-    rejected_BT = _ones(mask_BT) - masked(_ones(mask_BT), kept_BT)
-    return {
-        "masked_fraction": _mean(rejected_BT, mask_BT),
-        "seq_masked_fraction": _mean((left_BT < had_BT).astype(mask_BT.dtype), last_BT),
-        "seq_lost_fraction": _mean((left_BT == 0).astype(mask_BT.dtype), last_BT),
-    }
+    return {f"{name}_fraction": tally[name].mean for name in ("masked", "seq_masked", "seq_lost")}
 
 
 def probability_metrics(
@@ -295,19 +402,19 @@ def probability_metrics(
     """How far the sampled tokens' probabilities are apart (verl's `training/rollout_*`).
 
     Returns:
-      `rollout_probs_diff_mean`, `_max` and `_std` of |p_train - p_rollout| over trained tokens;
-      `rollout_actor_probs_pearson_corr`, 0 where either has no variance; `rollout_probs_diff_valid`, 1 if
-      there is a trained token.
+      `rollout_probs_diff_mean`, `_max` and `_std` (divided by one less than the count) of |p_train -
+      p_rollout| over trained tokens; `rollout_actor_probs_pearson_corr`, 0 where either has no variance;
+      `rollout_probs_diff_valid`, 1 if there is a trained token.
     """
     train_BT = jnp.exp(masked(train_logprob_BT, mask_BT))
     rollout_BT = jnp.exp(masked(rollout_logprob_BT, mask_BT))
-    gap_BT = jnp.abs(train_BT - rollout_BT)
+    gap = Moments.of(jnp.abs(train_BT - rollout_BT), mask_BT)
     scale = _std(train_BT, mask_BT) * _std(rollout_BT, mask_BT)
     centered_BT = (train_BT - _mean(train_BT, mask_BT)) * (rollout_BT - _mean(rollout_BT, mask_BT))
     metrics = {
-        "rollout_probs_diff_mean": _mean(gap_BT, mask_BT),
-        "rollout_probs_diff_max": _range(gap_BT, mask_BT)[1],
-        "rollout_probs_diff_std": _std(gap_BT, mask_BT),
+        "rollout_probs_diff_mean": gap.mean,
+        "rollout_probs_diff_max": gap.max,
+        "rollout_probs_diff_std": gap.sample_std,
         "rollout_actor_probs_pearson_corr": _mean(centered_BT, mask_BT) / _or_one(scale),
         "rollout_probs_diff_valid": mask_BT.astype(bool).any().astype(train_BT.dtype),
     }
@@ -332,22 +439,12 @@ def _std(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
     return jnp.sqrt(_mean((x_BT - _mean(x_BT, mask_BT)) ** 2, mask_BT))
 
 
-def _range(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inside_BT = mask_BT.astype(bool)
-    least = jnp.min(jnp.where(inside_BT, x_BT, jnp.inf))
-    most = jnp.max(jnp.where(inside_BT, x_BT, -jnp.inf))
-    return masked(least, inside_BT.any()), masked(most, inside_BT.any())
+def _share(condition: jax.Array, mask: jax.Array) -> Moments:
+    """Whose mean is the share of the tokens inside the mask that meet the condition."""
+    return Moments.of(condition.astype(mask.dtype), mask)
 
 
-def _spread(
-    x_BT: jax.Array, mask_BT: jax.Array, lowest: float, highest: float
-) -> dict[str, jax.Array]:
-    least, most = _range(x_BT, mask_BT)
-    return {
-        "mean": _mean(x_BT, mask_BT),
-        "std": _std(x_BT, mask_BT),
-        "min": least,
-        "max": most,
-        "high": _mean((x_BT > highest).astype(x_BT.dtype), mask_BT),
-        "low": _mean((x_BT < lowest).astype(x_BT.dtype), mask_BT),
-    }
+def _furthest(moments: Moments, point: float) -> jax.Array:
+    """The largest distance of a number from a point; 0 of none."""
+    distance = jnp.maximum(jnp.abs(moments.min - point), jnp.abs(moments.max - point))
+    return masked(distance, moments.count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos import kinks
 from jaxrl.algos.ratio import flag
 from jaxrl.algos.segments import masked
 
@@ -26,10 +27,11 @@ def clipped_value(
     Returns:
       (loss, stats): `vf_clipfrac` 1 where the clipped error is the larger, `vf_error` value less return.
     """
-    bounded = jnp.clip(value, old_value - clip, old_value + clip)
+    bounded = kinks.clip(value, old_value - clip, old_value + clip)
     plain, clipped = (value - returns) ** 2, (bounded - returns) ** 2
-    loss = 0.5 * jnp.maximum(plain, clipped)
-    return loss, {"vf_clipfrac": flag(clipped > plain, loss), "vf_error": value - returns}
+    active = clipped > plain
+    loss = 0.5 * jnp.where(active, clipped, plain)
+    return loss, {"vf_clipfrac": flag(active, loss), "vf_error": value - returns}
 
 
 def explained_variance(value: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:

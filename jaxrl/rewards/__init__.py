@@ -12,7 +12,6 @@ from jaxrl.rewards.judge import (
     judge_scores,
     parse_verdicts,
     score_parser,
-    verdict_parser,
 )
 from jaxrl.rewards.score import GRADERS, Grader, grader, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
@@ -40,6 +39,5 @@ __all__ = [
     "score_completions",
     "score_parser",
     "user_reward",
-    "verdict_parser",
     "weighted_sum",
 ]

@@ -1,8 +1,9 @@
 r"""A rule grader for integers, fractions and short answers (DAPO, AIME, GSM8K).
 
-    response -> its last 300 characters -> what follows the last "Answer:", else the last \boxed{}
+    response -> its last 300 characters -> what follows the last "Answer:" or "####", else the last \boxed{}
              -> one spelling for one value -> string equality with the ground truth, spelled alike
 
+"####" is how GSM8K's solutions end; as it is a heading to Markdown too, it counts where a number follows.
 It starts from verl's `math_dapo` and reads the same window, so an answer must stand at the end of
 the response. Unlike verl it knows the many spellings of one number: "42.", "$42$", "\boxed{42}",
 "042", "42.0", "+42", "42 cm" and "84/2" are 42. What may be something else is not: "42 or 43",
@@ -24,7 +25,11 @@ from jaxrl.errors import UserError
 _WINDOW_CHARS = 300
 
 _MARKER = r"answer\**\s*[:\uFF1A]"  # the full-width colon is what Chinese responses write
-_ANSWER = re.compile(rf"(?i){_MARKER}\s*(?=\S)((?:(?!{_MARKER})[^\n])+)")
+_HASHES = "####"
+_ANSWER = re.compile(
+    rf"(?i){_MARKER}\s*(?=\S)(?P<said>(?:(?!{_MARKER}|{_HASHES})[^\n])+)"
+    rf"|{_HASHES}[ \t]*(?P<marked>(?:(?!{_MARKER}|#)[^\n])+)"
+)
 
 # Applied once, in this order. What separates becomes a space, never nothing: "4$2" is not 42.
 _REWRITES = tuple(
@@ -85,12 +90,16 @@ class Grade:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text after the last "Answer:", up to the line's end, else inside the last `\boxed{...}`.
+    r"""What follows the last "Answer:" or "#### ", up to the line's end, else is in the last `\boxed{...}`.
 
-    Only the last 300 characters are read; None if they hold neither.
+    After "####" it has to be a number. Only the last 300 characters are read; None if there is nothing.
     """
     tail = response[-_WINDOW_CHARS:]
-    answers = _ANSWER.findall(tail)
+    answers = [
+        match["said"] or match["marked"]
+        for match in _ANSWER.finditer(tail)
+        if match["said"] or _is_number(match["marked"])
+    ]
     return answers[-1].strip() if answers else _last_box(tail)
 
 
@@ -106,23 +115,21 @@ def normalize_answer(text: str) -> str:
     """
     if len(text) > _WINDOW_CHARS:
         return ""
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = _unwrap(text)
+    text = _undressed(text)
     return _number(text) or _expression(text)
 
 
 def grade_answer(response: str, answer: str) -> Grade:
-    """Grades `response` against the ground truth `answer`.
+    """Grades `response` against the ground truth `answer`, which may be a GSM8K solution ("... #### 18").
 
     Raises:
       UserError: the ground truth normalises to nothing, so no response could ever be right.
     """
-    truth = normalize_answer(answer)
+    truth = normalize_answer(answer.rpartition(_HASHES)[2])
     if not truth:
         raise UserError(
             f"ground truth {answer[:80]!r} cannot be graded: it must hold an answer of at most "
-            f"{_WINDOW_CHARS} characters; mend or drop the row"
+            f"{_WINDOW_CHARS} characters; fix or drop the row"
         )
     prediction = normalize_answer(extract_answer(response) or "") or None
     return Grade(correct=prediction == truth, prediction=prediction)
@@ -134,18 +141,18 @@ def grade_gsm8k(response: str, solution: str) -> Grade:
 
 
 def gsm8k_answer(solution: str) -> str:
-    """The final answer of a GSM8K solution: "... #### 1,234" -> "1234".
+    """The final answer of a GSM8K solution as it stands there: "... #### 1,234" -> "1,234".
 
     Raises:
       UserError: there is no "####", or nothing after it.
     """
-    answer = solution.rpartition("####")[2] if "####" in solution else ""
-    if not answer.strip():
+    _, hashes, answer = solution.rpartition(_HASHES)
+    if not hashes or not answer.strip():
         raise UserError(
             f"GSM8K solution ending in {solution[-80:]!r} has no final answer: it must end with "
-            f"'#### N'; mend the row, or use the grader 'answer' if the answer stands alone"
+            f"'#### N'; fix the row, or use the grader 'answer' if the answer stands alone"
         )
-    return answer.strip().replace(",", "")
+    return answer.strip()
 
 
 def _last_box(text: str) -> str | None:
@@ -159,6 +166,17 @@ def _last_box(text: str) -> str | None:
         if depth == 0:
             return rest[:i].strip()
     return None
+
+
+def _is_number(text: str) -> bool:
+    return _number(_undressed(text)) is not None
+
+
+def _undressed(text: str) -> str:
+    """Without notation that carries no value, and without what stands around the answer."""
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return _unwrap(text)
 
 
 def _unwrap(text: str) -> str:

@@ -6,7 +6,7 @@ Everything but the sampling is here, as pure functions of text; the sampling is 
 
 A response is untrusted text, written by a model that is rewarded for what the judge says of it. It is filled
 in once and never read as a template, so braces in it are braces. It is cut to a limit. What would end its
-place in the judge's prompt is taken out of it: the tags that the template writes, such as </response>, and
+place in the judge's prompt is replaced by a mark: the tags that the template writes, such as </response>, and
 the special tokens of the judge's tokenizer, whose text a response can spell. A judge may still be talked
 into something; watch the term's mean beside the grader's.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -35,6 +35,8 @@ _WINDOW_CHARS = 300
 _FIELD = re.compile(r"\{(question|response|answer)\}")
 _TAG = re.compile(r"</?([A-Za-z][\w-]*)>")
 _CUT = "[cut] "
+# In the place of what is forbidden: no letter, space or sign of a tag. The private ones are in no tokenizer.
+_MARKS = "\ufffd\u2026\ue000\uf8ff"
 
 SCORE_PATTERN = r"""(?i)\bscore[\s:=*"'`]{1,10}(-?[0-9]+(?:\.[0-9]+)?)(?![0-9])"""
 """Matches "Score: 7", "**Score:** 7.5" and '"score": 7', with the number in its group."""
@@ -70,7 +72,7 @@ class JudgeTemplate:
       text: the prompt, with {response}, and {question} and {answer} if the judge is to see them; other braces
         are text. Fields must not touch each other.
       max_response_chars: a longer response keeps its end only.
-      forbidden: texts that are taken out of whatever is filled in: the judge's special tokens
+      forbidden: texts that are replaced in whatever is filled in: the judge's special tokens
         (`Tokenizer.added_tokens`).
 
     Raises:
@@ -99,7 +101,7 @@ class JudgeTemplate:
 def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[str, ...]:
     """The judge's prompts for B responses, before any chat template."""
     prompts = completions.prompts
-    outlaws = _outlaws(template)
+    clean = _cleaner(template)
     limit = template.max_response_chars
 
     def prompt(text: str, n: int) -> str:
@@ -110,7 +112,7 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
             "answer": prompts.answers[n],
         }
         # In one pass: what is filled in is not looked at again.
-        return _FIELD.sub(lambda match: _without(outlaws, fields[match[1]]), template.text)
+        return _FIELD.sub(lambda match: clean(fields[match[1]]), template.text)
 
     indices = completions.prompt_index_B
     return tuple(prompt(text, n) for text, n in zip(completions.texts, indices, strict=True))
@@ -145,25 +147,6 @@ def score_parser(*, low: float, high: float, pattern: str = SCORE_PATTERN) -> Pa
         except ValueError:
             return None
         return value if value is not None and low <= value <= high else None
-
-    return parse
-
-
-def verdict_parser(verdicts: Mapping[str, float]) -> Parser:
-    """Reads a verdict: the last line that is not empty, or what follows its last colon, if the table has it.
-
-    Case and the marks around a word do not matter: "Verdict: **Correct**." is "correct".
-
-    Args:
-      verdicts: score of each, such as {"correct": 1.0, "incorrect": 0.0}.
-    """
-    if not verdicts:
-        raise UserError("a judge without verdicts can say nothing; name some, such as correct: 1.0")
-    scores = {_bare(verdict): score for verdict, score in verdicts.items()}
-
-    def parse(text: str) -> float | None:
-        lines = text[-_WINDOW_CHARS:].rstrip().rsplit("\n", 1)
-        return scores.get(_bare(lines[-1].rpartition(":")[2]))
 
     return parse
 
@@ -212,22 +195,17 @@ def judge_scores(
     return score_B, {"reward/judge/parse_failures": float(failed_B.mean())}
 
 
-def _outlaws(template: JudgeTemplate) -> re.Pattern[str] | None:
-    """What must not occur in a field; None if nothing is forbidden."""
+def _cleaner(template: JudgeTemplate) -> Callable[[str], str]:
+    """Replaces what must not occur in a field by a mark, in one pass and in time linear in the text."""
     tags = dict.fromkeys(_TAG.findall(template.text))
     # As a judge reads them: "< /Response >" closes what "<response>" opened.
     # Possessive: without a step back, a long run of spaces costs its length and not its square.
     patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
     patterns += [re.escape(text) for text in template.forbidden if text]
-    return re.compile("|".join(patterns), re.IGNORECASE) if patterns else None
-
-
-def _without(outlaws: re.Pattern[str] | None, text: str) -> str:
-    """Takes out every match, and those that come about by taking out. Each shortens the text: this ends."""
-    while outlaws is not None and outlaws.search(text):
-        text = outlaws.sub("", text)
-    return text
-
-
-def _bare(verdict: str) -> str:
-    return verdict.strip(" \t\r*_`'\".,!()[]").casefold()
+    if not patterns:
+        return lambda text: text
+    forbidden = re.compile(f"(?:{'|'.join(patterns)})++", re.IGNORECASE)
+    # Nothing forbidden holds the mark, so that no replacement can make up another match, as taking
+    # "</response>" out of "</resp</response>onse>" would.
+    mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))
+    return lambda text: forbidden.sub(mark, text)

@@ -7,16 +7,78 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import rollout_correction as algos
+from jaxrl.algos.moments import Tally, merge_tallies
+from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
 from jaxrl.checks import at_least, between, check_fields, positive
 from jaxrl.types import TrainBatch
+
+Ratios = tuple[Annotated[float, positive()], Annotated[float, positive(or_inf=True)]]
+"""The lowest and the highest of pi_train / pi_rollout."""
+
+Nats = Annotated[float, positive()]
+"""The most of a divergence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectionConfig:
+    """Which tokens and sequences are left out; None leaves out none. All that are set must let a token pass.
+
+    Each sees the original mask and has metrics of its own, `rollout_corr/rollout_rs_<name>_*`, where a ratio
+    has verl's name, k1: `rollout_rs_token_k1_masked_fraction`.
+
+    Attributes:
+      token_ratio: (lowest, highest) of each token's pi_train / pi_rollout; inf for no highest.
+      seq_sum_ratio, seq_mean_ratio: of a whole sequence's, the product over its tokens, or their geometric
+        mean.
+      token_k2, seq_sum_k2, seq_mean_k2, seq_max_k2: the most, in nats, that k2 = (log ratio)^2 / 2 of a token
+        may be, or its sum, mean or maximum over the sequence.
+      token_k3, seq_sum_k3, seq_mean_k3, seq_max_k3: likewise of k3 = ratio - 1 - log ratio.
+    """
+
+    token_ratio: Ratios | None = None
+    token_k2: Nats | None = None
+    token_k3: Nats | None = None
+    seq_sum_ratio: Ratios | None = None
+    seq_sum_k2: Nats | None = None
+    seq_sum_k3: Nats | None = None
+    seq_mean_ratio: Ratios | None = None
+    seq_mean_k2: Nats | None = None
+    seq_mean_k3: Nats | None = None
+    seq_max_k2: Nats | None = None
+    seq_max_k3: Nats | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        for name, bound in self.given.items():
+            if isinstance(bound, tuple) and bound[0] > bound[1]:
+                raise ValueError(
+                    f"{name} {bound} has its lowest ratio above its highest; write it as (0.5, 2.0)"
+                )
+
+    @property
+    def given(self) -> dict[str, tuple[float, float] | float]:
+        """The bounds that are set, by name."""
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """The same for `algos.rollout_correction`."""
+        return tuple(_rejection(name, bound) for name, bound in self.given.items())
+
+
+def _rejection(name: str, bound: tuple[float, float] | float) -> Rejection:
+    over, _, by = name.rpartition("_")
+    if isinstance(bound, tuple):
+        return Rejection(f"{over}_k1", over, "k1", *algos.ratio_bounds(*bound))
+    return Rejection(name, over, by, -math.inf, bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +88,15 @@ class CorrectionConfig:
     All bounds are on pi_train / pi_rollout.
 
     Attributes:
-      bypass: two policies: the sampler's log-probability is the old one, which saves a forward pass; the
-        clipped loss then corrects by itself, and `weights` must be "none". What is rejected is decided
-        inside the loss, by the policy being trained.
+      bypass: two policies: the sampler's log-probability is the old one, which saves a forward pass. All that
+        follows is then done inside the loss, by the policy being trained. `weights` are for losses without a
+        ratio of their own (`algos.policy_losses.RATIO_FREE`).
       weights: importance weights of the loss: of each token, of whole sequences, or none.
       highest: weights above are cut to it (TIS, truncated importance sampling); inf for none.
       lowest: with a value above 0 weights outside lowest..highest become 0 instead (IcePop).
-      normalize: scale weights to mean 1 over the step.
-      reject_over: what a rejection looks at: "" none, each "token", or a sequence's "seq_sum", "seq_mean" or
-        "seq_max".
-      reject_by: "ratio" (k1: between reject_lowest and reject_highest), or a divergence, "k2" or "k3"
-        (at most reject_highest).
-      reject_lowest, reject_highest: the bounds.
-      veto: sequences with a token below this ratio are rejected; 0 vetoes none.
+      normalize: scale weights to mean 1 over the step; over each minibatch in bypass.
+      reject: which tokens and sequences are left out.
+      veto: sequences with a token below this ratio are rejected (`rollout_rs_veto_*`); 0 vetoes none.
     """
 
     bypass: bool = False
@@ -46,37 +104,111 @@ class CorrectionConfig:
     highest: Annotated[float, positive(or_inf=True)] = 2.0
     lowest: Annotated[float, at_least(0)] = 0.0
     normalize: bool = False
-    reject_over: Literal["", "token", "seq_sum", "seq_mean", "seq_max"] = ""
-    reject_by: Literal["ratio", "k2", "k3"] = "ratio"
-    reject_lowest: Annotated[float, at_least(0)] = 0.5
-    reject_highest: Annotated[float, positive(or_inf=True)] = 2.0
+    reject: RejectionConfig = dataclasses.field(default_factory=RejectionConfig)
     veto: Annotated[float, between(0, 1, has_high=False)] = 0.0
 
     @property
-    def rejects(self) -> bool:
-        """Some token may be taken out of the mask."""
-        return bool(self.reject_over or self.veto)
+    def rejections(self) -> tuple[Rejection, ...]:
+        """All reasons to leave a token out."""
+        if not self.veto:
+            return self.reject.rejections
+        bounds = algos.ratio_bounds(self.veto, math.inf)
+        return (*self.reject.rejections, Rejection("veto", "seq_max", "k1", *bounds))
+
+    @property
+    def weighs(self) -> bool:
+        """The loss has importance weights."""
+        return self.weights != "none"
 
     def __post_init__(self):
         check_fields(self)
-        if self.bypass and self.weights != "none":
-            raise ValueError(
-                f"bypass with weights {self.weights!r} corrects twice: the clipped ratio is against the "
-                "sampler's policy already; set weights to none, or bypass to False"
-            )
         if not 0 <= self.lowest < self.highest:
             raise ValueError(
                 f"lowest {self.lowest} and highest {self.highest} bound a ratio: 0 <= lowest < highest"
             )
-        if self.reject_over == "seq_max" and self.reject_by == "ratio":
-            raise ValueError(
-                "reject_over seq_max takes the largest divergence of a sequence; set reject_by to k2 or k3"
-            )
-        if self.reject_by == "ratio" and not 0 < self.reject_lowest <= self.reject_highest:
-            raise ValueError(
-                f"reject_lowest {self.reject_lowest} and reject_highest {self.reject_highest} bound a ratio: "
-                "0 < lowest <= highest"
-            )
+
+
+class Corrected(NamedTuple):
+    """What a correction makes of some rows.
+
+    Attributes:
+      weight_BT: importance weights, bounded and not yet normalised; 1 if there are none.
+      mask_BT: the trained tokens that nothing rejects.
+      tally: of the statistics; those of parts add up.
+    """
+
+    weight_BT: jax.Array
+    mask_BT: jax.Array
+    tally: Tally
+
+
+def correct(
+    config: CorrectionConfig,
+    train_logprob_BT: jax.Array,
+    rollout_logprob_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+) -> Corrected:
+    """Weighs and rejects the tokens of any part of a batch; no gradient goes through.
+
+    Args:
+      config: what to do.
+      train_logprob_BT: of the policy that learns: at the start of the step, or inside the loss.
+      rollout_logprob_BT: of the sampler's.
+      mask_BT, segment_ids_BT: as in `algos.segments`; sequences are judged as a whole.
+    """
+    where = (mask_BT, segment_ids_BT)
+    train_logprob_BT = jax.lax.stop_gradient(train_logprob_BT)
+    rho_BT = algos.log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
+    tally: Tally = {"mismatch": algos.mismatch_tally(train_logprob_BT, rollout_logprob_BT, *where)}
+    weight_BT = jnp.ones_like(mask_BT)
+    if config.weighs:
+        ratio_BT = WEIGHTINGS[config.weights].of_ratio(rho_BT, *where)
+        weight_BT = _bounded(config, ratio_BT)
+        bounds = {"lowest": config.lowest or 1.0 / config.highest, "highest": config.highest}
+        tally["weights"] = algos.weight_tally(ratio_BT, weight_BT, *where, **bounds)
+    kept_BT = jnp.ones_like(mask_BT)
+    for rejection in config.rejections:
+        statistic_BT = rejection.statistic(rho_BT, *where)
+        keep_BT = rejection.keep(statistic_BT, mask_BT)
+        tally[rejection.name] = algos.rejection_tally(rejection, statistic_BT, keep_BT, *where)
+        kept_BT = kept_BT * keep_BT
+    if config.rejections:
+        tally["kept"] = algos.kept_tally(kept_BT, *where)
+    return Corrected(weight_BT, masked(mask_BT, kept_BT), tally)
+
+
+def norm_factor(config: CorrectionConfig, tally: Tally) -> jax.Array | float:
+    """What the weights are divided by to have mean 1, if that is asked for, from the tally of all of them."""
+    if not (config.weighs and config.normalize):
+        return 1.0
+    return WEIGHTINGS[config.weights].norm_factor(tally["weights"])
+
+
+def correction_metrics(config: CorrectionConfig, tally_U: Tally) -> dict[str, jax.Array]:
+    """Every metric of the mismatch and of what was done about it, named as in verl: `rollout_corr/*`.
+
+    Args:
+      config: what was done.
+      tally_U: of each of U parts whose weights were normalised apart. Statistics are of all together, and
+        `rollout_is_batch_norm_factor` is the mean of the factors.
+    """
+    tally = merge_tallies(tally_U)
+    metrics = algos.mismatch_metrics(tally["mismatch"])
+    if config.weighs:
+        metrics |= WEIGHTINGS[config.weights].metrics(tally["weights"])
+        if config.lowest:
+            metrics |= algos.outside_band(tally["weights"])
+        if config.normalize:
+            factor_U = jnp.asarray(norm_factor(config, tally_U))
+            metrics["rollout_is_batch_norm_factor"] = factor_U.mean()
+    for rejection in config.rejections:
+        of_one = algos.rejection_metrics(rejection, tally[rejection.name])
+        metrics |= {f"rollout_rs_{rejection.name}_{name}": x for name, x in of_one.items()}
+    if config.rejections:
+        of_all = algos.kept_metrics(tally["kept"])
+        metrics |= {f"rollout_rs_{name}": x for name, x in of_all.items()}
+    return {f"rollout_corr/{name}": x for name, x in metrics.items()}
 
 
 def corrected(
@@ -91,86 +223,26 @@ def corrected(
     Returns:
       (batch, metrics); metrics named as in verl, `rollout_corr/*` and `training/rollout_*`.
     """
-    weight, mask, metrics = _correct(config, batch)
+    weight, mask, metrics = _corrected(config, batch)
     return batch.replace(weight=weight, loss_mask=mask), metrics
 
 
-def not_rejected(
-    config: CorrectionConfig,
-    train_logprob_BT: jax.Array,
-    rollout_logprob_BT: jax.Array,
-    mask_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-) -> jax.Array:
-    """1 on the trained tokens that neither rejection nor veto takes out, else 0; no gradient.
-
-    Args:
-      config: the bounds.
-      train_logprob_BT: of the policy that learns: at the start of the step, or inside the loss.
-      rollout_logprob_BT: of the sampler's.
-      mask_BT, segment_ids_BT: as in `algos.segments`; sequences are judged as a whole.
-    """
-    rho_BT = algos.log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
-    return _kept(config, rho_BT, mask_BT, segment_ids_BT)
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _correct(config: CorrectionConfig, batch: TrainBatch):
+def _corrected(config: CorrectionConfig, batch: TrainBatch):
     shape = batch.tokens.shape
     old_BT, rollout_BT, mask_BT, segment_ids_BT = (
         x.reshape(-1, shape[-1])
         for x in (batch.old_logprob, batch.rollout_logprob, batch.loss_mask, batch.segment_ids)
     )
-    where = (mask_BT, segment_ids_BT)
-    rho_BT = algos.log_ratio(old_BT, rollout_BT, mask_BT)
-    metrics = algos.mismatch_metrics(old_BT, rollout_BT, *where)
-    weight_BT = jnp.ones_like(mask_BT)
-    if config.weights != "none":
-        raw_BT = _WEIGHTS[config.weights](rho_BT, *where)
-        bounds = {"lowest": config.lowest, "highest": config.highest}
-        metrics |= algos.weight_metrics(raw_BT, *where, **bounds)
-        weight_BT = _bounded(config, raw_BT, *where)
-    kept_BT = _kept(config, rho_BT, *where)
-    if config.rejects:
-        metrics |= algos.rejection_metrics(kept_BT, *where)
-    named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    weight_BT, kept_BT, tally = correct(config, old_BT, rollout_BT, mask_BT, segment_ids_BT)
+    weight_BT = weight_BT / norm_factor(config, tally)
+    metrics = correction_metrics(config, jax.tree.map(lambda x: x[None], tally))
     probabilities = algos.probability_metrics(old_BT, rollout_BT, mask_BT)
-    named |= {f"training/{name}": value for name, value in probabilities.items()}
-    return weight_BT.reshape(shape), masked(mask_BT, kept_BT).reshape(shape), named
+    metrics |= {f"training/{name}": x for name, x in probabilities.items()}
+    return weight_BT.reshape(shape), kept_BT.reshape(shape), metrics
 
 
-_WEIGHTS: dict[str, Callable[..., jax.Array]] = {
-    "token": algos.token_weights,
-    "sequence": algos.sequence_weights,
-}
-
-
-def _bounded(config: CorrectionConfig, raw_BT, mask_BT, segment_ids_BT) -> jax.Array:
+def _bounded(config: CorrectionConfig, ratio_BT: jax.Array) -> jax.Array:
     if config.lowest > 0:
-        weight_BT = algos.band(raw_BT, lowest=config.lowest, highest=config.highest)
-    else:
-        weight_BT = algos.truncate(raw_BT, highest=config.highest)
-    if not config.normalize:
-        return weight_BT
-    if config.weights == "token":
-        return algos.normalize_by_tokens(weight_BT, mask_BT)
-    return algos.normalize_by_sequences(weight_BT, mask_BT, segment_ids_BT)
-
-
-def _kept(config: CorrectionConfig, rho_BT, mask_BT, segment_ids_BT) -> jax.Array:
-    where = (rho_BT, mask_BT, segment_ids_BT)
-    kept_BT = jnp.ones_like(mask_BT)
-    if config.reject_over:
-        over = algos.OVER[config.reject_over]
-        highest = config.reject_highest
-        if config.reject_by == "ratio":
-            bounds = {"lowest": config.reject_lowest, "highest": highest}
-            kept_BT = algos.keep_ratio(*where, over=over, **bounds)
-        else:
-            divergence = algos.DIVERGENCES[config.reject_by]
-            kept_BT = algos.keep_divergence(
-                *where, divergence=divergence, over=over, highest=highest
-            )
-    if config.veto:
-        kept_BT = kept_BT * algos.keep_not_vetoed(*where, lowest=config.veto)
-    return kept_BT
+        return algos.band(ratio_BT, lowest=config.lowest, highest=config.highest)
+    return algos.truncate(ratio_BT, highest=config.highest)

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl.algos.aggregation import Aggregation, Counts, count, token_mean
+from jaxrl.algos.moments import Tally, add_tallies
 from jaxrl.algos.segments import masked
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.parking import park, unpark
@@ -46,6 +47,25 @@ def _nothing(outputs: Any, micro: Any) -> Stats:
 
 
 @dataclasses.dataclass(frozen=True)
+class InnerCorrection:
+    """What is changed in a microbatch that only the policy being trained can tell.
+
+    Attributes:
+      apply: (outputs, microbatch) -> (microbatch, tally): the same with other weights, and without the tokens
+        that are to be left out of everything; and statistics, which are added up.
+      norm_factor: (tally of a minibatch) -> what its gradient is divided by besides the count.
+      metrics: (tally of each minibatch, along the first axis) -> metrics of the step.
+      ends_late: tokens may be left out, or the factor is not 1: what the loss is divided by is known only at
+        the end of the minibatch.
+    """
+
+    apply: Callable[[Any, Any], tuple[Any, Tally]]
+    norm_factor: Callable[[Tally], jax.Array | float]
+    metrics: Callable[[Tally], Stats]
+    ends_late: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """What an update minimises. The same object must come back each step, or it is compiled again.
 
@@ -55,8 +75,7 @@ class Objective:
       aggregation: how token losses add up to the loss of a minibatch.
       stats: how stats do.
       prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
-      keep: (outputs, microbatch) -> [R, T], 0 on tokens to leave out of everything that is to be computed,
-        where only the policy being trained can tell; None keeps all.
+      correction: inside the loss; None has none.
       largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
     """
@@ -65,7 +84,7 @@ class Objective:
     aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
     stats: Aggregation = dataclasses.field(default_factory=token_mean)
     prepare: Callable[[Any, jax.Array], Any] = _as_it_is
-    keep: Callable[[Any, Any], jax.Array] | None = None
+    correction: InnerCorrection | None = None
     largest: Callable[[Any, Any], Stats] = _nothing
     needs_reference: bool = False
 
@@ -80,12 +99,14 @@ class _Sums:
       shares: stats that are divided already.
       kept: counts of the tokens that were trained on.
       largest: stats that do not add up: the larger one stays.
+      tally: of the correction inside the loss.
     """
 
     means: Stats
     shares: Stats
     kept: Counts
     largest: Stats
+    tally: Tally
 
     def __add__(self, other: _Sums) -> _Sums:
         add = functools.partial(jax.tree.map, jnp.add)
@@ -94,6 +115,7 @@ class _Sums:
             add(self.shares, other.shares),
             add(self.kept, other.kept),
             jax.tree.map(jnp.maximum, self.largest, other.largest),
+            add_tallies(self.tally, other.tally),
         )
 
 
@@ -313,7 +335,7 @@ class Learner(PackedModel, abc.ABC):
 
         def minibatch(carry, u):
             params, opt_state = carry
-            grads, stats, largest = self._gradient(params, beside, batches[0], u, objectives[0])
+            grads, stats, sums = self._gradient(params, beside, batches[0], u, objectives[0])
             for batch, objective in zip(batches[1:], objectives[1:], strict=True):
                 more, _, _ = self._gradient(params, beside, batch, u, objective)
                 grads = jax.tree.map(jnp.add, grads, more)
@@ -330,10 +352,10 @@ class Learner(PackedModel, abc.ABC):
                 params = jax.tree.map(keep, new_params, params)
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
             stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
-            return (params, opt_state), (stats, largest)
+            return (params, opt_state), (stats, sums.largest, sums.tally)
 
         U = batches[0].tokens.shape[0]
-        (trained, opt_state), (stats_U, largest_U) = jax.lax.scan(
+        (trained, opt_state), (stats_U, largest_U, tally_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.arange(U)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
@@ -341,11 +363,13 @@ class Learner(PackedModel, abc.ABC):
         metrics |= {name: value_U.max() for name, value_U in largest_U.items()}
         # Before the first update the policy is still the one that the step began with.
         metrics |= {f"first_{name}": value_U[0] for name, value_U in largest_U.items()}
+        if objectives[0].correction is not None:
+            metrics |= objectives[0].correction.metrics(tally_U)
         first_kl = stats_U.get("ppo_kl", jnp.zeros(U))[0]
         return new_state, metrics | {"lr": lr, "first_ppo_kl": first_kl}
 
     def _gradient(self, params, beside, batch: Any, u, objective: Objective):
-        """Gradient of one minibatch's loss, its mean stats and its largest ones, over all its microbatches.
+        """Gradient of one minibatch's loss, its mean stats, and the sums over all its microbatches.
 
         Every sum is divided once, by the minibatch's global count of trained tokens or sequences, so that
         neither microbatches nor packing nor the mesh can change it.
@@ -354,8 +378,10 @@ class Learner(PackedModel, abc.ABC):
         T = batch.tokens.shape[-1]
         counts = count(batch.loss_mask[u].reshape(-1, T), batch.segment_ids[u].reshape(-1, T))
         num_tokens = jnp.maximum((batch.segment_ids[u] > 0).sum(dtype=jnp.float32), 1.0)
+        correction = objective.correction
+        ends_late = correction is not None and correction.ends_late
         # Where the loss itself says which tokens stay, the count is known only at the end.
-        known = counts if objective.keep is None else jax.tree.map(jnp.ones_like, counts)
+        known = jax.tree.map(jnp.ones_like, counts) if ends_late else counts
 
         def micro_loss(params, m):
             micro = micro_of(batch, u, m)
@@ -364,9 +390,9 @@ class Learner(PackedModel, abc.ABC):
                 outputs, routing = self._outputs_against(whole, reference, micro)
             else:
                 outputs, routing = self._outputs(whole, micro)
-            if objective.keep is not None:
-                kept = masked(micro.loss_mask, objective.keep(outputs, micro))
-                micro = micro.replace(loss_mask=kept)
+            tally: Tally = {}
+            if correction is not None:
+                micro, tally = correction.apply(outputs, micro)
             # Tokens outside the mask are replaced before the loss sees them: whatever they hold, even
             # NaN, then has neither value nor gradient.
             outputs, micro = _inside((outputs, micro), micro.loss_mask)
@@ -383,7 +409,7 @@ class Learner(PackedModel, abc.ABC):
                 for name, x in objective.largest(outputs, micro).items()
             }
             kept = count(micro.loss_mask, micro.segment_ids)
-            return total, jax.lax.stop_gradient(_Sums(means, shares, kept, largest))
+            return total, jax.lax.stop_gradient(_Sums(means, shares, kept, largest, tally))
 
         gradient_shardings = self.trained(self._gradient_shardings)
 
@@ -400,11 +426,15 @@ class Learner(PackedModel, abc.ABC):
         )
         grads, sums = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
         stats = sums.means
-        if objective.keep is not None:
+        if correction is not None and ends_late:
             assert not self.train.load_balancing_coef, "a share of it would be divided twice"
-            grads = jax.tree.map(lambda g: g / objective.aggregation.divisor(sums.kept), grads)
-            stats = _divided(objective, stats, sums.kept) | _rejected(counts, sums.kept)
-        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums.largest
+            divisor = objective.aggregation.divisor(sums.kept) * correction.norm_factor(sums.tally)
+            grads = jax.tree.map(lambda g: g / divisor, grads)
+            of_stats = objective.stats.divisor(sums.kept)
+            stats = {
+                name: x / (divisor if name == "loss" else of_stats) for name, x in stats.items()
+            }
+        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums
 
 
 def _weighed(
@@ -420,20 +450,6 @@ def _weighed(
     total = share(objective.aggregation, loss_RT)
     means = {name: share(objective.stats, x) for name, x in (described | stats).items()}
     return total, means | {"loss": total}
-
-
-def _divided(objective: Objective, sums: Stats, kept: Counts) -> Stats:
-    """Sums of `_weighed` with counts of 1, divided by what they were to be divided by."""
-    divisors = {"loss": objective.aggregation.divisor(kept)}
-    return {name: x / divisors.get(name, objective.stats.divisor(kept)) for name, x in sums.items()}
-
-
-def _rejected(counts: Counts, kept: Counts) -> Stats:
-    """Shares of the minibatch's tokens, and of its sequences as a whole, that the loss left out."""
-    return {
-        "rollout_corr/masked_fraction": 1.0 - kept.tokens / jnp.maximum(counts.tokens, 1.0),
-        "rollout_corr/seq_lost_fraction": 1.0 - kept.sequences / jnp.maximum(counts.sequences, 1.0),
-    }
 
 
 def _inside(tree: Any, mask_RT: jax.Array) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,15 +13,16 @@ import jax.numpy as jnp
 from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.covariance import SELECTIONS, covariance
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
-from jaxrl.algos.policy_losses import POLICY_LOSSES, entropy_bonus
+from jaxrl.algos.policy_losses import POLICY_LOSSES, RATIO_FREE, entropy_bonus
 from jaxrl.algos.ratio import bounded_log_ratio
 from jaxrl.algos.registry import check_options, named, options_of
 from jaxrl.algos.segments import masked
 from jaxrl.algos.value_loss import clipped_value
+from jaxrl.errors import UserError
 from jaxrl.roles.actor import PolicyOutputs
-from jaxrl.roles.correction import CorrectionConfig, not_rejected
+from jaxrl.roles.correction import CorrectionConfig, correct, correction_metrics, norm_factor
 from jaxrl.roles.critic import ValueOutputs
-from jaxrl.roles.learner import Objective
+from jaxrl.roles.learner import InnerCorrection, Objective
 from jaxrl.types import TrainBatch, ValueBatch
 
 
@@ -68,11 +70,11 @@ def policy(
       entropy_coef: of the entropy bonus.
       kl_coef, kl_estimate: price of the KL to the reference, and one of `KL_ESTIMATES` or
         "full".
-      correction: what is rejected inside the loss, where the policy being trained is compared with the
-        sampler's; None rejects nothing there.
+      correction: by what tokens are weighed and rejected inside the loss, where the policy being trained is
+        compared with the sampler's; None does so nowhere there.
 
     Raises:
-      UserError: a name or an option is not known.
+      UserError: a name or an option is not known, or the loss and its correction contradict each other.
     """
     function = named(POLICY_LOSSES, name, "policy loss")
     select, of_selection = _selection(name, options)
@@ -108,7 +110,8 @@ def policy(
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None:
-        further["keep"] = _not_rejected(correction)
+        _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
+        further["correction"] = _inside_the_loss(correction)
     return Objective(
         loss,
         make(**(aggregation_options or {})),
@@ -147,25 +150,43 @@ def _selection(
     return prepare, names
 
 
-def _not_rejected(correction: CorrectionConfig) -> Callable[[PolicyOutputs, TrainBatch], jax.Array]:
-    def keep(outputs: PolicyOutputs, micro: TrainBatch) -> jax.Array:
-        return not_rejected(
-            correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
+def _check_correction(correction: CorrectionConfig, loss: str, *, adds_terms: bool) -> None:
+    """Raises UserError where a correction inside the loss contradicts it."""
+    if not correction.weighs:
+        return
+    if loss not in RATIO_FREE:
+        raise UserError(
+            f"correction.bypass with correction.weights {correction.weights!r} corrects loss {loss!r} twice: "
+            "its ratio is to the sampler's policy, which corrects for it; set weights to none, or the "
+            f"loss to {' or '.join(sorted(RATIO_FREE))}, or bypass to False"
+        )
+    if correction.normalize and adds_terms:
+        raise UserError(
+            "correction.normalize in bypass divides the whole gradient by the weights' mean, which is known "
+            "only at the end of a minibatch, and would divide the entropy bonus and the KL penalty too; set "
+            "entropy_coef and kl.loss_coef to 0, or normalize or bypass to False"
         )
 
-    return keep
+
+def _inside_the_loss(correction: CorrectionConfig) -> InnerCorrection:
+    def apply(outputs: PolicyOutputs, micro: TrainBatch):
+        weight_RT, mask_RT, tally = correct(
+            correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
+        )
+        return micro.replace(weight=weight_RT, loss_mask=mask_RT), tally
+
+    return InnerCorrection(
+        apply,
+        norm_factor=functools.partial(norm_factor, correction),
+        metrics=functools.partial(correction_metrics, correction),
+        ends_late=bool(correction.rejections) or (correction.weighs and correction.normalize),
+    )
 
 
 def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:
     """|ratio - 1|: rounding in the first minibatch of a step, if the old policy is the trainer's."""
     log_ratio = bounded_log_ratio(outputs.logprob, micro.old_logprob)
     return {"ratio_max_deviation": jnp.abs(jnp.expm1(log_ratio))}
-
-
-def clipped_policy(*, clip_low: float, clip_high: float, dual_clip: float) -> Objective:
-    """PPO's clipped surrogate, its mean over tokens."""
-    options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    return policy("clipped", options)
 
 
 def clipped_values(*, clip: float) -> Objective:

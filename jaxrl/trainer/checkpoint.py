@@ -29,7 +29,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
-from jaxrl.trainer.files import sync
+from jaxrl.trainer.durable import sync
 from jaxrl.trainer.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class StoredCheckpoints:
 
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
         """Of a role's weights, by their path in the tree."""
-        metadata = ocp.PyTreeCheckpointHandler().metadata(self.path(step) / role)
+        directory: Any = self.path(step) / role  # Orbax says it wants its own kind of paths
+        metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
         return _shapes(metadata.tree["params"])
 
     def path(self, step: int) -> pathlib.Path:
@@ -288,7 +289,10 @@ class Checkpoints:
         if self._manager is None:
             # It keeps everything: what is removed, and when, is decided here.
             options = ocp.CheckpointManagerOptions(
-                create=False, multiprocessing_options=_processes()
+                create=False,
+                # Without a look into all of them, of which some may be damaged.
+                lightweight_initialize=True,
+                multiprocessing_options=_processes(),
             )
             self._manager = ocp.CheckpointManager(self.stored.folder, options=options)
         return self._manager

@@ -12,6 +12,7 @@ import threading
 from typing import Annotated, Any, Literal
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
+from jaxrl.algos.policy_losses import RATIO_FREE
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options, named
 from jaxrl.checks import (
@@ -387,10 +388,13 @@ class AlgorithmConfig:
     def __post_init__(self):
         check_fields(self)
         correction = self.correction
-        if self.one_step_off and correction.weights == "none" and not correction.bypass:
+        # In bypass the ratio of a loss that has one is to the sampler's policy.
+        corrects = correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)
+        if self.one_step_off and not corrects:
             raise ValueError(
                 "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
-                'correction.weights to "token" or "sequence", or correction.bypass to True'
+                'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
+                "ratio"
             )
         named(RECIPES, self.recipe, "recipe")
         # Built and dropped: they hold names and options against the functions that take them.

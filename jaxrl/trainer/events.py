@@ -47,6 +47,7 @@ from jaxrl.trainer.step_metrics import (
     advantage_metrics,
     batch_metrics,
     prefixed,
+    value_metrics,
 )
 from jaxrl.trainer.team import Team
 from jaxrl.types import Completions, Prompts, Scored, TrainBatch, ValueBatch
@@ -298,7 +299,7 @@ class Events:
     def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         correction = self._config.algorithm.correction
         if correction.bypass:
-            # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
+            # Nothing is known of a gap before the update; what is done about it is done inside the loss.
             return batch.replace(old_logprob=batch.rollout_logprob)
         if SUM_PI_SQUARED in self._estimator.inputs:
             logprob, sum_pi_squared = self._team.actor.squared_probabilities(batch)
@@ -351,6 +352,7 @@ class Events:
         value = self._team.actor.place(values)
         advantage, target = self._estimate(scored.reward_B, scored.completions, batch, value=value)
         targets = ValueBatch(**batch.packing(), old_value=value, target=target)
+        self._noted |= value_metrics("critic", targets)
         return batch.replace(advantage=advantage), targets
 
     def _with_baseline_advantages(
@@ -379,6 +381,7 @@ class Events:
             batch.advantage, cost_advantage, jnp.float32(self._multiplier)
         )
         targets = ValueBatch(**batch.packing(), old_value=value, target=target)
+        self._noted |= value_metrics("cost_critic", targets)
         return batch.replace(advantage=advantage), targets
 
     def _estimate(

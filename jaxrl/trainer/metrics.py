@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
-from jaxrl.trainer.files import write_atomically
+from jaxrl.trainer.durable import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

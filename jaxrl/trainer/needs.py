@@ -13,8 +13,8 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 
-from jaxrl.data.demonstrations import read_demonstrations
-from jaxrl.data.preferences import read_preferences
+from jaxrl.data.demonstrations import Demonstration, read_demonstrations
+from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.records import Record, check_task
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
@@ -191,7 +191,7 @@ def _score_models(config: Config) -> dict[str, str]:
 # Files
 
 
-def demonstrations_of(config: Config):
+def demonstrations_of(config: Config) -> tuple[Demonstration, ...]:
     """What the warm start's file has to imitate."""
     options = config.warm_start
     return read_demonstrations(
@@ -203,7 +203,7 @@ def demonstrations_of(config: Config):
     )
 
 
-def pairs_of(config: Config, path: str):
+def pairs_of(config: Config, path: str) -> tuple[Preference, ...]:
     """The preference pairs of a file."""
     options = config.preference
     return read_preferences(

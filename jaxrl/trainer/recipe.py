@@ -94,20 +94,20 @@ def check_recipe(config: Config) -> None:
 def _check_correction(config: Config) -> None:
     """Raises UserError where the correction contradicts the loss."""
     algorithm, correction = config.algorithm, config.algorithm.correction
-    by_token = [
-        f"correction.{name} 'token'"
-        for name in ("weights", "reject_over")
-        if getattr(correction, name) == "token"
+    by_token = ["correction.weights 'token'"] if correction.weights == "token" else []
+    by_token += [
+        f"correction.reject.{name}" for name in correction.reject.given if name.startswith("token_")
     ]
     if algorithm.loss in SEQUENCE_LOSSES and by_token:
         raise UserError(
             f"loss {algorithm.loss!r} takes the ratio of a whole sequence, and algorithm."
             f"{' and '.join(by_token)} corrects single tokens of it; use 'sequence' for weights and "
-            "'seq_mean' for reject_over"
+            "a seq_mean bound to reject"
         )
-    if correction.bypass and correction.rejects and config.train.load_balancing_coef:
+    late = correction.bypass and (correction.rejections or correction.normalize)
+    if late and config.train.load_balancing_coef:
         raise UserError(
-            "algorithm.correction.bypass rejects inside the loss, which is divided by what is left only "
+            "algorithm.correction.bypass rejects and normalizes inside the loss, whose divisor is known only "
             "at the end, and train.load_balancing_coef is divided before; set one of the two to 0 or False"
         )
 
@@ -218,5 +218,5 @@ def policy_objective(config: Config) -> Objective:
         entropy_coef=algorithm.entropy_coef,
         kl_coef=algorithm.kl.loss_coef,
         kl_estimate=algorithm.kl.loss_estimate,
-        correction=correction if correction.bypass and correction.rejects else None,
+        correction=correction if correction.bypass else None,
     )

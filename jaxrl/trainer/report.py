@@ -21,7 +21,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxrl.trainer.files import write_atomically
+from jaxrl.trainer.durable import write_atomically
 from jaxrl.trainer.metrics import held_out_accuracy
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.trainer.config import Config
 from jaxrl.trainer.config_tree import format_config
+from jaxrl.trainer.durable import write_atomically
 from jaxrl.trainer.export import keep_model_files
-from jaxrl.trainer.files import write_atomically
 from jaxrl.trainer.metrics import METRICS_FILE, read_metrics
 from jaxrl.trainer.recipe import title_of
 from jaxrl.trainer.setup import Parts

@@ -13,7 +13,7 @@ import json
 import pathlib
 import zlib
 
-from jaxrl.trainer.files import sync, write_atomically
+from jaxrl.trainer.durable import sync, write_atomically
 
 UNSEALED = "it has no seal"
 _BLOCK_BYTES = 2**20
@@ -43,7 +43,7 @@ class Seals:
             written = _parse(self._path(step).read_bytes())
         except FileNotFoundError:
             return UNSEALED
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return f"its seal cannot be read ({error})"
         try:
             found = _checksums(self._checkpoints / str(step))

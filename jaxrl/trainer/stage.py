@@ -176,11 +176,12 @@ class Stage:
           learners, record: as for `finish_step`.
         """
         resumed = self._saved_step is not None
-        self._on_begin()
         aside = None if resumed else hosts.on_first(self._move_aside)
-        self._checkpoints.prepare(self._saved_step)
+        # First, since a log that cannot be read is the last thing to refuse the run.
         empty = hosts.on_first(lambda: self._open_log(resumed))
         self.begins = empty and self.step == 0
+        self._on_begin()
+        self._checkpoints.prepare(self._saved_step)
         self._progress = self._exit.enter_context(
             Progress(
                 self._title,
@@ -193,7 +194,8 @@ class Stage:
             self.message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
             self.message(f"{self._title}: going on from the checkpoint of step {self.step}")
-        self._note_finished(learners, record)
+        self._note_record(record)
+        self._note_finished(learners)
         if not resumed:
             self._start_saving(learners)
             self._commit()
@@ -279,7 +281,7 @@ class Stage:
         self._check_finite(metrics)
         self.step += 1
         self._watch(metrics)
-        self._note_finished(learners, record)
+        self._note_record(record)
         stopping = self._stop.arrived()
         saving = self.finished or self.step % self._save_every == 0 or stopping
         if saving:
@@ -291,6 +293,7 @@ class Stage:
         metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
         if self.finished or self.step % self._log_every == 0:
             self._write(metrics)
+        self._note_finished(learners)
         if saving:
             # After the row: a checkpoint that a run goes on from has the rows of all its steps.
             self._commit()
@@ -327,8 +330,11 @@ class Stage:
         """Says something to the person who watches."""
         self._progress.message(text)
 
-    def _note_finished(self, learners: Mapping[str, Learner], record: Mapping[str, Any]) -> None:
+    def _note_record(self, record: Mapping[str, Any]) -> None:
         self._record = {**record, _COLLAPSE: self._detector.record()}
+
+    def _note_finished(self, learners: Mapping[str, Learner]) -> None:
+        """From here on the state is worth saving: the step is done, and its row is written."""
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
     def _start_saving(self, learners: Mapping[str, Learner]) -> None:
@@ -379,7 +385,7 @@ class Stage:
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            kept = f"step {self._saved_step}" if self._saved_step else "none"
+            kept = "none" if self._saved_step is None else f"step {self._saved_step}"
             raise UserError(
                 f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
                 f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxrl.algos.moments import Moments
+from jaxrl.algos.value_loss import explained_variance
 from jaxrl.mesh.hosts import fetch
-from jaxrl.types import Completions, Scored, TrainBatch
+from jaxrl.types import Completions, Scored, TrainBatch, ValueBatch
 
 
 def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
@@ -44,6 +47,28 @@ def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
+    """What a critic said of the step's trained tokens, and what it should have said; still on the device.
+
+    `vf_explained_var` is `algos.value_loss.explained_variance`, of the values before the step's update.
+    """
+    numbers = _value_numbers(targets.old_value, targets.target, targets.loss_mask)
+    return {f"{critic}/{name}": x for name, x in numbers.items()}
+
+
+@jax.jit
+def _value_numbers(value: jax.Array, target: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    numbers = {"vf_explained_var": explained_variance(value, target, mask)}
+    for name, x in (("values", value), ("returns", target)):
+        moments = Moments.of(x, mask)
+        numbers |= {
+            f"{name}/mean": moments.mean,
+            f"{name}/max": moments.max,
+            f"{name}/min": moments.min,
+        }
+    return numbers
+
+
 def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a role's update under its name; they may still be on the device.
 
@@ -57,7 +82,12 @@ def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float]:
-    """Accuracy by data set, mean@n and best@n of n samples, and what the answers look like."""
+    """Accuracy by data set, and what the answers look like.
+
+    Of n samples to each problem, `mean@n` is the share that is right (avg@n), and `pass@n` the share of
+    problems with a right one among the n. verl's best@n is another number: it draws n of the n with
+    replacement, and so lies below pass@n.
+    """
     completions = scored.completions
     n = completions.num_samples
     sources = np.array(completions.prompts.sources)

@@ -36,7 +36,7 @@ def test_by_hand():
     # One right of four: mean -.5, deviations 1.5 -.5 -.5 -.5, their squares sum to 3, and 3 / (4 - 1) = 1.
     reward_NG = jnp.array([[1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0]])
     expected = [[1.5, -0.5, -0.5, -0.5], [0.5, 0.5, 0.5, -1.5]]
-    np.testing.assert_allclose(group_relative(reward_NG), expected, rtol=2e-6)
+    np.testing.assert_allclose(group_relative(reward_NG), expected, rtol=5e-6)
 
 
 def test_the_deviation_is_the_unbiased_one():
@@ -108,4 +108,4 @@ def test_without_normalisation_the_scale_of_rewards_stays():
     np.testing.assert_array_equal(
         group_relative(10 * reward_NG, normalize_std=False), [[15.0, -5.0, -5.0, -5.0]]
     )
-    np.testing.assert_allclose(group_relative(10 * reward_NG), group_relative(reward_NG), rtol=2e-6)
+    np.testing.assert_allclose(group_relative(10 * reward_NG), group_relative(reward_NG), rtol=5e-6)

@@ -166,7 +166,8 @@ def test_equal_rewards_give_exactly_nothing(name, score):
 def test_a_group_of_one_keeps_its_score(name):
     advantage = ESTIMATORS[name](*arrays([3.0] + [1.0] * 8, [4] + [0] * 8, [2] * B))
     scale = B if name == "gpg" else 1  # the other eight teach nothing
-    np.testing.assert_allclose(advantage, [3.0 * scale] + [0] * 8, rtol=2e-6)
+    # Deviations are divided by with 1e-6 added.
+    np.testing.assert_allclose(advantage, [3.0 * scale] + [0] * 8, rtol=3e-6)
 
 
 def test_by_hand():

@@ -1,4 +1,5 @@
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from ragged import Ragged
 
 from jaxrl.algos import rollout_correction as correction
 from jaxrl.algos.aggregation import AGGREGATIONS, count
+from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 
 seeds = st.integers(0, 10_000)
 few = settings(max_examples=15)
@@ -17,8 +19,9 @@ few = settings(max_examples=15)
 log_ratio = jax.jit(correction.log_ratio)
 token_weights = jax.jit(correction.token_weights)
 sequence_weights = jax.jit(correction.sequence_weights)
-mismatch_metrics = jax.jit(correction.mismatch_metrics)
-weight_metrics = jax.jit(correction.weight_metrics)
+mismatch_metrics = jax.jit(
+    lambda *arrays: correction.mismatch_metrics(correction.mismatch_tally(*arrays))
+)
 
 
 def example(seed):
@@ -55,26 +58,6 @@ def test_truncation_and_the_band_differ_above_the_bound():
     np.testing.assert_allclose(banded, [0, 0, 0.5, 1, 2, 0])
 
 
-@few
-@given(seeds)
-def test_normalised_weights_have_mean_1(seed):
-    ragged, ours, rho = packed_rho(seed)
-    weight = token_weights(ours, *ragged.where)
-    tokens = np.concatenate([np.exp(x) for x in rho])
-    by_tokens = correction.normalize_by_tokens(weight, ragged.mask)
-    mean = tokens.mean() if len(tokens) else 1
-    ragged.assert_equal(by_tokens, [np.exp(x) / mean for x in rho])
-    by_sequences = correction.normalize_by_sequences(weight, *ragged.where)
-    mean = np.mean([np.exp(x).mean() for x in rho if len(x)]) if len(tokens) else 1
-    ragged.assert_equal(by_sequences, [np.exp(x) / mean for x in rho])
-
-
-def test_weights_of_nothing_but_0_stay_0():
-    zeros, ones = jnp.zeros((1, 3)), jnp.ones((1, 3))
-    assert not correction.normalize_by_tokens(zeros, ones).any()
-    assert not correction.normalize_by_sequences(zeros, ones, ones.astype(int)).any()
-
-
 def test_weights_are_constants_to_the_gradient():
     ones = jnp.ones((1, 3))
     where = (ones, ones.astype(jnp.int32))
@@ -94,28 +77,30 @@ LEVELS = {
     "seq_mean": lambda x: np.full(len(x), x.mean() if len(x) else 0),
     "seq_max": lambda x: np.full(len(x), x.max() if len(x) else 0),
 }
-DIVERGENCES = {"k2": lambda x: x**2 / 2, "k3": lambda x: np.exp(x) - 1 - x}
+DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: np.exp(x) - 1 - x}
 
 
 @functools.cache
-def rejection(level, divergence):
-    over = correction.OVER[level]
-    if divergence is None:
-        return jax.jit(functools.partial(correction.keep_ratio, over=over))
-    return jax.jit(
-        functools.partial(
-            correction.keep_divergence, over=over, divergence=correction.DIVERGENCES[divergence]
-        )
-    )
+def rejected(over, by, lowest, highest):
+    """(what is kept, metrics) by a rejection, compiled."""
+    rejection = Rejection("any", over, by, lowest, highest)
+
+    def run(rho, mask, ids):
+        statistic = rejection.statistic(rho, mask, ids)
+        kept = rejection.keep(statistic, mask)
+        tally = correction.rejection_tally(rejection, statistic, kept, mask, ids)
+        return kept, correction.rejection_metrics(rejection, tally)
+
+    return jax.jit(run)
 
 
 @few
 @given(seeds)
-@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean"])
-def test_the_ratio_must_lie_between_the_bounds(level, seed):
+@pytest.mark.parametrize("over", ["token", "seq_sum", "seq_mean"])
+def test_the_ratio_must_lie_between_the_bounds(over, seed):
     ragged, ours, rho = packed_rho(seed)
-    kept = rejection(level, None)(ours, *ragged.where, lowest=0.8, highest=1.1)
-    ratios = [np.exp(LEVELS[level](x)) for x in rho]
+    kept, _ = rejected(over, "k1", *correction.ratio_bounds(0.8, 1.1))(ours, *ragged.where)
+    ratios = [np.exp(LEVELS[over](x)) for x in rho]
     ragged.assert_equal(kept, [(r >= 0.8) & (r <= 1.1) for r in ratios])
 
 
@@ -126,18 +111,22 @@ def test_the_ratio_is_train_over_rollout():
     )
     where = jnp.ones((1, 1)), jnp.ones((1, 1), jnp.int32)
     np.testing.assert_allclose(correction.token_weights(rho, *where), 2, rtol=1e-6)
-    assert rejection("token", None)(rho, *where, lowest=0.9, highest=2.1) == 1
-    assert rejection("token", None)(rho, *where, lowest=0.4, highest=1.9) == 0
+    kept, metrics = rejected("token", "k1", *correction.ratio_bounds(0.9, 2.1))(rho, *where)
+    assert kept == 1
+    # verl's statistic is the logarithm of the inverse.
+    np.testing.assert_allclose(metrics["mean"], -np.log(2), rtol=1e-6)
+    kept, metrics = rejected("token", "k1", *correction.ratio_bounds(0.4, 1.9))(rho, *where)
+    assert kept == 0 and metrics["fraction_low"] == 1 and metrics["fraction_high"] == 0
 
 
 @few
 @given(seeds)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_divergence_must_not_exceed_the_bound(level, divergence, seed):
+@pytest.mark.parametrize("by", ["k2", "k3"])
+@pytest.mark.parametrize("over", LEVELS)
+def test_the_divergence_must_not_exceed_the_bound(over, by, seed):
     ragged, ours, rho = packed_rho(seed)
-    kept = rejection(level, divergence)(ours, *ragged.where, highest=0.05)
-    levels = [LEVELS[level](DIVERGENCES[divergence](x)) for x in rho]
+    kept, _ = rejected(over, by, -math.inf, 0.05)(ours, *ragged.where)
+    levels = [LEVELS[over](DIVERGENCES[by](x)) for x in rho]
     ragged.assert_equal(kept, [x <= 0.05 for x in levels])
 
 
@@ -145,29 +134,77 @@ def test_the_divergence_must_not_exceed_the_bound(level, divergence, seed):
 @given(seeds)
 def test_one_impossible_token_vetoes_its_sequence(seed):
     ragged, ours, rho = packed_rho(seed)
-    kept = jax.jit(correction.keep_not_vetoed)(ours, *ragged.where, lowest=0.7)
+    veto = rejected("seq_max", "k1", *correction.ratio_bounds(0.7, math.inf))
+    kept, _ = veto(ours, *ragged.where)
     ragged.assert_equal(kept, [np.full(len(x), np.all(np.exp(x) >= 0.7)) for x in rho])
+
+
+@few
+@given(seeds)
+@pytest.mark.parametrize(
+    ("over", "by", "lowest", "highest"),
+    [
+        ("token", "k1", -0.2, 0.3),
+        ("token", "k3", -math.inf, 0.02),
+        ("seq_sum", "k1", -0.2, 0.3),
+        ("seq_mean", "k2", -math.inf, 0.02),
+    ],
+)
+def test_metrics_of_a_rejection_equal_their_twins(over, by, lowest, highest, seed):
+    ragged, ours, rho = packed_rho(seed)
+    _, metrics = rejected(over, by, lowest, highest)(ours, *ragged.where)
+    rows = [LEVELS[over](DIVERGENCES[by](x)) for x in rho if len(x)]
+    if not rows:
+        assert all(value == 0 for value in metrics.values())
+        return
+    x = np.concatenate(rows)
+    s = np.array([row.mean() for row in rows])
+    lost = [(row < lowest) | (row > highest) for row in rows]
+    judged = x if over == "token" else s
+    expected = {
+        "mean": x.mean(),
+        "std": np.clip(x, lowest, highest).std(),
+        "min": x.min(),
+        "max": x.max(),
+        "fraction_high": (judged > highest).mean(),
+        "fraction_low": (judged < lowest).mean(),
+        "seq_mean": s.mean(),
+        "seq_std": s.std(ddof=1) if len(s) > 1 else 0,
+        "seq_min": s.min(),
+        "seq_max": s.max(),
+        "seq_max_deviation": abs(s).max(),
+        "seq_fraction_high": (s > highest).mean(),
+        "seq_fraction_low": (s < lowest).mean(),
+        "masked_fraction": np.concatenate(lost).mean(),
+        "seq_masked_fraction": np.mean([row.any() for row in lost]),
+    }
+    assert set(metrics) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=5e-5, atol=1e-5, err_msg=name)
 
 
 def test_rejected_tokens_leave_numerator_and_denominator():
     mask, ids = jnp.ones((1, 4)), jnp.array([[1, 1, 2, 2]])
     rho = jnp.log(jnp.array([[1.0, 1.0, 1.0, 9.0]]))
-    kept = mask * correction.keep_ratio(
-        rho, mask, ids, over=correction.OVER["token"], lowest=0.5, highest=2.0
-    )
+    kept, _ = rejected("token", "k1", *correction.ratio_bounds(0.5, 2.0))(rho, mask, ids)
     mean = AGGREGATIONS["token-mean"]()
     total = mean.total(jnp.array([[1.0, 2, 3, jnp.nan]]), kept, ids)
     assert total / mean.divisor(count(kept, ids)) == 2
-    metrics = correction.rejection_metrics(kept, mask, ids)
+    metrics = kept_metrics(kept, mask, ids)
     assert metrics == {"masked_fraction": 0.25, "seq_masked_fraction": 0.5, "seq_lost_fraction": 0}
+
+
+@jax.jit
+def kept_metrics(kept, mask, ids):
+    return correction.kept_metrics(correction.kept_tally(kept, mask, ids))
 
 
 @few
 @given(seeds)
-def test_rejection_metrics_equal_their_twins(seed):
+def test_what_several_rejections_take_away_equals_its_twin(seed):
     ragged = Ragged.sample(seed)
     kept = [ragged.rng.random(len(m)) < 0.6 for m in ragged.masks]
-    ours = jax.jit(correction.rejection_metrics)(ragged.pack(kept), *ragged.where)
+    ours = kept_metrics(ragged.pack(kept), *ragged.where)
     rows = [1 - k for (k,) in ragged.trained(kept) if len(k)]
     expected = {
         "masked_fraction": np.concatenate(rows).mean() if rows else 0,
@@ -217,30 +254,68 @@ def test_mismatch_metrics_equal_their_twins(seed):
         np.testing.assert_allclose(ours[name], value, rtol=5e-5, atol=5e-6, err_msg=name)
 
 
+@functools.cache
+def weighed(level):
+    """(weights cut at 1.2, what normalises them, metrics), compiled."""
+    weighting = WEIGHTINGS[level]
+
+    def run(rho, mask, ids):
+        ratio = weighting.of_ratio(rho, mask, ids)
+        weight = correction.truncate(ratio, highest=1.2)
+        tally = correction.weight_tally(ratio, weight, mask, ids, lowest=0.8, highest=1.2)
+        metrics = weighting.metrics(tally) | correction.outside_band(tally)
+        return weight, weighting.norm_factor(tally), metrics
+
+    return jax.jit(run)
+
+
 @few
 @given(seeds)
-def test_weight_metrics_equal_their_twins(seed):
+@pytest.mark.parametrize("level", WEIGHTINGS)
+def test_weight_metrics_equal_their_twins(level, seed):
+    """Of the weights that are used, but for shares beyond the bounds, and the range of sequence weights."""
     ragged, ours, rho = packed_rho(seed)
-    weight = token_weights(ours, *ragged.where)
-    ours = weight_metrics(weight, *ragged.where, lowest=0.8, highest=1.2)
-    rows = [np.exp(x) for x in rho if len(x)]
-    if not rows:
-        assert all(value == 0 for value in ours.values())
+    weight, factor, metrics = weighed(level)(ours, *ragged.where)
+    ratios = [np.exp(x if level == "token" else np.full(len(x), x.sum())) for x in rho]
+    ragged.assert_equal(weight, [np.minimum(x, 1.2) for x in ratios])
+    ratios = [x for x in ratios if len(x)]
+    if not ratios:
+        assert factor == 1 and all(value == 0 for value in metrics.values())
         return
-    w, s = np.concatenate(rows), np.array([x.mean() for x in rows])
-    expected = {"rollout_is_ratio_fraction_high": np.mean(w > 1.2)}
-    expected |= {"rollout_is_ratio_fraction_low": np.mean(w < 0.8)}
-    expected |= {"rollout_is_oob_ratio": np.mean((w > 1.2) | (w < 0.8))}
-    expected |= {"rollout_is_eff_sample_size": w.mean() ** 2 / (w**2).mean()}
-    expected |= {"rollout_is_batch_norm_factor": w.mean()}
-    expected |= {"rollout_is_seq_max_deviation": abs(s - 1).max()}
-    expected |= {"rollout_is_seq_fraction_high": np.mean(s > 1.2)}
-    expected |= {"rollout_is_seq_fraction_low": np.mean(s < 0.8)}
-    for prefix, x in (("rollout_is_", w), ("rollout_is_seq_", s)):
-        expected |= {f"{prefix}{f}": getattr(np, f)(x) for f in ("mean", "std", "min", "max")}
-    assert set(ours) == set(expected)
+    raw, raw_s = np.concatenate(ratios), np.array([x.mean() for x in ratios])
+    w, s = np.minimum(raw, 1.2), np.array([np.minimum(x, 1.2).mean() for x in ratios])
+    judged, ranged = (raw, w) if level == "token" else (raw_s, raw_s)
+    expected = {
+        "mean": w.mean(),
+        "std": w.std(),
+        "min": ranged.min(),
+        "max": ranged.max(),
+        "eff_sample_size": w.mean() ** 2 / (w**2).mean(),
+        "ratio_fraction_high": np.mean(judged > 1.2),
+        "ratio_fraction_low": np.mean(judged < 0.8),
+        "oob_ratio": np.mean((raw > 1.2) | (raw < 0.8)),
+        "seq_mean": s.mean(),
+        "seq_std": s.std(ddof=1) if len(s) > 1 else 0,
+        "seq_min": s.min(),
+        "seq_max": s.max(),
+        "seq_max_deviation": abs(s - 1).max(),
+        "seq_fraction_high": np.mean(raw_s > 1.2),
+        "seq_fraction_low": np.mean(raw_s < 0.8),
+    }
+    assert set(metrics) == {f"rollout_is_{name}" for name in expected}
     for name, value in expected.items():
-        np.testing.assert_allclose(ours[name], value, rtol=5e-5, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(
+            metrics[f"rollout_is_{name}"], value, rtol=5e-5, atol=1e-5, err_msg=name
+        )
+    np.testing.assert_allclose(factor, w.mean() if level == "token" else s.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", WEIGHTINGS)
+def test_weights_of_nothing_but_0_are_divided_by_1(level):
+    zeros, ones = jnp.zeros((1, 3)), jnp.ones((1, 3))
+    ids = ones.astype(jnp.int32)
+    tally = correction.weight_tally(ones, zeros, ones, ids, lowest=2.0, highest=3.0)
+    assert WEIGHTINGS[level].norm_factor(tally) == 1
 
 
 @few
@@ -256,7 +331,7 @@ def test_probability_metrics_equal_their_twins(seed):
     expected = {
         "rollout_probs_diff_mean": abs(p - q).mean(),
         "rollout_probs_diff_max": abs(p - q).max(),
-        "rollout_probs_diff_std": abs(p - q).std(),
+        "rollout_probs_diff_std": abs(p - q).std(ddof=1),
         "rollout_actor_probs_pearson_corr": np.corrcoef(p, q)[0, 1],
     }
     for name, value in expected.items():

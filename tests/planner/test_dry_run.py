@@ -18,7 +18,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, DryRun, dry_run
 from jaxrl.roles.actor import Actor
-from jaxrl.roles.losses import clipped_policy
+from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.engine import EngineConfig
@@ -26,7 +26,7 @@ from jaxrl.trainer.command_line import load_config
 from jaxrl.trainer.config import Config
 
 RECIPE = pathlib.Path(__file__).parents[2] / "configs/dapo_qwen32b.py"
-LOSS = clipped_policy(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+LOSS = policy("clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0})
 
 TINY = ModelConfig(
     vocab_size=64, num_layers=4, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8

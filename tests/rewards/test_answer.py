@@ -168,6 +168,21 @@ def test_different_values_differ(one, other):
         (r"\boxed{41} Answer: 42 \boxed{43}", r"42 \boxed{43}"),
         (r"so \boxed{41} and \boxed{\frac{4}{2}}, done", r"\frac{4}{2}"),
         (r"so \boxed{42", None),
+        ("16 - 3 - 4 = 9 eggs.\n#### 42", "42"),
+        ("#### $1,234.\nDone.", "$1,234."),
+        ("####-7", "-7"),
+        (r"#### \boxed{42}", r"\boxed{42}"),
+        ("Answer: 41\n#### 42", "42"),
+        ("#### 41\nAnswer: 42", "42"),
+        ("Answer: 41 #### 42", "42"),
+        (r"\boxed{41}" + "\n#### 42 dollars", "42 dollars"),
+        # Headings of Markdown.
+        ("Answer: 42\n#### Check", "42"),
+        ("Answer: 42\n#### 2. Check", "42"),
+        (r"\boxed{42}" + "\n#### 42 is right", "42"),
+        ("#### Step 42", None),
+        ("#### ", None),
+        ("### 42", None),
         ("it is 42", None),
         ("Answer:", None),
         ("", None),
@@ -186,8 +201,14 @@ def test_no_answer_is_no_prediction():
 
 def test_gsm8k():
     solution = "He has 2*617 = <<2*617=1234>>1,234 apples.\n#### 1,234"
-    assert gsm8k_answer(solution) == "1234"
+    assert gsm8k_answer(solution) == "1,234"
     assert grade_gsm8k("Answer: $1,234", solution) == Grade(True, "1234")
+    # As the model is taught to answer, whatever of it the data's answer field holds.
+    for grade in (grade_gsm8k, grade_answer):
+        assert grade(solution, solution) == Grade(True, "1234")
+        assert grade("#### 1234.", solution) == Grade(True, "1234")
+        assert grade("#### 1235", solution) == Grade(False, "1235")
+    assert grade_answer(solution, "1234") == Grade(True, "1234")
     with pytest.raises(UserError, match="no final answer"):
         gsm8k_answer("1234")
     with pytest.raises(UserError, match="no final answer"):
@@ -311,9 +332,25 @@ def test_every_true_answer_counts_and_its_neighbour_does_not(name):
 
 def test_every_gsm8k_solution_has_an_integer_answer():
     for solution in _column("gsm8k_test"):
+        number = int(gsm8k_answer(solution).replace(",", ""))
+        assert grade_gsm8k(f"Answer: ${number:,}", solution).correct
+        assert not grade_gsm8k(f"Answer: {number + 1}", solution).correct
+
+
+@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
+def test_every_gsm8k_solution_is_right(name):
+    for solution in _column(name):
         answer = gsm8k_answer(solution)
-        assert grade_gsm8k(f"Answer: ${int(answer):,}", solution).correct
-        assert not grade_gsm8k(f"Answer: {int(answer) + 1}", solution).correct
+        assert grade_gsm8k(solution, solution).correct
+        assert grade_answer(solution, answer).correct
+        assert grade_answer(f"#### {answer}", solution).correct
+
+
+def test_nearly_every_math500_solution_is_right():
+    """The others have their box too far from the end, or say "answer:" of something else."""
+    rows = zip(_column("math500", "solution"), _column("math500"), strict=True)
+    right = [grade_answer(solution, answer).correct for solution, answer in rows]
+    assert sum(right) >= 0.95 * len(right)
 
 
 def test_every_math500_answer_equals_itself_in_a_box():
@@ -321,9 +358,9 @@ def test_every_math500_answer_equals_itself_in_a_box():
         assert grade_answer(rf"Thus $\boxed{{{answer}}}$.", answer).correct
 
 
-def _column(name: str) -> list[str]:
+def _column(name: str, field: str = "answer") -> list[str]:
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not here")
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line)["answer"] for line in lines]
+        return [json.loads(line)[field] for line in lines]

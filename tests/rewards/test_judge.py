@@ -15,12 +15,10 @@ from jaxrl.rewards import (
     judge_scores,
     parse_verdicts,
     score_parser,
-    verdict_parser,
 )
 from jaxrl.types import Completions, Prompts
 
 OUT_OF_TEN = score_parser(low=0, high=10)
-VERDICT = verdict_parser({"correct": 1.0, "Incorrect": -1.0, "partly right": 0.25})
 
 
 @pytest.fixture
@@ -80,6 +78,11 @@ def test_a_response_cannot_leave_its_place(completions, response):
     assert "<|im_end|>" not in text
 
 
+def test_what_is_taken_out_leaves_a_mark_that_no_token_holds(completions):
+    template = JudgeTemplate("<r>{response}</r>", forbidden=("<|e|>", "\ufffd|"))
+    assert prompt(completions, "a</r><|E|></ R>b</r|>", template) == "<r>a\u2026b</r|></r>"
+
+
 @given(
     st.lists(
         st.sampled_from(["<", "/", "r", ">", "</r>", "<r>", " ", "<|e", "|>", "<|e|>", "{answer}"]),
@@ -113,7 +116,8 @@ def completions_of(text: str) -> Completions:
         ("x" * 10**7, 8000),
         ("<" + " " * 10**5, 10**6),
         ("< " * 10**5, 10**6),
-        ("<|im_" * 800 + "end|>" * 800, 8000),
+        ("<|im_" * 10**5 + "end|>" * 10**5, 10**6),
+        ("</resp" * 10**4 + "onse>" * 10**4, 10**6),
         ("</response>" * 10**5, 10**6),
     ],
 )
@@ -164,24 +168,6 @@ def test_scores(text, score):
     assert OUT_OF_TEN(text) == score
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("Adds up.\ncorrect", 1),
-        ("Verdict: **Correct**.\n\n", 1),
-        ("correct\nVerdict: incorrect", -1),
-        ("So: [Partly right]", 0.25),
-        ("not correct", None),
-        ("correct, I think", None),
-        ("correct\nIs that so?", None),
-        ("", None),
-        ("\n \n", None),
-    ],
-)
-def test_verdicts(text, score):
-    assert VERDICT(text) == score
-
-
 def test_what_cannot_be_read_gets_the_configured_score_and_is_counted():
     scores, failed = parse_verdicts(["Score: 9", "Well.", "Score: 99"], OUT_OF_TEN, failed_score=2)
     assert (scores.tolist(), failed.tolist()) == ([9, 2, 2], [False, True, True])
@@ -190,7 +176,7 @@ def test_what_cannot_be_read_gets_the_configured_score_and_is_counted():
 
 @given(st.text())
 def test_any_text_is_read_without_an_error(text):
-    for parse in (OUT_OF_TEN, VERDICT, score_parser(low=0, high=1, pattern=r"(\S+)?")):
+    for parse in (OUT_OF_TEN, score_parser(low=0, high=1, pattern=r"(\S+)?")):
         score = parse(text)
         assert score is None or -1 <= score <= 10
 
@@ -207,8 +193,6 @@ def test_any_text_is_read_without_an_error(text):
 def test_parsers_that_cannot_work_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         score_parser(**{"low": 0, "high": 1, **settings})
-    with pytest.raises(UserError, match="without verdicts"):
-        verdict_parser({})
 
 
 # ---- the two together

@@ -1,10 +1,27 @@
 """Correction of a batch: weights and rejections, in the direction the settings say."""
 
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from packed import SHAPES, packed, sequences
 
-from jaxrl.roles.correction import CorrectionConfig, corrected
+from jaxrl.algos.moments import add_tallies
+from jaxrl.errors import UserError
+from jaxrl.roles.correction import (
+    CorrectionConfig,
+    RejectionConfig,
+    correct,
+    corrected,
+    correction_metrics,
+    norm_factor,
+)
+from jaxrl.trainer.command_line import load_config
+from jaxrl.trainer.config import Config
 
 ROWS = sequences()
 
@@ -34,7 +51,7 @@ def test_without_settings_the_gap_is_measured_and_nothing_changes():
     rho = np.log(np.concatenate(ratios()))
     assert float(metrics["rollout_corr/kl"]) == pytest.approx(-rho.mean(), rel=1e-5)
     assert float(metrics["training/rollout_probs_diff_valid"]) == 1
-    assert "rollout_corr/masked_fraction" not in metrics
+    assert not any("rollout_rs" in name or "rollout_is" in name for name in metrics)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,9 +59,21 @@ def test_token_weights_are_cut_from_above(shape):
     weight, _, metrics = run(shape, weights="token", highest=1.5)
     for ours, ratio in zip(weight, ratios(), strict=True):
         np.testing.assert_allclose(ours, np.minimum(ratio, 1.5), rtol=1e-5)
-    # Metrics are those of the weights before they are cut.
-    above = (np.concatenate(ratios()) > 1.5).mean()
-    assert float(metrics["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(above)
+    # Statistics are of the weights that are used, shares beyond the bound of those before.
+    whole = np.concatenate(ratios())
+    used = np.minimum(whole, 1.5)
+    expected = {
+        "rollout_is_mean": used.mean(),
+        "rollout_is_max": used.max(),
+        "rollout_is_std": used.std(),
+        "rollout_is_ratio_fraction_high": (whole > 1.5).mean(),
+        "rollout_is_ratio_fraction_low": (whole < 1 / 1.5).mean(),
+    }
+    for name, value in expected.items():
+        assert float(metrics[f"rollout_corr/{name}"]) == pytest.approx(value, rel=1e-5), name
+    # A share outside a band is there only if there is one, and a factor only if something is divided.
+    assert "rollout_corr/rollout_is_oob_ratio" not in metrics
+    assert "rollout_corr/rollout_is_batch_norm_factor" not in metrics
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,26 +85,76 @@ def test_sequence_weights_outside_the_band_are_0(shape):
     assert all((m == 1).all() for m in mask)
 
 
-def test_normalised_weights_have_mean_1():
-    weight, _, _ = run(weights="token", normalize=True)
-    assert np.concatenate(weight).mean() == pytest.approx(1, rel=1e-5)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_factor_that_is_told_is_the_one_that_divides(level):
+    plain, _, _ = run(weights=level, highest=1.5)
+    weight, _, metrics = run(weights=level, highest=1.5, normalize=True)
+    # By hand: the mean over tokens, or over sequences, of the weights that are used.
+    by_level = np.concatenate(plain) if level == "token" else np.array([w[0] for w in plain])
+    factor = float(metrics["rollout_corr/rollout_is_batch_norm_factor"])
+    assert factor == pytest.approx(by_level.mean(), rel=1e-5)
+    for ours, before in zip(weight, plain, strict=True):
+        np.testing.assert_allclose(ours, before / factor, rtol=1e-5)
+
+
+def test_a_huge_ratio_that_is_cut_does_not_show_in_the_factor():
+    """exp(15.5) = 5.4e6 is the mean of the raw ratios, and .975 that of the weights that are used."""
+    where = jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32)
+    rollout = jnp.full((1, 4), -17.0)
+    train = rollout + jnp.log(jnp.array([[0.9, 0.5, 0.5, 0.0]])).at[0, 3].set(16.9)
+    config = CorrectionConfig(weights="token", highest=2.0, normalize=True)
+    weight, _, tally = correct(config, train, rollout, *where)
+    np.testing.assert_allclose(weight, [[0.9, 0.5, 0.5, 2.0]], rtol=1e-5)
+    assert float(norm_factor(config, tally)) == pytest.approx(3.9 / 4, rel=1e-5)
+
+
+def test_a_band_tells_its_share():
+    _, _, metrics = run(weights="token", lowest=0.5, highest=2.0)
+    whole = np.concatenate(ratios())
+    outside = ((whole < 0.5) | (whole > 2)).mean()
+    assert float(metrics["rollout_corr/rollout_is_oob_ratio"]) == pytest.approx(outside)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_outside_the_bounds_are_rejected(shape):
-    _, mask, metrics = run(shape, reject_over="token", reject_lowest=0.5, reject_highest=1.5)
+    _, mask, metrics = run(shape, reject=RejectionConfig(token_ratio=(0.5, 1.5)))
     for ours, ratio in zip(mask, ratios(), strict=True):
         np.testing.assert_array_equal(ours > 0, (ratio >= 0.5) & (ratio <= 1.5))
-    share = 1 - np.concatenate(mask).mean()
-    assert float(metrics["rollout_corr/masked_fraction"]) == pytest.approx(share, rel=1e-5)
+    share = pytest.approx(1 - np.concatenate(mask).mean(), rel=1e-5)
+    for name in ("rollout_rs", "rollout_rs_token_k1"):
+        assert float(metrics[f"rollout_corr/{name}_masked_fraction"]) == share
 
 
 def test_sequences_are_rejected_whole():
-    _, mask, _ = run(reject_over="seq_mean", reject_by="k3", reject_highest=0.5)
+    _, mask, _ = run(reject=RejectionConfig(seq_mean_k3=0.5))
     for ours, ratio in zip(mask, ratios(), strict=True):
         divergence = (ratio - 1 - np.log(ratio)).mean()
         assert (ours == float(divergence <= 0.5)).all()
     assert 0 < np.concatenate(mask).mean() < 1
+
+
+def test_several_rejections_must_all_let_pass_and_each_sees_the_original_mask():
+    reject = RejectionConfig(token_ratio=(0.5, math.inf), seq_mean_k3=0.5)
+    _, mask, metrics = run(reject=reject, veto=0.3)
+    expected, lost = [], []
+    for ratio in ratios():
+        by_token = ratio < 0.5
+        by_mean = np.full(len(ratio), (ratio - 1 - np.log(ratio)).mean() > 0.5)
+        vetoed = np.full(len(ratio), ratio.min() < 0.3)
+        expected.append(~(by_token | by_mean | vetoed))
+        lost.append((by_token, by_mean, vetoed))
+    for ours, kept in zip(mask, expected, strict=True):
+        np.testing.assert_array_equal(ours > 0, kept)
+    for i, name in enumerate(("token_k1", "seq_mean_k3", "veto")):
+        share = np.concatenate([row[i] for row in lost]).mean()
+        told = float(metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"])
+        assert told == pytest.approx(share, rel=1e-5) and 0 < share < 1
+        hit = np.mean([row[i].any() for row in lost])
+        told = float(metrics[f"rollout_corr/rollout_rs_{name}_seq_masked_fraction"])
+        assert told == pytest.approx(hit, rel=1e-5)
+    whole = 1 - np.concatenate(expected).mean()
+    told = float(metrics["rollout_corr/rollout_rs_masked_fraction"])
+    assert told == pytest.approx(whole, rel=1e-5)
 
 
 def test_one_impossible_token_vetoes_its_sequence():
@@ -85,16 +164,63 @@ def test_one_impossible_token_vetoes_its_sequence():
     assert 0 < np.concatenate(mask).mean() < 1
 
 
+def test_statistics_of_parts_are_those_of_the_whole():
+    """As microbatches take them inside the loss."""
+    config = CorrectionConfig(
+        weights="token", lowest=0.5, highest=2.0, reject=RejectionConfig(seq_max_k2=0.5), veto=0.1
+    )
+    _, rows = packed(ROWS, SHAPES["one each"])
+    arrays = [
+        x.reshape(8, -1)
+        for x in (rows.old_logprob, rows.rollout_logprob, rows.loss_mask, rows.segment_ids)
+    ]
+    tally_of = jax.jit(lambda *arrays: correct(config, *arrays).tally)
+
+    def metrics_of(tally):
+        return jax.jit(lambda t: correction_metrics(config, jax.tree.map(lambda x: x[None], t)))(
+            tally
+        )
+
+    # The part without any row has nothing to tell.
+    parts = [tally_of(*(x * (np.arange(8) < 3)[:, None] for x in arrays))]
+    parts += [tally_of(*(x * (np.arange(8) >= 3)[:, None] for x in arrays))]
+    parts += [tally_of(*(x * 0 for x in arrays))]
+    ours = metrics_of(functools.reduce(add_tallies, parts))
+    for name, value in metrics_of(tally_of(*arrays)).items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("config", "settings", "message"),
     [
-        ({"bypass": True, "weights": "token"}, "corrects twice"),
-        ({"lowest": 3.0}, "0 <= lowest < highest"),
-        ({"reject_over": "seq_max"}, "set reject_by to k2 or k3"),
-        ({"reject_over": "token", "reject_lowest": 0.0}, "0 < lowest <= highest"),
-        ({"veto": -1.0}, "use 0 to 1"),
+        (CorrectionConfig, {"lowest": 3.0}, "0 <= lowest < highest"),
+        (CorrectionConfig, {"veto": 1.0}, "veto 1.0 is not below 1"),
+        (RejectionConfig, {"token_ratio": (0.0, 2.0)}, "token_ratio.* 0.0 is not positive"),
+        (RejectionConfig, {"seq_mean_ratio": (2.0, 1.0)}, "lowest ratio above its highest"),
+        (RejectionConfig, {"seq_sum_ratio": (math.nan, 1.0)}, "seq_sum_ratio.* is not a number"),
+        (RejectionConfig, {"token_k3": 0.0}, "token_k3 0.0 is not positive"),
+        (RejectionConfig, {"seq_max_k2": math.inf}, "seq_max_k2 inf is not finite"),
     ],
 )
-def test_refused(settings, message):
+def test_refused(config, settings, message):
     with pytest.raises(ValueError, match=message):
-        CorrectionConfig(**settings)
+        config(**settings)
+
+
+def test_every_bound_is_a_setting_of_the_command_line():
+    """As verl's comma list, a bound at a time; `none` takes one away."""
+    names = ("token_ratio", "seq_sum_ratio", "seq_mean_ratio", "token_k2", "token_k3", "seq_sum_k2")
+    names += ("seq_sum_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")
+    assert set(names) == {field.name for field in dataclasses.fields(RejectionConfig)}
+    where = "algorithm.correction.reject."
+    config = load_config(
+        Config,
+        "configs/grpo_tiny.py",
+        {where + "token_ratio": "0.5,2", where + "seq_mean_k3": "0.01", where + "token_k2": "none"},
+    )
+    assert config.algorithm.correction.reject.given == {
+        "token_ratio": (0.5, 2.0),
+        "seq_mean_k3": 0.01,
+    }
+    with pytest.raises(UserError, match=r"algorithm.correction.reject: token_ratio \(2.0, 1.0\)"):
+        load_config(Config, "configs/grpo_tiny.py", {where + "token_ratio": "2.0,1.0"})

@@ -242,9 +242,9 @@ def test_a_kl_estimate_by_its_name(name):
             {
                 "algorithm__loss": "geo_mean",
                 "algorithm__loss_options": {},
-                "algorithm__correction__reject_over": "token",
+                "algorithm__correction__reject__token_k3": 0.1,
             },
-            "correction.reject_over 'token' corrects single tokens of it",
+            "correction.reject.token_k3 corrects single tokens of it",
         ),
         (
             {"algorithm__loss": "clip_cov", "algorithm__loss_options": CLIP},
@@ -252,11 +252,11 @@ def test_a_kl_estimate_by_its_name(name):
         ),
         (
             {"algorithm__kl__loss_coef": 0.1, "algorithm__kl__loss_estimate": "all"},
-            "KL estimate 'all' is not known; use one of abs, abs+, full, k1",
+            "kl.loss_estimate 'all' is not one of abs, abs+, k1",
         ),
         (
             {"algorithm__kl__reward_coef": 0.1, "algorithm__kl__reward_estimate": "full"},
-            "KL estimate 'full' is not known; use one of abs, abs+, k1",
+            "kl.reward_estimate 'full' is not one of abs, abs+, k1",
         ),
         (
             {
@@ -276,6 +276,21 @@ def test_a_kl_estimate_by_its_name(name):
                 "train__load_balancing_coef": 0.01,
             },
             "train.load_balancing_coef is divided before",
+        ),
+        (
+            {"algorithm__correction__bypass": True, "algorithm__correction__weights": "token"},
+            "corrects loss 'clipped' twice: its ratio is to the sampler's policy",
+        ),
+        (
+            {
+                "algorithm__loss": "policy_gradient",
+                "algorithm__loss_options": {},
+                "algorithm__correction__bypass": True,
+                "algorithm__correction__weights": "token",
+                "algorithm__correction__normalize": True,
+                "algorithm__entropy_coef": 0.01,
+            },
+            "would divide the entropy bonus and the KL penalty too",
         ),
     ],
 )

@@ -195,8 +195,19 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "seal",
-    [b"", b'{"a": [1', b"[]", b"{}", b'{"a": 1}', b"\xff\xfe", b"null", None, b'{"a": [1, 2]}'],
-    ids=str,
+    [
+        b"",
+        b'{"a": [1',
+        b"[]",
+        b"{}",
+        b'{"a": 1}',
+        b"\xff\xfe",
+        b"null",
+        None,
+        b'{"a": [1, 2]}',
+        b"[" * 10**5,
+    ],
+    ids=lambda seal: str(seal)[:20],
 )
 def test_a_damaged_seal_spoils_its_own_checkpoint_only(tmp_path, seal, caplog):
     folder = written(tmp_path, 1, 2)

@@ -3,10 +3,10 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
+from processes import started
 
 from jaxrl.errors import UserError
 from jaxrl.trainer.lock import only_run_in
@@ -37,11 +37,8 @@ def test_a_second_run_is_told_who_is_first(tmp_path):
 
 
 def test_a_death_gives_the_lock_back(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout.readline() == b"held\n"
+    with started([[sys.executable, "-c", HOLD, tmp_path / "lock"]]) as (process,):
+        assert process.stdout.readline() == "held\n"
         with pytest.raises(UserError, match="process 1 on elsewhere"), only_run_in(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)

@@ -19,6 +19,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.trainer import program
+from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.config import (
     AlgorithmConfig,
     Config,
@@ -352,6 +353,23 @@ def test_a_reward_that_raises_loses_no_step(tmp_path, problems, whole, capfd):
     own = ("reward/own/",)
     rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in curve(config)]
     assert rows == curve(whole)
+
+
+@pytest.mark.slow
+def test_a_ruinous_learning_rate_leaves_a_checkpoint_from_before(tmp_path, problems, whole, capfd):
+    config = make_config(
+        tmp_path,
+        problems,
+        num_steps=4,
+        algorithm=AlgorithmConfig(recipe="grpo", updates_per_step=1),
+        # Weights that are ruined by their first update, and finite.
+        optim=OptimConfig(lr=3.0, lr_warmup_steps=0),
+        run=dataclasses.replace(whole.run, output=str(tmp_path), num_steps=4, keep_checkpoints=1),
+    )
+    assert program.train(warm(config, whole), devices=one_device()) == 0
+    assert "the model may be ruined" in capfd.readouterr().out
+    checkpoints = StoredCheckpoints(config.run_folder / "rl" / "checkpoints")
+    assert checkpoints.steps == [0, 4]
 
 
 def test_a_signal_ends_a_reward_that_hangs(tmp_path, problems, whole):

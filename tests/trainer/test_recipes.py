@@ -145,6 +145,12 @@ def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, co
 def test_ppo_reports_its_critic_and_its_reference(colocated):
     last = colocated[-1]
     assert last["critic/vf_loss"] > 0
+    # A head of zeros explains nothing; after one update its values vary.
+    assert colocated[1]["critic/vf_explained_var"] == 0
+    assert colocated[1]["critic/values/max"] == 0 and last["critic/vf_explained_var"] != 0
+    for name in ("values", "returns"):
+        spread = [last[f"critic/{name}/{x}"] for x in ("min", "mean", "max")]
+        assert spread == sorted(spread) and spread[0] < spread[-1]
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-6)
     # One step of learning has left the reference.
     assert colocated[1]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5)
@@ -198,7 +204,7 @@ def test_the_multiplier_follows_the_cost(folder, tmp_path):
     assert second["cost/multiplier"] == pytest.approx(
         np.exp(0.5 * (first["cost/mean"] + 2.0)), rel=1e-5
     )
-    assert first["cost_critic/vf_loss"] > 0
+    assert first["cost_critic/vf_loss"] > 0 and first["cost_critic/vf_explained_var"] == 0
 
 
 GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}}
@@ -259,6 +265,10 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-5
     assert last["actor/first_ratio_max_deviation"] <= limit
     assert ("actor/kl_loss" in last) == ("algorithm__kl__loss_coef" in changes)
+    # Told before the update or, in bypass, inside each, when those before have moved the policy.
+    assert abs(last["rollout_corr/kl"]) < (1e-2 if limit > 1e-6 else 1e-5)
+    weighed = "algorithm__correction__weights" in changes
+    assert ("rollout_corr/rollout_is_mean" in last) == weighed
 
 
 def test_rules_functions_and_models_together(folder, tmp_path):
@@ -326,13 +336,16 @@ def test_truncated_answers_can_be_left_out(folder, tmp_path):
 
 @pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
 def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
-    reject = {"reject_over": "token", "reject_lowest": 1.5, "reject_highest": 2.0, "bypass": bypass}
-    changes = {f"algorithm__correction__{name}": value for name, value in reject.items()}
+    changes = {
+        "algorithm__correction__reject__token_ratio": (1.5, 2.0),
+        "algorithm__correction__bypass": bypass,
+    }
     config = make_config(folder, tmp_path, "grpo", **changes)
     assert program.train(config, devices=jax.devices()[:1]) == 0
     last = curve(config)[-1]
     assert last["actor/skipped_updates"] == 1
-    assert last["rollout_corr/masked_fraction"] == 1
+    assert last["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert last["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1
     assert last["actor/pg_loss"] == 0
 
 
@@ -353,11 +366,10 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
     ],
 )
 def test_settings_that_contradict_each_other(recipe, changes, message, folder, tmp_path):
-    config = make_config(folder, tmp_path, recipe, **changes)
     with pytest.raises(UserError) as error:
-        program.train(config)
+        program.train(make_config(folder, tmp_path, recipe, **changes))
     assert message in str(error.value)
-    assert not (config.run_folder / "rl").exists()
+    assert not list(tmp_path.rglob("rl"))
 
 
 def test_a_language_model_is_no_judge(folder, tmp_path):

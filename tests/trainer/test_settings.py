@@ -61,9 +61,7 @@ NO_LIMIT = "infinity is no limit"
 # What is accepted of the numbers above, and why. Nothing accepts NaN or 10^12.
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
-    | dict.fromkeys(
-        ("algorithm.correction.highest", "algorithm.correction.reject_highest"), NO_LIMIT
-    )
+    | {"algorithm.correction.highest": NO_LIMIT}
     | {
         f"{stage}optim.grad_clip": NO_LIMIT
         for stage in ("", "critic.", "preference.", "warm_start.")
@@ -123,6 +121,7 @@ MEANT = {
             "rollout.min_response_tokens",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
+            "run.collapse.reward_loss",
             "run.report_samples",
             "seed",
             "train.load_balancing_coef",

@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
+from jaxrl.trainer.checkpoint import StoredCheckpoints
 from jaxrl.trainer.collapse import CollapseConfig
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.metrics import read_metrics
@@ -252,11 +253,12 @@ def test_a_death_before_the_row_of_step_0(tmp_path, whole):
 
 def test_a_checkpoint_is_sealed_after_its_row(tmp_path, monkeypatch):
     """A death between the two then repeats the step; the other way round its row would be missing."""
-    monkeypatch.setattr("jaxrl.trainer.metrics.MetricsWriter.write", fail_write_at(4))
-    with pytest.raises(OSError, match="disk"):
-        run(tmp_path / "rl")
-    assert not (tmp_path / "rl" / "checkpoints.seals" / "4.json").exists()
-    assert (tmp_path / "rl" / "checkpoints.seals" / "2.json").exists()
+    for step, last in ((4, 2), (5, 4)):
+        folder = tmp_path / str(step)
+        monkeypatch.setattr("jaxrl.trainer.metrics.MetricsWriter.write", fail_write_at(step))
+        with pytest.raises(OSError, match="disk"):
+            run(folder)
+        assert StoredCheckpoints(folder / "checkpoints").newest_intact() == last
 
 
 def fail_write_at(bad_step):
@@ -265,6 +267,19 @@ def fail_write_at(bad_step):
             raise OSError("the disk is full")
 
     return write
+
+
+def test_a_log_that_cannot_be_read_is_refused_and_left_alone(tmp_path):
+    folder = tmp_path / "rl"
+    run(folder, num_steps=4)
+    rows = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([rows[0], b"\xff\n", *rows[2:]]))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    begun = []
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics"):
+        run(folder, on_begin=lambda: begun.append(1))
+    assert not begun
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_rows_that_are_lost_are_told(tmp_path, caplog):
