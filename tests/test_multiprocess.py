@@ -201,14 +201,10 @@ def test_a_process_that_is_killed_is_named_by_the_other(victim, tmp_path):
     recipe = write_recipe(
         tmp_path, **{"run.num_steps": 1000, "evaluation.every": 1000, "hosts.lost_after_s": 10.0}
     )
-    processes = start([recipe, recipe])
-    try:
+    with start([recipe, recipe]) as processes:
         wait_for_step(tmp_path, processes)
         processes[victim].kill()
         outputs = [process.communicate(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     lines = outputs[1 - victim][1].splitlines()
     if victim:
         assert processes[0].returncode == EXIT_LOST

@@ -164,6 +164,7 @@ class HostWatch:
         # Of the signs of life: the thread writes them, and so does whoever leaves.
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._found = threading.Event()
         self._broken = False
         self._witness: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._watch, name="host-watch", daemon=True)
@@ -207,7 +208,10 @@ class HostWatch:
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "
                 "lost will be known in a moment"
             )
-            self._stop.wait(self._silence_s + 2 * self._every_s)
+            if self._found.wait(self._silence_s + 2 * self._every_s):
+                # The thread has said which, and ends this process.
+                self._thread.join()
+                return
         traceback.print_exception(error)
         self._leave(_FAILED)
         self._linger()
@@ -219,7 +223,10 @@ class HostWatch:
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(state)
-        self._dismiss_witness()
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.kill()
+            witness.communicate()
 
     def _linger(self) -> None:
         """Process 0 has the store, without which JAX ends the others before they could say why."""
@@ -251,10 +258,13 @@ class HostWatch:
                 return
 
     def _end_for(self, reason: str) -> None:
+        self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_LOST}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(_FAILED)
-        self._dismiss_witness()
+        if self._witness is not None:
+            # Its pipe stays open: the main thread may be writing to it.
+            self._witness.kill()
         if not self._me.process:
             # The store goes with this process: others shall have read from it.
             time.sleep(2 * self._every_s)
@@ -286,12 +296,6 @@ class HostWatch:
             with contextlib.suppress(BrokenPipeError):
                 witness.stdin.write(text.replace("\n", " ") + "\n")
                 witness.stdin.flush()
-
-    def _dismiss_witness(self) -> None:
-        witness, self._witness = self._witness, None
-        if witness is not None:
-            witness.kill()
-            witness.communicate()
 
 
 def _start_witness() -> subprocess.Popen[str]:

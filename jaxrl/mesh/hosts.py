@@ -43,7 +43,8 @@ class HostsConfig:
         Open MPI, Kubernetes), otherwise "address:port" of process 0, to be given with the other two.
       num_processes: how many there are.
       process_id: which of them this is, from 0.
-      lost_after_s: a process without a sign of life for so long is lost, and all others end.
+      lost_after_s: a process without a sign of life for so long is lost, and all others end. More than any
+        function of C that keeps Python's other threads from running takes.
     """
 
     coordinator: str = ""
