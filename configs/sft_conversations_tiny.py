@@ -13,7 +13,7 @@ import pathlib
 
 from jaxrl.config.command_line import load_recipe
 from jaxrl.config.config_tree import to_config_dict
-from jaxrl.config.schema import SourceConfig
+from jaxrl.data.data_config import SourceConfig
 
 
 def get_config():

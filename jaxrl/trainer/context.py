@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.algos.registry import named
-from jaxrl.config.schema import Config, SourceConfig
+from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import RowLimits

@@ -7,21 +7,18 @@ import shutil
 import jax
 import pytest
 
-from jaxrl.config.schema import (
-    Config,
-    DataConfig,
-    PreferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-)
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import PreferenceConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(

@@ -12,26 +12,22 @@ import pytest
 from closeness import assert_close
 from extras import import_extra
 
-from jaxrl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-    WarmStartConfig,
-)
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
 

@@ -6,14 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.schema import Config, RolloutConfig, RunConfig, WarmStartConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import WarmStartConfig
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 from jaxrl.trainer.needs import of_training
