@@ -104,7 +104,7 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's module may raise anything
         del sys.modules[name]
-        raise _not_imported(path, what, error, "mend the file") from error
+        raise _not_imported(path, what, error, "fix the file") from error
     return module
 
 

@@ -96,7 +96,7 @@ def trpo(
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
-      kl_coef: price of a nat, 0 or more.
+      kl_coef: coefficient of the KL penalty, 0 or more.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     ratio = jnp.exp(log_ratio)

@@ -124,7 +124,7 @@ def dpo(
     Args:
       chosen_logprob, rejected_logprob: p, summed over the tokens of each answer.
       chosen_ref_logprob, rejected_ref_logprob: p_ref, likewise, of the frozen policy.
-      beta: price of leaving it, above 0.
+      beta: coefficient of the KL penalty, above 0.
       label_smoothing: e, from 0 to below a half.
 
     Returns:

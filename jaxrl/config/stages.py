@@ -22,7 +22,7 @@ class WarmStartConfig:
       path: JSONL file of conversations, or of questions with answers, as of
         `data.demonstrations.read_demonstrations`; "" takes the training problems' written solutions.
       prompt_field, response_field, messages_field: its fields. Of messages all that the assistant says is
-        learnt.
+        trained on.
       run: name of the run whose folder keeps the stage, so that several can start from one; "" is this run.
       examples_per_step: solutions of one update.
       optim: of this stage.
@@ -55,8 +55,8 @@ class PreferenceConfig:
     """Learning from pairs of answers, of which one was chosen: reward models, cost models, DPO.
 
     Attributes:
-      path, held_out_path: JSONL files of pairs, as of `data.preferences.read_preferences`; "" makes pairs of
-        the problems of `data` instead.
+      path, evaluation_path: JSONL files of pairs, as of `data.preferences.read_preferences`; "" makes pairs
+        of the problems of `data` instead.
       made: how, a name of `data.made_pairs.MADE_PAIRS`.
       margin_field: field of the files with margins; "" has none.
       harm_fields: the two fields that say which answer does harm; () has none.
@@ -64,13 +64,13 @@ class PreferenceConfig:
         or "cost_preference" of a model that scores, "dpo" or "ipo" of a policy.
       num_steps: optimiser updates.
       pairs_per_step: of one update.
-      held_out_pairs: how many pairs the accuracy is measured on.
+      evaluation_pairs: how many pairs the accuracy is measured on.
       every: steps between two measurements.
       optim: the optimiser.
     """
 
     path: str = ""
-    held_out_path: str = ""
+    evaluation_path: str = ""
     made: str = "right_or_wrong"
     margin_field: str = ""
     harm_fields: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class PreferenceConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_steps: Annotated[int, at_least(1)] = 1000
     pairs_per_step: Annotated[int, count(1)] = 16
-    held_out_pairs: Annotated[int, count(1)] = 256
+    evaluation_pairs: Annotated[int, count(1)] = 256
     every: Annotated[int, at_least(1)] = 100
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
@@ -87,8 +87,8 @@ class PreferenceConfig:
         named(MADE_PAIRS, self.made, "made")
         loss = named(PREFERENCE_LOSSES, self.loss, "preference loss")
         check_options(loss, self.options, f"preference loss {self.loss!r}")
-        if bool(self.path) != bool(self.held_out_path):
-            raise ValueError("path and held_out_path go together: set both, or neither")
+        if bool(self.path) != bool(self.evaluation_path):
+            raise ValueError("path and evaluation_path go together: set both, or neither")
         if len(self.harm_fields) not in (0, 2):
             raise ValueError(
                 f"harm_fields {self.harm_fields}: name the fields of the chosen and of the rejected answer"
@@ -97,7 +97,7 @@ class PreferenceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on the held-out problems.
+    """Evaluation on the evaluation problems.
 
     Attributes:
       every: steps between evaluations; there is also one before the first step and one after the last.

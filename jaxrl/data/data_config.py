@@ -43,7 +43,7 @@ class DataConfig:
     """Prompts.
 
     Attributes:
-      train, held_out: problems to train on and to evaluate with; no held-out question is trained on.
+      train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on.
       template: text around a problem, which stands for "{prompt}".
       chat: send the prompt through the tokenizer's chat template, as one user message.
       max_prompt_tokens: longest prompt, template included.
@@ -52,7 +52,7 @@ class DataConfig:
     """
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
-    held_out: SourceConfig = dataclasses.field(default_factory=SourceConfig)
+    evaluation: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     template: str = "{prompt}"
     chat: bool = False
     max_prompt_tokens: Annotated[int, token_count(1)] = 64

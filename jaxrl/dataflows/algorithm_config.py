@@ -17,12 +17,12 @@ from jaxrl.roles.optimizer import OptimConfig
 
 @dataclasses.dataclass(frozen=True)
 class KlConfig:
-    """The price of leaving the reference policy, which is the one training starts from.
+    """The KL penalty for leaving the reference policy, which is the one training starts from.
 
     Attributes:
-      reward_coef: price of a nat in the reward.
+      reward_coef: coefficient of the KL penalty in the reward.
       reward_estimate: a name of `algos.kl.KL_ESTIMATES`; in the reward its value counts.
-      loss_coef: price of a nat in the loss.
+      loss_coef: coefficient of the KL penalty in the loss.
       loss_estimate: likewise, in the loss its gradient counts; or "full", the KL over the whole vocabulary,
         which takes the reference's forward pass into every update.
       target: the KL aimed for, to which `reward_coef` is adapted; 0 keeps it as it is.
@@ -71,7 +71,7 @@ class AlgorithmConfig:
       loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES`, and its keywords.
       aggregation, aggregation_options: a name of `algos.aggregation.AGGREGATIONS`, and its keywords.
       entropy_coef: of the entropy bonus.
-      kl: the price of leaving the reference policy.
+      kl: the KL penalty for leaving the reference policy.
       correction: for sampling with other probabilities than the trainer's.
       updates_per_step: minibatches of a step, one optimiser update each.
       one_step_off: sample the next step's answers while this step learns; the role "rollout" then has a pool

@@ -87,7 +87,7 @@ def _grade_row(completions: Completions, row: int, grade: Grader) -> Grade:
     where = f"prompt {prompts.ids_N[n]} of {prompts.sources[n]!r}"
     if not prompts.answers[n].strip():
         raise UserError(
-            f"{where} has an empty ground truth; every prompt needs one: mend or drop it"
+            f"{where} has an empty ground truth; every prompt needs one: fix or drop it"
         )
     try:
         return grade(completions.texts[row], prompts.answers[n])

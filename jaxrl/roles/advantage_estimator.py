@@ -57,7 +57,7 @@ class VocabularyBatch(TrainBatch):
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator of `algos.advantages`, with the price of KL in the reward.
+    """An advantage estimator of `algos.advantages`, with the KL penalty in the reward.
 
     Attributes:
       name: one of `ADVANTAGES`.
@@ -123,7 +123,7 @@ class Estimator:
           value: float32 [U, M, R, T], where the estimator asks for values.
           baseline_B: float32, where it asks for the reward of a greedy answer.
           score_BK, weight_K: float32, where it asks for the parts of the reward, with their weights.
-          kl_coef: price of a nat.
+          kl_coef: coefficient of the KL penalty.
 
         Returns:
           (advantage, return, kl): [U, M, R, T] twice, and the mean over sequences of their mean KL estimate.

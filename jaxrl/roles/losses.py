@@ -32,7 +32,7 @@ class SelectedBatch(TrainBatch):
     """What losses of covariances learn from.
 
     Attributes:
-      selected: bool [U, M, R, T], the tokens that are spared or held back; see `algos.covariance`.
+      selected: bool [U, M, R, T], the tokens that are masked or penalised; see `algos.covariance`.
     """
 
     selected: jax.Array
@@ -68,7 +68,7 @@ def policy(
       name, options: one of `POLICY_LOSSES`, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: of the entropy bonus.
-      kl_coef, kl_estimate: price of the KL to the reference, and one of `KL_ESTIMATES` or
+      kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or
         "full".
       correction: by what tokens are weighed and rejected inside the loss, where the policy being trained is
         compared with the sampler's; None does so nowhere there.
@@ -145,7 +145,7 @@ def _selection(
         selected = jax.vmap(of_minibatch)(
             keys_U, batch.old_logprob, batch.advantage, batch.loss_mask
         )
-        return batch.grown(SelectedBatch, selected=selected)
+        return batch.extended_as(SelectedBatch, selected=selected)
 
     return prepare, names
 

@@ -23,7 +23,7 @@ class RunConfig:
         none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
         folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
-      report_samples: held-out problems whose answers the report shows before and after.
+      report_samples: evaluation problems whose answers the report shows before and after.
     """
 
     output: str = "runs"

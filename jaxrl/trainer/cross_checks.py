@@ -179,7 +179,7 @@ def _check_terms(config: Config) -> None:
         )
     if algorithm.kl.reward_coef:
         raise UserError(
-            f"advantage {algorithm.advantage!r} takes the reward in its parts, and the price of KL "
+            f"advantage {algorithm.advantage!r} takes the reward in its parts, and the KL penalty "
             "(algorithm.kl.reward_coef) is none of them; set it to 0 and use algorithm.kl.loss_coef"
         )
 

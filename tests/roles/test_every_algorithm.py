@@ -70,7 +70,7 @@ def test_an_advantage_by_its_name(name):
     )
     packing, batch = batch_of()
     squares = np.random.default_rng(0).uniform(0.3, 0.9, batch.tokens.shape).astype(np.float32)
-    batch = batch.grown(VocabularyBatch, sum_pi_squared=squares)
+    batch = batch.extended_as(VocabularyBatch, sum_pi_squared=squares)
     given = {
         "value": packing.pack([row["value"] for row in ROWS], np.float32),
         "baseline_B": np.zeros(8, np.float32),
@@ -199,7 +199,7 @@ def test_a_kl_estimate_by_its_name(name):
                 "reward__functions": TERMS,
                 "algorithm__kl__reward_coef": 0.1,
             },
-            "takes the reward in its parts, and the price of KL",
+            "takes the reward in its parts, and the KL penalty",
         ),
         (
             {
