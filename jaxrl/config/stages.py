@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import check_options, named
+from jaxrl.algos.registry import check_options, lookup
 from jaxrl.checks import at_least, between, check_fields, count
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.roles.optimizer import OptimConfig
@@ -84,8 +84,8 @@ class PreferenceConfig:
 
     def __post_init__(self):
         check_fields(self)
-        named(MADE_PAIRS, self.made, "made")
-        loss = named(PREFERENCE_LOSSES, self.loss, "preference loss")
+        lookup(MADE_PAIRS, self.made, "made")
+        loss = lookup(PREFERENCE_LOSSES, self.loss, "preference loss")
         check_options(loss, self.options, f"preference loss {self.loss!r}")
         if bool(self.path) != bool(self.evaluation_path):
             raise ValueError("path and evaluation_path go together: set both, or neither")

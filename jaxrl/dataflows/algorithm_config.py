@@ -66,9 +66,9 @@ class AlgorithmConfig:
     Attributes:
       dataflow: a name of `dataflows.lookup.DATAFLOWS`, or "package.module:function" or
         "path/to/file.py:function" of one's own.
-      advantage, advantage_options: a name of `algos.advantages.ADVANTAGES`, and its keywords.
+      advantage, advantage_options: a name of `algos.advantages.ADVANTAGES` or such a path, and its keywords.
       whiten: scale the advantages to mean 0 and deviation 1 over a step, as PPO does.
-      loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES`, and its keywords.
+      loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES` or a path, and its keywords.
       aggregation, aggregation_options: a name of `algos.aggregation.AGGREGATIONS`, and its keywords.
       entropy_coef: of the entropy bonus.
       kl: the KL penalty for leaving the reference policy.

@@ -50,7 +50,7 @@ class RewardConfig:
     """Rewards.
 
     Attributes:
-      grader: a name of `jaxrl.rewards.GRADERS`.
+      grader: a name of `rewards.score.GRADERS`, or "package.module:function" or "path/to/file.py:function".
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl.algos.registry import named
+from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.data_config import SourceConfig
@@ -175,7 +175,7 @@ def preference_stream(
         preferences = pairs_of(config, path)
     else:
         records = _read(config.data.evaluation, "data.evaluation") if evaluation else run.train
-        preferences = named(MADE_PAIRS, options.made, "preference.made")(records)
+        preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,

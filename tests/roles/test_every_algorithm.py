@@ -173,6 +173,39 @@ def test_a_loss_by_its_name(name):
     check_gradient(policy_objective(config))
 
 
+OWN_LOSS = """
+def reinforce(logprob, advantage, rollout_logprob, *, most: float = 2.0):
+    ratio = jax.lax.stop_gradient(jnp.exp(logprob - rollout_logprob))
+    weight = jnp.minimum(ratio, most)
+    return -weight * advantage * logprob, {"ppo_kl": rollout_logprob - logprob, "own_weight": weight}
+
+
+def far(logprob, ref_logprob):
+    return ref_logprob - logprob, {}
+
+
+def centred(score_B, group_B, *, scale: float):
+    return scale * (score_B - score_B.mean())
+"""
+
+
+def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"import jax\nimport jax.numpy as jnp\n{OWN_LOSS}")
+    own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
+    check_gradient(policy_objective(make_config(**own_loss)))
+    with pytest.raises(UserError, match="has no option least; it has most"):
+        make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}})
+    with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
+        policy_objective(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
+    estimator = estimator_of(
+        make_config(
+            algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}
+        )
+    )
+    assert estimator.inputs == {"score_B", "group_B"}
+
+
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_an_aggregation_by_its_name(name):
     options = {"scale": 8.0} if name.endswith("norm") else {}

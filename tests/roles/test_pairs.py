@@ -142,9 +142,11 @@ def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
 
 
 def test_refused():
-    with pytest.raises(UserError, match="loss of scores 'bt' is not known; use one of bradley_te"):
+    with pytest.raises(UserError, match="preference loss 'bt' is not known; use one of bradley_te"):
         reward_model_objective("bt", {})
-    with pytest.raises(UserError, match="loss of policies 'bradley_terry' is not known"):
+    with pytest.raises(
+        UserError, match=r"'bradley_terry' takes chosen_score, .*; it may take chosen_logp"
+    ):
         policy_pair_objective("bradley_terry", {})
     with pytest.raises(UserError, match="preference loss 'dpo' needs beta"):
         policy_pair_objective("dpo", {})
