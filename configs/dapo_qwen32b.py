@@ -35,6 +35,7 @@ tenth of the rate. Dual clip, weight decay and gradient clip are verl's, not the
 
 from jaxrl.config.config_tree import to_config_dict
 from jaxrl.config.schema import Config
+from jaxrl.models.shapes import model_shapes
 
 _TEMPLATE = (
     "Solve the following math problem step by step. The last line of your response should be of the "
@@ -59,19 +60,8 @@ def get_config():
     config.data.max_prompt_tokens = 2048
     config.data.overlong = "left"
 
-    # Qwen2.5-32B, base: its epsilon is 1e-5, unlike that of the Instruct version.
-    config.model.vocab_size = 152_064
-    config.model.num_tokens = 151_665
-    config.model.num_layers = 64
-    config.model.d_model = 5120
-    config.model.d_ff = 27_648
-    config.model.num_heads = 40
-    config.model.num_kv_heads = 8
-    config.model.head_dim = 128
-    config.model.rope_theta = 1_000_000.0
-    config.model.rms_norm_eps = 1e-5
-    config.model.tie_embeddings = False
-    config.model.qkv_bias = True
+    # The checkpoint has its shape; this is for planning without it.
+    config.model = model_shapes("qwen2.5-32b")
 
     # Weights and moments in float32 over t x fsdp = 128 devices: 3 GB each. Generation in bfloat16 over
     # t_g = 4: 16 GB, which leaves more for the cache than t_g = 2 with 33 GB would.

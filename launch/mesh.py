@@ -50,7 +50,7 @@ from jaxrl.mesh.transition import Transition
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.shapes import SHAPES, shape_of
+from jaxrl.models.shapes import SHAPES, model_shapes
 
 _WIDTH = 160
 _MAX_COLLECTIVES = 12
@@ -191,7 +191,7 @@ def _model(name: str) -> ModelConfig:
     path = pathlib.Path(name)
     if path.suffix == ".json" or path.is_dir():
         return read_config(path if path.is_dir() else path.parent)
-    return shape_of(name)
+    return model_shapes(name)
 
 
 def _devices(layout: ParallelLayout, train: str, topology: str) -> Sequence[Any]:

@@ -169,7 +169,7 @@ SCORE_INPUTS = (
     "rejected_harm",
     "margin",
 )
-"""What a loss of scores may take, by the names of its positional arguments; a cost is a cost model's score."""
+"""What a loss of scores may take, by the names of its positional arguments; a cost model scores costs."""
 
 POLICY_INPUTS = (
     "chosen_logprob",

@@ -150,8 +150,17 @@ def group_class(annotation: Any) -> type[DataclassInstance] | None:
 # Dataclasses -> ConfigDict.
 
 
+class _Group(ml_config_dict.ConfigDict):
+    """A group of settings, in which another group can be set to a dataclass: config.model = ModelConfig()."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = to_config_dict(value)
+        super().__setitem__(key, value)
+
+
 def _group_of(config: DataclassInstance) -> ml_config_dict.ConfigDict:
-    tree = ml_config_dict.ConfigDict()
+    tree = _Group()
     for name, annotation in _annotations(type(config)).items():
         tree[name] = _setting(annotation, getattr(config, name))
     return tree

@@ -1,7 +1,10 @@
 """Shapes of published models, by name: what their config.json says that decides the size of weights.
 
-For commands that compute with shapes. A run reads its checkpoint's own config.json, whose
-`rms_norm_eps` and `rope_theta` differ within a family.
+For commands that compute with shapes, and for planning a recipe without its files:
+
+    config.model = model_shapes("qwen2.5-32b")
+
+A run reads its checkpoint's own config.json, whose `rms_norm_eps` and `rope_theta` differ within a family.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ SHAPES = {
 }
 
 
-def shape_of(name: str) -> ModelConfig:
+def model_shapes(name: str) -> ModelConfig:
     """The shape of a published model; raises UserError with near names for an unknown one."""
     if name not in SHAPES:
         near = difflib.get_close_matches(name.lower(), SHAPES, n=3, cutoff=0.5)

@@ -24,14 +24,13 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
-from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
-from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.requirements import DataFile, Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
+from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of
 from jaxrl.trainer.user_environment import environment_of
 from jaxrl.types import Prompts
@@ -266,7 +265,7 @@ def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Loo
         num_devices=len(devices),
         device_kind=devices[0].device_kind,
         weights=config.weights,
-        tokenizer=config.tokenizer.path,
+        tokenizer=tokenizer_directory(config),
         needs_chat_template=config.data.chat,
         data=data,
         lookups=lookups,
@@ -309,8 +308,9 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
 def _tokenizer(
     config: Config, train: Sequence[Record], demonstrations: Sequence[Demonstration]
 ) -> Tokenizer:
-    if config.tokenizer.path:
-        return load_tokenizer(config.tokenizer.path)
+    directory = tokenizer_directory(config)
+    if directory:
+        return load_tokenizer(directory)
     texts = [
         config.data.template.replace("{prompt}", record.prompt) + (record.solution or record.answer)
         for record in train[:_TOKENIZER_RECORDS]
@@ -323,55 +323,6 @@ def _tokenizer(
         PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens
     )
     return dataclasses.replace(tokenizer, chat_template=template)
-
-
-def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The config's model, checked against its checkpoint, with the number of ids that the tokenizer has."""
-    model = config.model
-    check_checkpoint(config)
-    if config.weights:
-        check_params(config.weights, model)
-    if config.adapter:
-        check_adapter(config.adapter, model)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{model.vocab_size} rows; set model.vocab_size to at least "
-            f"{tokenizer.vocab_size}, or use the model's own tokenizer"
-        )
-    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
-
-
-def check_checkpoint(config: Config) -> None:
-    """Raises UserError where the config's model is not that of its weights or of its adapter."""
-    if config.weights:
-        _check_same_shape(config.model, read_config(config.weights), config.weights)
-    if config.adapter:
-        _check_same_adapters(config.model.lora, read_adapter_config(config.adapter), config.adapter)
-
-
-def _check_same_shape(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
-    """The recipe's shape is what was planned with; the checkpoint's is what there is."""
-    different = [
-        f"model.{f.name} = {getattr(model, f.name)}, but {getattr(stored, f.name)} in the checkpoint"
-        for f in dataclasses.fields(model)
-        if f.name not in ("num_tokens", "lora")
-        and getattr(model, f.name) != getattr(stored, f.name)
-    ]
-    if different:
-        raise UserError(
-            f"the config does not describe the model in {directory}: {'; '.join(different)}. "
-            "Change these settings, or `weights`"
-        )
-
-
-def _check_same_adapters(ours: LoraConfig, stored: LoraConfig, directory: str) -> None:
-    if dataclasses.replace(ours, targets=tuple(sorted(ours.targets))) != stored:
-        raise UserError(
-            f"model.lora is rank {ours.rank}, alpha {ours.alpha}, targets {', '.join(ours.targets)}, but the "
-            f"adapter in {directory} has {stored.rank}, {stored.alpha}, {', '.join(stored.targets)}; "
-            "set model.lora to these, or change `adapter`"
-        )
 
 
 def check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -> None:

@@ -32,6 +32,7 @@ from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.model_shape import tokenizer_directory
 
 # Later stages first: the newest weights of a run are those of its last stage that has any.
 _STAGES = ("rl", "preference", "sft")
@@ -42,8 +43,9 @@ def keep_model_files(run: RunContext) -> None:
     config, model = run.config, run.model
     directory = config.run_folder / "model"
     directory.mkdir(exist_ok=True)
-    if config.tokenizer.path:
-        copy_companions(pathlib.Path(config.tokenizer.path), directory)
+    tokenizer = tokenizer_directory(config)
+    if tokenizer:
+        copy_companions(pathlib.Path(tokenizer), directory)
     else:
         run.tokenizer.save(directory)
     if config.weights:

@@ -5,8 +5,6 @@ A later step completes the dry run. Until then everything a config asks for that
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
 from collections.abc import Iterator
 
 from jaxrl.config.schema import Config
@@ -20,12 +18,12 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.dry_run import BatchFlow, Companion, DryRun, dry_run
 from jaxrl.trainer.context import (
     check_batches,
-    check_checkpoint,
     engine_config,
     pools_of,
     row_limits,
 )
 from jaxrl.trainer.cross_checks import check_algorithm, policy_objective, roles_of, title_of
+from jaxrl.trainer.model_shape import is_here, model_of
 
 
 def plan(config: Config) -> DryRun:
@@ -40,8 +38,8 @@ def plan(config: Config) -> DryRun:
     for pool in pools_of(config):
         check_batches(config, abstract_mesh(pool.layout), samples=pool is pools[sampler])
     home = pools["actor"]
-    companions, left_out = _companions(config, pools)
-    model, origin = _model_of(config)
+    model, origin = model_of(config)
+    companions, left_out = _companions(config, pools, model)
     hardware = f" ({config.hardware})" if config.hardware else ""
     return dry_run(
         f"{config.name}, {title_of(config)}{hardware}",
@@ -62,21 +60,6 @@ def plan(config: Config) -> DryRun:
     )
 
 
-def _model_of(config: Config) -> tuple[ModelConfig, str]:
-    """The actor's model, and where its shape is from."""
-    if not config.weights:
-        return config.model, "config.model, random weights"
-    if not _is_here(config.weights):
-        return config.model, f"config.model; {config.weights} is not here to compare it with"
-    adapter = config.adapter if _is_here(config.adapter, "adapter_config.json") else ""
-    check_checkpoint(dataclasses.replace(config, adapter=adapter))
-    return config.model, f"{config.weights}, which config.model agrees with"
-
-
-def _is_here(directory: str, file: str = "config.json") -> bool:
-    return (pathlib.Path(directory) / file).is_file()
-
-
 def _flow(config: Config) -> BatchFlow:
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
     dynamic = dataflow.dynamic_sampling
@@ -95,7 +78,7 @@ def _flow(config: Config) -> BatchFlow:
 
 
 def _companions(
-    config: Config, pools: dict[str, Pool]
+    config: Config, pools: dict[str, Pool], actor: ModelConfig
 ) -> tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]]:
     """Roles whose weights lie beside the actor's and have a known shape; (role, why) of the others."""
     counted, left_out = [], []
@@ -111,10 +94,10 @@ def _companions(
             left_out.append((role, f"weights and cache of {config.reward.judge.model}"))
             continue
         directory = _directory_of(role, config)
-        if directory and not _is_here(directory):
+        if directory and not is_here(directory):
             left_out.append((role, f"{directory} is not here, so its shape is not known"))
             continue
-        model = read_config(directory) if directory else lora.base_config(config.model)
+        model = read_config(directory) if directory else lora.base_config(actor)
         learns = config.critic.optim if role in ("critic", "cost_critic") else None
         counted.append(Companion(role, model, learns))
         if learns is not None:

@@ -3,7 +3,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.shapes import SHAPES, shape_of
+from jaxrl.models.shapes import SHAPES, model_shapes
 
 # Parameters and those that a token meets, as published.
 PARAMETERS = {
@@ -35,11 +35,11 @@ def test_every_model_has_as_many_parameters_as_published():
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b"])
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):
-    shapes = decoder_graph(shape_of(name))[1]
+    shapes = decoder_graph(model_shapes(name))[1]
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name][0]
 
 
 @pytest.mark.parametrize(("name", "near"), [("qwen2.5-8b", "qwen2.5-"), ("Qwen3-8B", "qwen3-8b")])
 def test_an_unknown_model_is_refused_with_near_names(name, near):
     with pytest.raises(UserError, match=rf"{name}.*did you mean {near}.*config\.json"):
-        shape_of(name)
+        model_shapes(name)

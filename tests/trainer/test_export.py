@@ -23,8 +23,9 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
-from jaxrl.trainer.context import RunContext, model_for, pools_of
+from jaxrl.trainer.context import RunContext, pools_of
 from jaxrl.trainer.export import export_run
+from jaxrl.trainer.model_shape import model_for
 from jaxrl.trainer.roles import build_actor
 from jaxrl.trainer.weights import load_or_init
 

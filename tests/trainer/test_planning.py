@@ -138,7 +138,7 @@ def test_the_shape_is_that_of_the_weights_if_they_are_here(tmp_path):
     assert origin_of(plan(config)) == f"config.model; {weights} is not here to compare it with"
     params = init_params(config.model, jax.random.key(0))
     save_checkpoint(params, config.model, weights, dtype="float32")
-    assert origin_of(plan(config)) == f"{weights}, which config.model agrees with"
+    assert origin_of(plan(config)) == str(weights)
     stored = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(stored | {"intermediate_size": 56}))
     with pytest.raises(UserError, match=r"model.d_ff = 48, but 56 in the checkpoint"):

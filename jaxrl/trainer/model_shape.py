@@ -1,0 +1,112 @@
+"""Which model a run trains: the shape of its checkpoint, or the one that the config states.
+
+    config.weights = DIR                          DIR/config.json has the shape
+    config.model = model_shapes("qwen2.5-32b")    the shape by name, for planning without the files
+
+What the config states beside a checkpoint must be true of it. A setting that has its default states nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
+from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
+from jaxrl.models.model_config import LoraConfig, ModelConfig
+
+# What a run adds to the model of a checkpoint.
+_OF_THE_RUN = ("num_tokens", "lora")
+
+
+def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    """The run's model, checked against its checkpoint, with the number of ids that the tokenizer has.
+
+    Raises:
+      UserError: the settings contradict the checkpoint or its adapter, files are damaged, or the tokenizer
+        has more tokens than the model.
+    """
+    model, _ = model_of(config)
+    if config.weights:
+        check_params(config.weights, model)
+    if config.adapter:
+        check_adapter(config.adapter, model)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; set model.vocab_size to at least "
+            f"{tokenizer.vocab_size}, or use the model's own tokenizer"
+        )
+    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+
+
+def model_of(config: Config) -> tuple[ModelConfig, str]:
+    """The run's model, and where its shape is from.
+
+    Raises:
+      UserError: the settings contradict the checkpoint or its adapter, or there is neither a checkpoint nor a
+        shape.
+    """
+    if config.adapter and is_here(config.adapter, "adapter_config.json"):
+        _check_same_adapters(config.model.lora, read_adapter_config(config.adapter), config.adapter)
+    if not config.weights:
+        return config.model, "config.model, random weights"
+    if is_here(config.weights):
+        stored = read_config(config.weights)
+        _check_stated(config.model, stored, config.weights)
+        of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
+        return dataclasses.replace(stored, **of_the_run), config.weights
+    if not _stated(config.model):
+        raise UserError(
+            f"weights {config.weights} is not here, so the shape of the model is not known; put its "
+            'config.json there, or name it in the recipe: config.model = model_shapes("qwen2.5-32b")'
+        )
+    return config.model, f"config.model; {config.weights} is not here to compare it with"
+
+
+def is_here(directory: str, file: str = "config.json") -> bool:
+    """Whether a directory of Hugging Face's has the file that says what it holds."""
+    return (pathlib.Path(directory) / file).is_file()
+
+
+def tokenizer_directory(config: Config) -> str:
+    """Where the tokenizer is: as set, else with the weights; "" has one trained on the task's text."""
+    with_weights = config.weights and is_here(config.weights, "tokenizer.json")
+    return config.tokenizer.path or (config.weights if with_weights else "")
+
+
+def _stated(model: ModelConfig) -> list[str]:
+    """Settings of the shape that are not what they are by default."""
+    default = ModelConfig()
+    return [
+        field.name
+        for field in dataclasses.fields(model)
+        if field.name not in _OF_THE_RUN
+        and getattr(model, field.name) != getattr(default, field.name)
+    ]
+
+
+def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
+    # Scores in the place of logits make it another kind of model, which no run may take unasked.
+    different = [
+        f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
+        for name in dict.fromkeys((*_stated(model), "num_scores"))
+        if getattr(model, name) != getattr(stored, name)
+    ]
+    if different:
+        raise UserError(
+            f"the config does not describe the model in {directory}: {'; '.join(different)}. "
+            "Leave these settings out, which takes them from the checkpoint, or change `weights`"
+        )
+
+
+def _check_same_adapters(ours: LoraConfig, stored: LoraConfig, directory: str) -> None:
+    if dataclasses.replace(ours, targets=tuple(sorted(ours.targets))) != stored:
+        raise UserError(
+            f"model.lora is rank {ours.rank}, alpha {ours.alpha}, targets {', '.join(ours.targets)}, but the "
+            f"adapter in {directory} has {stored.rank}, {stored.alpha}, {', '.join(stored.targets)}; "
+            "set model.lora to these, or change `adapter`"
+        )

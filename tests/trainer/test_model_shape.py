@@ -1,0 +1,90 @@
+"""The model of a run: from its checkpoint's config.json alone, by name, or stated in the config."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import init_params
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.shapes import model_shapes
+from jaxrl.trainer.model_shape import model_for, model_of, tokenizer_directory
+
+STORED = ModelConfig(
+    vocab_size=300,
+    num_layers=2,
+    d_model=32,
+    d_ff=48,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rope_theta=5e5,
+    tie_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    save_checkpoint(init_params(STORED, jax.random.key(0)), STORED, folder, dtype="float32")
+    return folder
+
+
+def test_a_directory_of_weights_alone_gives_the_shape(weights):
+    config = Config(weights=str(weights))
+    assert model_of(config) == (STORED, str(weights))
+    tokenizer = types.SimpleNamespace(vocab_size=290)
+    assert model_for(config, tokenizer) == dataclasses.replace(STORED, num_tokens=290)
+
+
+def test_adapters_are_the_runs_own(weights):
+    lora = LoraConfig(rank=4, targets=("q",))
+    model, _ = model_of(Config(weights=str(weights), model=ModelConfig(lora=lora)))
+    assert model == dataclasses.replace(STORED, lora=lora)
+
+
+def test_what_is_stated_beside_a_checkpoint_must_be_true(weights):
+    stated = dataclasses.replace(STORED, d_ff=56)
+    with pytest.raises(
+        UserError, match=r"model\.d_ff = 56, but 48 in the checkpoint\. Leave these"
+    ):
+        model_of(Config(weights=str(weights), model=stated))
+    part = ModelConfig(d_ff=48, rope_theta=5e5)
+    assert model_of(Config(weights=str(weights), model=part))[0] == STORED
+
+
+def test_a_model_of_scores_is_no_policy(tmp_path):
+    scores = dataclasses.replace(STORED, num_scores=1)
+    save_checkpoint(
+        init_params(scores, jax.random.key(0)), scores, tmp_path / "reward", dtype="float32"
+    )
+    with pytest.raises(UserError, match=r"model\.num_scores = 0, but 1 in the checkpoint"):
+        model_of(Config(weights=str(tmp_path / "reward")))
+
+
+def test_without_the_files_a_name_does_it():
+    tree = to_config_dict(Config())
+    tree.weights = "not/here"
+    with pytest.raises(UserError, match=r'not/here is not here.*model_shapes\("qwen2.5-32b"\)'):
+        model_of(from_config_dict(Config, tree))
+    tree.model = model_shapes("qwen2.5-32b")
+    tree.model.lora.rank = 8
+    model, origin = model_of(from_config_dict(Config, tree))
+    assert (model.num_layers, model.d_model, model.lora.rank) == (64, 5120, 8)
+    assert origin == "config.model; not/here is not here to compare it with"
+
+
+def test_the_tokenizer_comes_with_the_weights(weights, tmp_path):
+    assert tokenizer_directory(Config(weights=str(weights))) == ""
+    train_tokenizer(["1 + 2 = 3"], vocab_size=300).save(tmp_path)
+    (tmp_path / "config.json").write_text((weights / "config.json").read_text())
+    config = Config(weights=str(tmp_path))
+    assert tokenizer_directory(config) == str(tmp_path)
+    elsewhere = dataclasses.replace(config.tokenizer, path="elsewhere")
+    assert tokenizer_directory(dataclasses.replace(config, tokenizer=elsewhere)) == "elsewhere"
