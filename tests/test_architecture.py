@@ -40,7 +40,7 @@ LATE_IMPORTS = {
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
     ("jaxrl/rollout/drivers.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
-    ("jaxrl/trainer/run_folder.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
+    ("jaxrl/trainer/run_files.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }
 
 SOURCES = sorted(

@@ -22,6 +22,7 @@ from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_config import RunConfig
+from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +97,14 @@ class Config:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
-    def run_folder(self) -> pathlib.Path:
+    def run_folder(self) -> RunFolder:
         """Where everything of this run lies."""
         return self._folder_of(self.name)
 
     @property
-    def warm_start_folder(self) -> pathlib.Path:
+    def warm_start_folder(self) -> StageFolder:
         """Where the warm start lies, of this run or of another one with the same seed."""
-        return self._folder_of(self.warm_start.run or self.name) / "sft"
+        return self._folder_of(self.warm_start.run or self.name).sft
 
-    def _folder_of(self, name: str) -> pathlib.Path:
-        return pathlib.Path(self.run.output) / name / f"seed{self.seed}"
+    def _folder_of(self, name: str) -> RunFolder:
+        return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")

@@ -30,6 +30,7 @@ from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.durable import sync
+from jaxrl.tracking.run_folder import CheckpointFolder
 from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
@@ -39,23 +40,21 @@ class StoredCheckpoints:
     """The checkpoints of one stage of a run, numbered by finished steps, as a reader finds them.
 
     Attributes:
-      folder: where they lie; need not exist.
+      paths: where they lie; need not exist.
       seals: of them.
-      damaged_folder: where a run has put those that it could not go on from.
     """
 
     def __init__(self, folder: pathlib.Path):
         """Args: where they lie."""
-        self.folder = folder.absolute()
-        self.seals = Seals(self.folder)
-        self.damaged_folder = self.folder.with_name(f"{self.folder.name}.damaged")
+        self.paths = CheckpointFolder(folder.absolute())
+        self.seals = Seals(self.paths)
 
     @property
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, finished or not, oldest first."""
-        if not self.folder.is_dir():
+        if not self.paths.path.is_dir():
             return []
-        return numbered(path.name for path in self.folder.iterdir() if path.is_dir())
+        return numbered(path.name for path in self.paths.path.iterdir() if path.is_dir())
 
     def newest_intact(self) -> int | None:
         """The newest step whose files are as they were written; None if there is none. It reads all of it."""
@@ -83,9 +82,9 @@ class StoredCheckpoints:
         faults = {step: self.seals.fault(step) for step in self.steps}
         if faults.get(0) == UNSEALED:
             del faults[0]
-        aside = list(self.damaged_folder.iterdir()) if self.damaged_folder.is_dir() else []
+        aside = list(self.paths.damaged.iterdir()) if self.paths.damaged.is_dir() else []
         found = [f"step {step}: {fault}" for step, fault in faults.items() if fault is not None]
-        return found + ([f"{len(aside)} in {self.damaged_folder}"] if aside else [])
+        return found + ([f"{len(aside)} in {self.paths.damaged}"] if aside else [])
 
     def restore_params(self, step: int, role: str, like: Params) -> Params:
         """The weights of a role alone, born with the shapes and shardings of `like`.
@@ -118,7 +117,7 @@ class StoredCheckpoints:
 
     def path(self, step: int) -> pathlib.Path:
         """The folder of a step's checkpoint."""
-        return self.folder / str(step)
+        return self.paths.step(step)
 
 
 class Checkpoints:
@@ -132,7 +131,7 @@ class Checkpoints:
         """Args: where they lie (made once one is saved), and how many of the newest stay, None for all."""
         self.stored = StoredCheckpoints(folder)
         self._keep = keep
-        self._deleted = self.stored.folder.with_name(f"{self.stored.folder.name}.deleted")
+        self._deleted = self.stored.paths.deleted
         self._manager: ocp.CheckpointManager | None = None
         self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: concurrent.futures.Future[None] | None = None
@@ -189,8 +188,9 @@ class Checkpoints:
             sealing.result()
         except OSError as error:
             raise UserError(
-                f"a checkpoint could not be written to {self.stored.folder} ({error.strerror or error}); the "
-                "ones before it are still there: free space or repair the disk, and start the command again"
+                f"a checkpoint could not be written to {self.stored.paths.path} "
+                f"({error.strerror or error}); the ones before it are still there: free space or repair the "
+                "disk, and start the command again"
             ) from error
 
     def close(self) -> None:
@@ -238,14 +238,14 @@ class Checkpoints:
     # What only the first process does
 
     def _prepare(self, newest: int | None) -> None:
-        self.stored.folder.mkdir(parents=True, exist_ok=True)
+        self.stored.paths.path.mkdir(parents=True, exist_ok=True)
         for step in self.stored.steps:
             if newest is None:
                 self._remove(step)
             elif step > newest:
                 self._set_aside(step)
         shutil.rmtree(self._deleted, ignore_errors=True)
-        for path in self.stored.folder.glob("*.orbax-checkpoint-tmp*"):
+        for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path)
         for step in set(self.stored.seals.steps()) - set(self.stored.steps):
             self.stored.seals.remove(step)
@@ -272,13 +272,13 @@ class Checkpoints:
         self._deleted.mkdir(exist_ok=True)
         aside = self._deleted / f"{step}.{time.time_ns()}"
         self.stored.path(step).rename(aside)
-        sync(self.stored.folder)
+        sync(self.stored.paths.path)
         self.stored.seals.remove(step)
         shutil.rmtree(aside)
 
     def _set_aside(self, step: int) -> None:
         fault = self.stored.seals.fault(step)
-        aside = self.stored.damaged_folder / f"{step}.{time.time_ns()}"
+        aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
         aside.parent.mkdir(exist_ok=True)
         self.stored.path(step).rename(aside)
         self.stored.seals.remove(step)
@@ -294,7 +294,7 @@ class Checkpoints:
                 lightweight_initialize=True,
                 multiprocessing_options=_processes(),
             )
-            self._manager = ocp.CheckpointManager(self.stored.folder, options=options)
+            self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
         return self._manager
 
 

@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+
+from jaxrl.errors import UserError
+
+
+def ensure_writable(directory: str | os.PathLike[str]) -> None:
+    """Creates `directory` and proves that a file can be written into it.
+
+    Cheap, so that a run can ask before it compiles anything.
+
+    Raises:
+      UserError: the folder cannot be created or written.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"probe")
+            probe.flush()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the output folder {os.fspath(directory)!r} ({error.strerror}); "
+            "choose another folder, or free space and grant write permission on this one"
+        ) from error
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:

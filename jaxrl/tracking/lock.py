@@ -19,10 +19,9 @@ from typing import IO
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.tracking.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
-LOCK_FILE = "lock"
 
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -51,7 +50,7 @@ def only_run_in(folder: pathlib.Path) -> Iterator[None]:
 
 def _take(folder: pathlib.Path) -> IO[str]:
     """The open file that is the lock. It is not inherited by programs that this one starts."""
-    file = (folder / LOCK_FILE).open("a+", errors="replace")
+    file = RunFolder(folder).lock.open("a+", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:  # the second is how NFS says it

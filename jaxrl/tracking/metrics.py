@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 import uuid
 import warnings
@@ -23,34 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.durable import write_atomically
+from jaxrl.tracking.durable import ensure_writable, write_atomically
+from jaxrl.tracking.run_folder import StageFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-METRICS_FILE = "metrics.jsonl"
+    from collections.abc import Mapping
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
-
-
-def ensure_writable(directory: str | os.PathLike[str]) -> None:
-    """Creates `directory` and proves that a file can be written into it.
-
-    Cheap, so that a run can ask before it compiles anything.
-
-    Raises:
-      UserError: the folder cannot be created or written.
-    """
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            probe.write(b"probe")
-            probe.flush()
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the output folder {os.fspath(directory)!r} ({error.strerror}); "
-            "choose another folder, or free space and grant write permission on this one"
-        ) from error
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -96,7 +74,7 @@ class MetricsWriter:
     from times: rows of steps the checkpoint does not hold are dropped before the run repeats them.
 
     Args:
-      directory: folder of the run; gets metrics.jsonl and tensorboard/.
+      directory: folder of the stage, a `StageFolder`.
       resume_step: last step that the restored checkpoint holds; rows after it are dropped. None for
         a run from the start, which drops all rows.
       wandb: also log to wandb (needs the extra `wandb`).
@@ -113,15 +91,15 @@ class MetricsWriter:
         resume_step: int | None = None,
         wandb: WandbOptions | None = None,
     ):
-        directory = Path(directory)
+        folder = StageFolder(Path(directory))
         ensure_writable(directory)
         with contextlib.ExitStack() as on_failure:
-            self._rows = _JsonlSink(directory / METRICS_FILE, resume_step)
+            self._rows = _JsonlSink(folder.metrics, resume_step)
             self._sinks: list[_Sink] = [self._rows]
             on_failure.callback(self.close)
-            self._sinks.append(_TensorBoardSink(directory / "tensorboard", resume_step))
+            self._sinks.append(_TensorBoardSink(folder.tensorboard, resume_step))
             if wandb is not None:
-                self._sinks.append(_WandbSink(directory, resume_step, wandb))
+                self._sinks.append(_WandbSink(folder.path, resume_step, wandb))
             on_failure.pop_all()
 
     @property
@@ -145,36 +123,6 @@ class MetricsWriter:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-class Timers:
-    """Accumulates seconds by phase.
-
-        with timers("gen"):
-            completions = actor.generate(prompts)
-        metrics |= timers.take()  # {"timing_s/gen": ...}
-
-    JAX returns before the device is done: a phase whose values nobody reads inside its block is
-    charged to the phase that reads them.
-    """
-
-    def __init__(self):
-        self._seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Adds the time spent in the block to `name`, also when the block raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        """The accumulated seconds as {"timing_s/<name>": seconds}, and starts again from none."""
-        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
-        return taken
 
 
 class _Sink(Protocol):

@@ -14,6 +14,7 @@ import pathlib
 import zlib
 
 from jaxrl.tracking.durable import sync, write_atomically
+from jaxrl.tracking.run_folder import CheckpointFolder
 
 UNSEALED = "it has no seal"
 _BLOCK_BYTES = 2**20
@@ -22,31 +23,31 @@ _BLOCK_BYTES = 2**20
 class Seals:
     """The seals of a folder of checkpoints."""
 
-    def __init__(self, checkpoints: pathlib.Path):
-        """Args: the folder whose subfolders, named by their steps, are sealed. Nothing is made yet."""
+    def __init__(self, checkpoints: CheckpointFolder):
+        """Args: of which each is sealed. Nothing is made yet."""
         self._checkpoints = checkpoints
-        self.folder = checkpoints.with_name(f"{checkpoints.name}.seals")
+        self.folder = checkpoints.seals
 
     def write(self, step: int) -> None:
         """Seals a checkpoint, whose files are on the disk before its seal is."""
-        checkpoint = self._checkpoints / str(step)
+        checkpoint = self._checkpoints.step(step)
         checksums = _checksums(checkpoint)
-        for path in (*checkpoint.rglob("*"), checkpoint, self._checkpoints):
+        for path in (*checkpoint.rglob("*"), checkpoint, self._checkpoints.path):
             sync(path)
         self.folder.mkdir(exist_ok=True)
-        write_atomically(self._path(step), json.dumps(checksums).encode())
+        write_atomically(self._checkpoints.seal(step), json.dumps(checksums).encode())
         sync(self.folder.parent)
 
     def fault(self, step: int) -> str | None:
         """Why a checkpoint is not as it was written; None if it is. It only reads."""
         try:
-            written = _parse(self._path(step).read_bytes())
+            written = _parse(self._checkpoints.seal(step).read_bytes())
         except FileNotFoundError:
             return UNSEALED
         except (OSError, ValueError, RecursionError) as error:
             return f"its seal cannot be read ({error})"
         try:
-            found = _checksums(self._checkpoints / str(step))
+            found = _checksums(self._checkpoints.step(step))
         except OSError as error:
             return f"it cannot be read ({error})"
         for name, checksum in written.items():
@@ -58,16 +59,13 @@ class Seals:
 
     def remove(self, step: int) -> None:
         """Removes the seal of a checkpoint, if it has one."""
-        self._path(step).unlink(missing_ok=True)
+        self._checkpoints.seal(step).unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
         """Steps that have a seal, in order, readable or not, with a checkpoint or without."""
         if not self.folder.is_dir():
             return []
         return numbered(path.stem for path in self.folder.glob("*.json"))
-
-    def _path(self, step: int) -> pathlib.Path:
-        return self.folder / f"{step}.json"
 
 
 def numbered(names) -> list[int]:

@@ -9,7 +9,7 @@ from jaxrl.dataflows.step_metrics import evaluation_metrics
 from jaxrl.rewards.score import grader, score_completions
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, evaluation_sampling
-from jaxrl.trainer.run_folder import keep_samples
+from jaxrl.trainer.run_files import keep_samples
 
 # Evaluation samples with keys of a step that training never reaches, the same every time: two evaluations
 # differ by the weights alone.

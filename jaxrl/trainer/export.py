@@ -31,17 +31,17 @@ from jaxrl.models.huggingface.model_files import (
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
+from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.model_shape import tokenizer_directory
 
 # Later stages first: the newest weights of a run are those of its last stage that has any.
-_STAGES = ("rl", "preference", "sft")
 
 
 def keep_model_files(run: RunContext) -> None:
     """Writes `model/` into the run's folder: what `export_run` needs beside the weights."""
     config, model = run.config, run.model
-    directory = config.run_folder / "model"
+    directory = config.run_folder.model
     directory.mkdir(exist_ok=True)
     tokenizer = tokenizer_directory(config)
     if tokenizer:
@@ -86,7 +86,7 @@ def export_run(
       UserError: the folder holds no run or no intact checkpoint, or `out` exists.
     """
     check_new(out)
-    source = run_folder / "model"
+    source = RunFolder(run_folder).model
     if not source.is_dir():
         raise UserError(
             f"{source} does not exist; name the folder of a run, which holds model/ and rl/, such as "
@@ -124,8 +124,9 @@ def _base_of(source: pathlib.Path) -> str:
 
 
 def _newest_params(run_folder: pathlib.Path, config: ModelConfig) -> tuple[int, Any]:
-    for stage in _STAGES:
-        stored = StoredCheckpoints(run_folder / stage / "checkpoints")
+    run = RunFolder(run_folder)
+    for stage in (run.rl, run.preference, run.sft):
+        stored = StoredCheckpoints(stage.checkpoints.path)
         step = stored.newest_intact()
         while step is not None:
             try:

@@ -23,11 +23,13 @@ from jaxrl.roles.learner import Learner
 from jaxrl.tracking.checkpoints import Checkpoints, all_meet
 from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
 from jaxrl.tracking.lock import only_run_in
-from jaxrl.tracking.metrics import METRICS_FILE, MetricsWriter, Timers, WandbOptions
+from jaxrl.tracking.metrics import MetricsWriter, WandbOptions
 from jaxrl.tracking.progress import Progress
+from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.timers import Timers
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.run_folder import keep_run_files
+from jaxrl.trainer.run_files import keep_run_files
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ class Loop:
           wandb: how the stage is logged there, if it is.
         """
         self.step = 0
-        self.folder = folder
+        self.folder = StageFolder(folder)
         self._first_row = True
         self._title = title
         self._num_steps = num_steps
@@ -138,7 +140,7 @@ class Loop:
         self._ownership = ownership
         self._on_begin = on_begin
         self._wandb = wandb
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep_checkpoints)
+        self._checkpoints = Checkpoints(self.folder.checkpoints.path, keep=keep_checkpoints)
         self._detector = CollapseDetector(collapse)
         self._timers = Timers()
         self._exit = contextlib.ExitStack()
@@ -250,8 +252,10 @@ class Loop:
         rows = _num_rows(self.folder)
         if self._may_restart or not (remains or rows):
             return
-        checkpoints, seals = self._checkpoints.stored.folder, self._checkpoints.stored.seals.folder
-        found = "; ".join([*remains, f"{rows} rows in {METRICS_FILE}"] if rows else remains)
+        checkpoints, seals = self.folder.checkpoints.path, self.folder.checkpoints.seals
+        found = "; ".join(
+            [*remains, f"{rows} rows in {self.folder.metrics.name}"] if rows else remains
+        )
         raise UserError(
             f"{self.folder} has begun and no intact checkpoint is left ({found}); restore {checkpoints} and "
             f"{seals} from where they are whole, use another `name`, or begin the stage again with "
@@ -296,21 +300,21 @@ class Loop:
         """Makes room for a stage that begins again; says where the old one is."""
         if not (self._checkpoints.stored.remains() or _num_rows(self.folder)):
             return None
-        aside = self.folder.with_name(f"{self.folder.name}.aside.{time.time_ns()}")
-        self.folder.rename(aside)
+        aside = self.folder.path.with_name(f"{self.folder.path.name}.aside.{time.time_ns()}")
+        self.folder.path.rename(aside)
         return str(aside)
 
     def _open_log(self, resumed: bool) -> bool:
         """Opens the log; says whether it is empty."""
         resume_step = self.step if resumed else None
         self._writer = self._exit.enter_context(
-            MetricsWriter(self.folder, resume_step=resume_step, wandb=self._wandb)
+            MetricsWriter(self.folder.path, resume_step=resume_step, wandb=self._wandb)
         )
         last = self._writer.last_step
         if self.step >= self._log_every and (last is None or self.step - last >= self._log_every):
             logger.warning(
                 "%s has rows to step %s of the %s steps that the checkpoint holds; the others are lost",
-                self.folder / METRICS_FILE,
+                self.folder.metrics,
                 last or 0,
                 self.step,
             )
@@ -406,7 +410,7 @@ class Loop:
         if step is not None:
             kept = (
                 f"the checkpoint of step {step}, from before, is kept. To go on from it stop the run, move "
-                f"the newer ones out of {stored.folder}, and start again with a lower learning rate, say"
+                f"the newer ones out of {stored.paths.path}, and start again with a lower learning rate, say"
             )
         self._message(
             f"{self._title} step {self.step}: the model may be ruined ({'; '.join(faults)}); {kept}"
@@ -444,7 +448,7 @@ class Loop:
 def open_loop(
     run: RunContext,
     title: str,
-    folder: pathlib.Path,
+    folder: StageFolder,
     *,
     num_steps: int,
     save_every: int,
@@ -458,12 +462,12 @@ def open_loop(
     if config.run.wandb_project:
         wandb = WandbOptions(
             config.run.wandb_project,
-            f"{config.name}-seed{config.seed}-{folder.name}",
+            f"{config.name}-seed{config.seed}-{folder.path.name}",
             flatten_config(config),
         )
     return Loop(
         title,
-        folder,
+        folder.path,
         num_steps=num_steps,
         save_every=save_every,
         log_every=log_every,
@@ -475,14 +479,14 @@ def open_loop(
         waits=len(run.placement.pools) == 1,
         stop=stop,
         # Its own folder the run holds from the start; a warm start that several runs share is another one's.
-        ownership=None if folder.parent == config.run_folder else only_run_in(folder.parent),
+        ownership=None if folder.run == config.run_folder else only_run_in(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
     )
 
 
-def _num_rows(folder: pathlib.Path) -> int:
-    path = folder / METRICS_FILE
+def _num_rows(folder: StageFolder) -> int:
+    path = folder.metrics
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 

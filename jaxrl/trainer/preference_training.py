@@ -235,7 +235,7 @@ def _open_loop(run: RunContext, stop: StopSignal):
     return open_loop(
         run,
         options.loss.upper().replace("_", " "),
-        run.config.run_folder / "preference",
+        run.config.run_folder.preference,
         num_steps=options.num_steps,
         save_every=run.config.run.save_every,
         evaluate_every=options.every,
@@ -245,7 +245,7 @@ def _open_loop(run: RunContext, stop: StopSignal):
 
 def _save(learner: RewardModelLearner, run: RunContext) -> None:
     """Writes the model as a Hugging Face directory, `<run>/trained_model`, if it is not there yet."""
-    directory = run.config.run_folder / "trained_model"
+    directory = run.config.run_folder.trained_model
     if directory.exists() or not hosts.is_first():
         return
     save_checkpoint(
@@ -253,6 +253,6 @@ def _save(learner: RewardModelLearner, run: RunContext) -> None:
         learner.model,
         directory,
         dtype="float32",
-        source=run.config.run_folder / "model",
+        source=run.config.run_folder.model,
     )
     print(f"model: {directory}")

@@ -11,8 +11,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import simulate
+from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.lock import only_run_in
-from jaxrl.tracking.metrics import ensure_writable
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
@@ -26,7 +26,7 @@ from jaxrl.trainer.needs import (
 from jaxrl.trainer.planning import plan
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
-from jaxrl.trainer.run_folder import check_folder, keep_run_files, write_run_report
+from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -105,11 +105,11 @@ def _run(
     needs_problems: bool = True,
 ) -> int:
     """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
-    ensure_writable(config.run_folder)
+    ensure_writable(config.run_folder.path)
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with hosts.watched(config.hosts), only_run_in(config.run_folder):
+    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
         hosts.on_first(lambda: check_folder(config))
         run = build_context(config, devices, needs=needs, needs_problems=needs_problems)
         with StopSignal() as stop:

@@ -70,7 +70,7 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
     with open_loop(
         run,
         title_of(config),
-        config.run_folder / "rl",
+        config.run_folder.rl,
         num_steps=config.run.num_steps,
         save_every=config.run.save_every,
         evaluate_every=config.evaluation.every,

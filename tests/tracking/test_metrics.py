@@ -10,7 +10,9 @@ from tensorboardX.proto import event_pb2
 
 from jaxrl.errors import UserError
 from jaxrl.tracking import metrics
-from jaxrl.tracking.metrics import MetricsWriter, Timers, WandbOptions, read_metrics
+from jaxrl.tracking.durable import ensure_writable
+from jaxrl.tracking.metrics import MetricsWriter, WandbOptions, read_metrics
+from jaxrl.tracking.timers import Timers
 
 
 def _run(directory, steps, **kwargs):
@@ -131,13 +133,13 @@ def test_tensorboard_gets_the_values_and_purges_what_is_repeated(tmp_path):
 def test_an_unwritable_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the output folder"):
-        metrics.ensure_writable(tmp_path / "file" / "run")
+        ensure_writable(tmp_path / "file" / "run")
     with pytest.raises(UserError, match="cannot write"):
         MetricsWriter(tmp_path / "file")
 
 
 def test_ensure_writable_leaves_nothing_behind(tmp_path):
-    metrics.ensure_writable(tmp_path / "a" / "b")
+    ensure_writable(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 

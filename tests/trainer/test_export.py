@@ -108,7 +108,7 @@ def test_an_export_whose_checkpoint_is_removed_meanwhile_takes_the_newer_one(tmp
 
     def one_goes_on(stored, step, role, like):
         if step == 1:
-            checkpoints = Checkpoints(stored.folder, keep=1)
+            checkpoints = Checkpoints(stored.paths.path, keep=1)
             state = TrainState(params[2], {"m": jnp.zeros(3)}, jnp.int32(2))
             checkpoints.save(2, {"actor": state}, {})
             checkpoints.commit()

@@ -74,7 +74,7 @@ def make_config(files, output, **preference) -> Config:
 
 
 def rows_of(config: Config) -> list[dict]:
-    return read_metrics(config.run_folder / "preference" / "metrics.jsonl")
+    return read_metrics(config.run_folder.path / "preference" / "metrics.jsonl")
 
 
 def one_device():
@@ -88,10 +88,10 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows[-1]["pairs/loss"] < 0.5 * rows[1]["pairs/loss"]
-    stored = read_config(config.run_folder / "model")
+    stored = read_config(config.run_folder.trained_model)
     assert stored.num_scores == 1 and stored.num_layers == MODEL.num_layers
-    assert (config.run_folder / "model" / "tokenizer.json").exists()
-    assert "<svg" in (config.run_folder / "report.html").read_text()
+    assert (config.run_folder.trained_model / "tokenizer.json").exists()
+    assert "<svg" in (config.run_folder.path / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     assert rows_of(whole)[-1]["pairs/sign_accuracy"] == 1.0
     half = make_config(files, tmp_path / "half", **cost, **{"num_steps": 8})
     program.train_reward_model(half, devices=one_device())
-    shutil.rmtree(half.run_folder / "model")
+    shutil.rmtree(half.run_folder.trained_model)
     rest = make_config(files, tmp_path / "half", **cost)
     program.train_reward_model(rest, devices=one_device())
     for ours, theirs in zip(rows_of(rest)[-4:], rows_of(whole)[-4:], strict=True):
@@ -126,7 +126,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "dpo", "options": {"beta": 0.1}}, "loss of scores 'dpo' is not known"),
+        ({"loss": "dpo", "options": {"beta": 0.1}}, "preference loss 'dpo' takes chosen_logprob"),
         ({"path": "", "evaluation_path": "", "made": "up"}, "made 'up' is not known"),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],

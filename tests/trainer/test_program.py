@@ -103,12 +103,14 @@ def one_device():
 
 def warm(config: Config, whole: Config) -> Config:
     """Gives a run the warm start of `whole`, which is the same and need not be trained again."""
-    shutil.copytree(whole.run_folder / "sft", config.run_folder / "sft", dirs_exist_ok=True)
+    shutil.copytree(
+        whole.run_folder.path / "sft", config.run_folder.path / "sft", dirs_exist_ok=True
+    )
     return config
 
 
 def curve(config: Config) -> list[dict]:
-    rows = read_metrics(config.run_folder / "rl" / "metrics.jsonl")
+    rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
 
 
@@ -143,9 +145,9 @@ def test_a_run_leaves_its_record(whole):
     # The sampler and the trainer are one model: their probabilities agree to rounding.
     assert last["training/rollout_probs_diff_max"] < 1e-4
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-6)
-    page = (whole.run_folder / "report.html").read_text()
+    page = (whole.run_folder.path / "report.html").read_text()
     assert "Answer:" in page and "<svg" in page
-    assert list((whole.run_folder / "rl" / "tensorboard").iterdir())
+    assert list((whole.run_folder.path / "rl" / "tensorboard").iterdir())
 
 
 def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
@@ -158,7 +160,7 @@ def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
 def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog):
     config = warm(make_config(tmp_path, problems, num_steps=2), whole)
     program.train(config, devices=one_device())
-    newest = config.run_folder / "rl" / "checkpoints" / "2"
+    newest = config.run_folder.path / "rl" / "checkpoints" / "2"
     largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -171,8 +173,8 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog)
 
 def test_all_checkpoints_damaged_is_refused(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, num_steps=5)
-    shutil.copytree(whole.run_folder, config.run_folder)
-    for file in (config.run_folder / "rl" / "checkpoints").rglob("*"):
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    for file in (config.run_folder.path / "rl" / "checkpoints").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
     rows = curve(config)
@@ -262,20 +264,20 @@ def test_run_that_may_not_resume(whole):
 
 def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, num_steps=5)
-    shutil.copytree(whole.run_folder, config.run_folder)
-    (config.run_folder / "lock").unlink()
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    (config.run_folder.path / "lock").unlink()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     wide = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96))
     with pytest.raises(UserError, match=r"does not fit the model of this config \(actor: .*64"):
         program.train(wide, devices=one_device())
-    (config.run_folder / "lock").unlink()
+    (config.run_folder.path / "lock").unlink()
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-    export_run(config.run_folder, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
+    export_run(config.run_folder.path, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
 
 
 def test_a_second_run_in_the_folder_is_refused(whole):
     rows = curve(whole)
-    with only_run_in(whole.run_folder), pytest.raises(UserError, match="is in use by process"):
+    with only_run_in(whole.run_folder.path), pytest.raises(UserError, match="is in use by process"):
         program.train(whole, devices=one_device())
     assert curve(whole) == rows
 
@@ -285,12 +287,12 @@ def test_a_shared_warm_start_is_trained_by_one_and_read_by_all(tmp_path, problem
     config = make_config(tmp_path, problems, num_steps=2, warm_start=options)
     first = dataclasses.replace(config, name="first")
     with (
-        only_run_in(first.run_folder),
+        only_run_in(first.run_folder.path),
         pytest.raises(UserError, match="first/seed0 is in use by process"),
     ):
         program.train(config, devices=one_device())
-    shutil.copytree(whole.run_folder / "sft", first.run_folder / "sft")
-    with only_run_in(first.run_folder):
+    shutil.copytree(whole.run_folder.path / "sft", first.run_folder.path / "sft")
+    with only_run_in(first.run_folder.path):
         assert program.train(config, devices=one_device()) == 0
     assert curve(config) == curve(whole)[:3]
 
@@ -302,7 +304,7 @@ def test_no_warm_start_leaves_no_folder(tmp_path, problems):
         tmp_path, problems, num_steps=1, warm_start=warm_start, algorithm=algorithm
     )
     assert program.train(config, devices=one_device()) == 0
-    assert not (config.run_folder / "sft").exists()
+    assert not (config.run_folder.path / "sft").exists()
     with pytest.raises(ValueError, match="names a warm start to begin with, and num_steps 0"):
         WarmStartConfig(run="other", num_steps=0)
 
@@ -364,7 +366,7 @@ def test_a_ruinous_learning_rate_leaves_a_checkpoint_from_before(tmp_path, probl
     )
     assert program.train(warm(config, whole), devices=one_device()) == 0
     assert "the model may be ruined" in capfd.readouterr().out
-    checkpoints = StoredCheckpoints(config.run_folder / "rl" / "checkpoints")
+    checkpoints = StoredCheckpoints(config.run_folder.path / "rl" / "checkpoints")
     assert checkpoints.steps == [0, 4]
 
 
@@ -424,7 +426,7 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
     program.train(warm(config, whole), devices=one_device())
     assert curve(config)[1]["response_length/mean"] > curve(whole)[1]["response_length/mean"] + 1
     # It answers in evaluation too.
-    shown = json.loads((config.run_folder / "samples_before.json").read_text())
+    shown = json.loads((config.run_folder.path / "samples_before.json").read_text())
     assert all("?" in sample["text"] for sample in shown)
     lost = dataclasses.replace(rollout, environment=f"{asks}:lost")
     config = make_config(tmp_path / "lost", problems, num_steps=1, rollout=lost, train=train)

@@ -111,7 +111,7 @@ def ppo_settings(folder) -> dict:
 
 
 def curve(config: Config) -> list[dict]:
-    rows = read_metrics(config.run_folder / "rl" / "metrics.jsonl")
+    rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
 
 

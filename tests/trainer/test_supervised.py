@@ -60,14 +60,14 @@ def make_config(folder, lines: list[str]) -> Config:
 def test_two_steps_from_a_file(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
     assert program.fine_tune(config, devices=jax.devices()[:1]) == 0
-    first, second = read_metrics(config.warm_start_folder / "metrics.jsonl")
-    tokenizer = load_tokenizer(config.run_folder / "model")
+    first, second = read_metrics(config.warm_start_folder.path / "metrics.jsonl")
+    tokenizer = load_tokenizer(config.run_folder.path / "model")
     # Each answer, and that it ends.
     expected = sum(len(tokenizer.encode(text)) + 1 for text in SAID)
     assert first["train/num_trained_tokens"] == second["train/num_trained_tokens"] == expected
     assert expected < 0.5 * first["perf/total_num_tokens"]
     assert second["sft/loss"] < first["sft/loss"] - 0.1
-    assert (config.run_folder / "report.html").exists()
+    assert (config.run_folder.path / "report.html").exists()
 
 
 def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
@@ -102,7 +102,7 @@ def test_a_broken_row_is_named(line, message, tmp_path):
     with pytest.raises(UserError) as error:
         program.fine_tune(config, devices=jax.devices()[:1])
     assert message in str(error.value)
-    assert not config.warm_start_folder.exists()
+    assert not config.warm_start_folder.path.exists()
 
 
 def test_reinforcement_learning_needs_problems(tmp_path):

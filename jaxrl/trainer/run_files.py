@@ -15,7 +15,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import METRICS_FILE, read_metrics
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.export import keep_model_files
@@ -23,7 +24,6 @@ from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
-_CONFIG_FILE = "config.txt"
 # Evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
 
@@ -36,7 +36,7 @@ def check_folder(config: Config) -> None:
     Raises:
       UserError: the folder holds a run and the config does not allow to go on with it.
     """
-    path = config.run_folder / _CONFIG_FILE
+    path = config.run_folder.config
     if not path.exists():
         return
     if config.run.resume == "never":
@@ -65,7 +65,7 @@ def keep_run_files(run: RunContext) -> None:
 
     def write() -> None:
         config = run.config
-        write_atomically(config.run_folder / _CONFIG_FILE, format_config(config).encode())
+        write_atomically(config.run_folder.config, format_config(config).encode())
         keep_model_files(run)
 
     hosts.on_first(write)
@@ -89,11 +89,7 @@ def keep_samples(config: Config, scored: Scored, when: str) -> None:
         }
         for i in range(min(config.run.report_samples, len(completions.prompts)))
     ]
-    write_atomically(_samples_path(config, when), json.dumps(samples, indent=1).encode())
-
-
-def _samples_path(config: Config, when: str) -> pathlib.Path:
-    return config.run_folder / f"samples_{when}.json"
+    write_atomically(config.run_folder.samples(when), json.dumps(samples, indent=1).encode())
 
 
 def write_run_report(run: RunContext) -> pathlib.Path:
@@ -103,12 +99,12 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
     config = run.config
     rows = {
-        title_of(config): _rows(config.run_folder / "rl"),
-        "Preferences": _rows(config.run_folder / "preference"),
+        title_of(config): _rows(config.run_folder.rl),
+        "Preferences": _rows(config.run_folder.preference),
         "Warm start (SFT)": _rows(config.warm_start_folder),
     }
     sections = [report.Section(title, found) for title, found in rows.items() if found]
-    path = config.run_folder / "report.html"
+    path = config.run_folder.report
     report.write_report(
         path,
         title=f"{config.name}, seed {config.seed}",
@@ -129,15 +125,15 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
 
 def _sample_pairs(config: Config) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    paths = [_samples_path(config, when) for when in _SAMPLES_KEPT]
+    paths = [config.run_folder.samples(when) for when in _SAMPLES_KEPT]
     if not all(path.exists() for path in paths):
         return []
     before, after = (json.loads(path.read_text()) for path in paths)
     return list(zip(before, after, strict=True))
 
 
-def _rows(folder: pathlib.Path) -> Rows:
-    path = folder / METRICS_FILE
+def _rows(folder: StageFolder) -> Rows:
+    path = folder.metrics
     return read_metrics(path) if path.exists() else []
 
 

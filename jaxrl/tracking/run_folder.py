@@ -1,0 +1,140 @@
+"""Where everything of a run lies; docs/runs.md has the same as a table.
+
+<output>/<name>/seed<seed>      RunFolder          settings, the model's files, the report
+  sft/ rl/ preference/          StageFolder        rows and checkpoints of one training stage
+    checkpoints/                CheckpointFolder   with its seals, and what could not be gone on from
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFolder:
+    """Checkpoints of a stage.
+
+    Attributes:
+      path: where they lie, each under the number of its step.
+    """
+
+    path: pathlib.Path
+
+    def step(self, step: int) -> pathlib.Path:
+        """One checkpoint."""
+        return self.path / str(step)
+
+    @property
+    def seals(self) -> pathlib.Path:
+        """Checksums of the files of each."""
+        return self._beside("seals")
+
+    def seal(self, step: int) -> pathlib.Path:
+        """Those of one checkpoint."""
+        return self.seals / f"{step}.json"
+
+    @property
+    def damaged(self) -> pathlib.Path:
+        """Those that a run could not go on from."""
+        return self._beside("damaged")
+
+    @property
+    def deleted(self) -> pathlib.Path:
+        """Those that are being removed."""
+        return self._beside("deleted")
+
+    def _beside(self, what: str) -> pathlib.Path:
+        return self.path.with_name(f"{self.path.name}.{what}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFolder:
+    """What a training stage leaves.
+
+    Attributes:
+      path: "sft", "rl" or "preference" in the folder of its run.
+    """
+
+    path: pathlib.Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def run(self) -> RunFolder:
+        """The folder of the run that keeps it."""
+        return RunFolder(self.path.parent)
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        """A row for every step, the source of truth of all curves."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> pathlib.Path:
+        """The same for TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """What the stage goes on from."""
+        return CheckpointFolder(self.path / "checkpoints")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """What a run leaves.
+
+    Attributes:
+      path: <output>/<name>/seed<seed>.
+    """
+
+    path: pathlib.Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config(self) -> pathlib.Path:
+        """Every setting, one a line."""
+        return self.path / "config.txt"
+
+    @property
+    def lock(self) -> pathlib.Path:
+        """Held by the run while it is at work."""
+        return self.path / "lock"
+
+    @property
+    def model(self) -> pathlib.Path:
+        """What an export needs beside the weights: config.json, the tokenizer's files."""
+        return self.path / "model"
+
+    @property
+    def trained_model(self) -> pathlib.Path:
+        """A trained reward or cost model as a Hugging Face directory."""
+        return self.path / "trained_model"
+
+    @property
+    def report(self) -> pathlib.Path:
+        """The whole run on one page."""
+        return self.path / "report.html"
+
+    def samples(self, when: str) -> pathlib.Path:
+        """Answers of an evaluation that the report shows, "before" or "after"."""
+        return self.path / f"samples_{when}.json"
+
+    @property
+    def sft(self) -> StageFolder:
+        """Supervised fine-tuning."""
+        return StageFolder(self.path / "sft")
+
+    @property
+    def rl(self) -> StageFolder:
+        """Reinforcement learning."""
+        return StageFolder(self.path / "rl")
+
+    @property
+    def preference(self) -> StageFolder:
+        """Training on pairs."""
+        return StageFolder(self.path / "preference")
