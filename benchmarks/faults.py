@@ -77,7 +77,7 @@ SETTINGS = {
 def write_problems(folder: pathlib.Path) -> dict[str, object]:
     """Files of problems, after a running number that says nothing; returns the settings that name them."""
     settings: dict[str, object] = {}
-    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
         path = folder / f"{name}.jsonl"
         rows = [
             {

@@ -52,8 +52,8 @@ def get_config():
 
     config.data.train.source = "math_dapo"
     config.data.train.path = "data/dapo_math_17k.jsonl"
-    config.data.held_out.source = "aime_2024"
-    config.data.held_out.path = "data/aime_2024.jsonl"
+    config.data.evaluation.source = "aime_2024"
+    config.data.evaluation.path = "data/aime_2024.jsonl"
     config.data.template = _TEMPLATE
     config.data.chat = True
     config.data.max_prompt_tokens = 2048

@@ -1,4 +1,4 @@
-"""PPO on two CPU cores: the demo's task with a critic, GAE and the price of leaving the reference policy.
+"""PPO on two CPU cores: the demo's task with a critic, GAE and the KL penalty.
 
     python launch/train.py --config configs/ppo_tiny.py
 

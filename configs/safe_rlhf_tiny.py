@@ -16,7 +16,7 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "safe_rlhf_tiny"
     config.algorithm.dataflow = "safe_rlhf"
-    config.cost.model = "runs/cost_tiny/seed0/scorer"
+    config.cost.model = "runs/cost_tiny/seed0/trained_model"
     # Mostly worked answers: the cost model puts these below 0.
     config.cost.limit = 0.0
     config.cost.multiplier = 1.0

@@ -8,7 +8,7 @@
 A settings dataclass calls `check_fields` first of all in its `__post_init__`; keywords of a function are
 held against its signature by `algos.registry.check_options`. NaN never passes, an infinity only where
 `or_inf` says that it is meant. Every range ends: what no machine could be asked for is a slip of the pen, and
-is told before a library allocates it.
+is refused before a library allocates it.
 
 Not covered: what two settings mean together, which each dataclass checks by itself.
 """

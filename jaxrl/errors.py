@@ -4,7 +4,7 @@ EXIT_USER_ERROR = 2
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message gives the value, the rule and the remedy.
+    """Something the user can fix. The message gives the value, the rule and the remedy.
 
     Commands print the message alone and exit with status `EXIT_USER_ERROR`.
     """

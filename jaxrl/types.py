@@ -255,7 +255,7 @@ class PackedBatch:
         """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def grown(self, kind: type[Batch], **further) -> Batch:
+    def extended_as(self, kind: type[Batch], **further) -> Batch:
         """The same fields and further ones, as a batch of a type that has them all."""
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 

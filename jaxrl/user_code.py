@@ -21,13 +21,15 @@ from typing import Any
 from jaxrl.errors import UserError
 
 
-def load_function(path: str, what: str, *, takes: Sequence[str]) -> Callable[..., Any]:
+def load_function(
+    path: str, what: str, *, takes: Sequence[str] | None = None
+) -> Callable[..., Any]:
     """The function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
       what: it is called in errors.
-      takes: what it will be called with, a name for each positional argument.
+      takes: what it will be called with, a name for each positional argument; None leaves that to the caller.
 
     Raises:
       UserError: the path has another form, its module cannot be imported or has no such function, or the
@@ -55,7 +57,8 @@ def load_function(path: str, what: str, *, takes: Sequence[str]) -> Callable[...
         raise UserError(
             f"{what} {path!r} is {type(function).__name__}, which cannot be called; name a function"
         )
-    _check_takes(function, path, what, takes)
+    if takes is not None:
+        _check_takes(function, path, what, takes)
     return function
 
 
@@ -104,7 +107,7 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's module may raise anything
         del sys.modules[name]
-        raise _not_imported(path, what, error, "mend the file") from error
+        raise _not_imported(path, what, error, "fix the file") from error
     return module
 
 

@@ -73,7 +73,7 @@ CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
 def write_problems(folder: pathlib.Path) -> dict[str, str]:
     """Repeat a digit, after a running number that says nothing."""
     settings = {}
-    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
         rows = [
             {
                 "problem": f"{n} repeat {n * 7 % 10}",

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 def adaptive(
     coef: jax.Array, mean_kl: jax.Array, *, num_sequences: int, target: float, horizon: float
 ) -> jax.Array:
-    """Raises the price of KL above the target and lowers it below, by at most 20% in `horizon` sequences.
+    """Raises the KL coefficient above the target and lowers it below, by at most 20% in `horizon` sequences.
 
     arXiv 1909.08593 eq. 4: coef * (1 + clip(KL / target - 1, -.2, .2) * sequences / horizon).
 
     Args:
-      coef: the price so far, float.
+      coef: the coefficient so far, float.
       mean_kl: `kl.mean_by_sequence` of the step, divided; an estimate, so it may be below 0.
       num_sequences: sequences of the step.
       target: the KL aimed for, above 0.

@@ -1,4 +1,4 @@
-"""The price of leaving the reference policy: estimates of KL(policy || reference), in the loss or the reward.
+"""The KL penalty: estimates of KL(policy || reference), in the loss or in the reward.
 
     B rows   T tokens of a row   V vocabulary   d = logprob - ref_logprob of the sampled token
 
@@ -108,19 +108,19 @@ def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 def penalized_reward(
     reward_BT: jax.Array, kl_BT: jax.Array, mask_BT: jax.Array, *, coef: float | jax.Array
 ) -> jax.Array:
-    """Reward less the price of the KL: r_t - coef * KL_t (InstructGPT, arXiv 2203.02155 eq. 2).
+    """Reward less the KL penalty: r_t - coef * KL_t (InstructGPT, arXiv 2203.02155 eq. 2).
 
     Args:
       reward_BT: float, rewards by token; a sequence's score sits on its last trained token.
       kl_BT: an estimate of each token's KL; no gradient is taken through it.
       mask_BT: 1 on trained tokens.
-      coef: price of a nat.
+      coef: coefficient of the KL penalty.
 
     Returns:
       [B, T], 0 outside the mask.
     """
-    price_BT = coef * jax.lax.stop_gradient(masked(kl_BT, mask_BT))
-    return masked(masked(reward_BT, mask_BT) - price_BT, mask_BT)
+    penalty_BT = coef * jax.lax.stop_gradient(masked(kl_BT, mask_BT))
+    return masked(masked(reward_BT, mask_BT) - penalty_BT, mask_BT)
 
 
 def mean_by_sequence(

@@ -2,11 +2,12 @@
 
     B rows   T tokens of a row   r = exp(logprob - old_logprob)   A advantage   sg stop gradient
 
-Losses of single tokens take three arrays of one shape, in any arrangement, and can be checked with three
-numbers. Those of sequences (`gspo`, `gspo_token`, `geo_mean`) also take the mask and the segments of packed
-rows. `POLICY_LOSSES` has all of them in the second form, as do `clip_cov` and `kl_cov` of `covariance`:
+Arrays are taken by name, those of `INPUTS` that a loss has among its positional arguments. Losses of single
+tokens take them in any arrangement, and can be checked with three numbers. Those of sequences (`gspo`,
+`gspo_token`, `geo_mean`) also take the mask and the segments of packed rows. `on_packed_rows` calls both
+kinds, and any function of the same form:
 
-    loss_BT, stats = POLICY_LOSSES[name](logprob, old_logprob, advantage, mask, segment_ids, **settings)
+    loss_BT, stats = on_packed_rows(POLICY_LOSSES[name], arrays, **settings)
 
 There, tokens outside the mask are replaced before the loss sees them and get 0: whatever they hold, even NaN,
 has neither value nor gradient. No loss sees another microbatch, so any split gives the same sum. `stats` are
@@ -20,8 +21,7 @@ Not covered: entropy of the policy itself, which the model's room computes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import jax
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
+from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked, segment_mean
 from jaxrl.checks import above, at_least, between, positive
 
@@ -96,7 +97,7 @@ def trpo(
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
-      kl_coef: price of a nat, 0 or more.
+      kl_coef: coefficient of the KL penalty, 0 or more.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     ratio = jnp.exp(log_ratio)
@@ -342,40 +343,50 @@ def entropy_bonus(entropy: jax.Array, *, coef: float) -> jax.Array:
     return -coef * entropy
 
 
-def by_token(loss: Callable[..., Loss]) -> Callable[..., Loss]:
-    """A loss of single tokens in the form of `POLICY_LOSSES`: on packed rows, 0 outside the mask."""
+INPUTS = (
+    "logprob",
+    "old_logprob",
+    "advantage",
+    "mask",
+    "segment_ids",
+    "rollout_logprob",
+    "ref_logprob",
+    "entropy",
+)
+"""What a loss may take, by the names of its positional arguments: arrays of one shape."""
 
-    @functools.wraps(loss)
-    def packed(
-        logprob_BT: jax.Array,
-        old_logprob_BT: jax.Array,
-        advantage_BT: jax.Array,
-        mask_BT: jax.Array,
-        segment_ids_BT: jax.Array,
-        **settings,
-    ) -> Loss:
-        del segment_ids_BT
-        arrays = (masked(x_BT, mask_BT) for x_BT in (logprob_BT, old_logprob_BT, advantage_BT))
-        return jax.tree.map(lambda x_BT: masked(x_BT, mask_BT), loss(*arrays, **settings))
 
-    return packed
+def on_packed_rows(loss: Callable[..., Loss], arrays: Mapping[str, jax.Array], **settings) -> Loss:
+    """A policy loss on packed rows, 0 outside the mask.
+
+    Args:
+      loss: an entry of `POLICY_LOSSES`, or a function of the same form. One that does not take the mask is of
+        single tokens, and what it takes is replaced outside the mask before it is called.
+      arrays: those of `INPUTS`, [B, T].
+      settings: its keyword-only arguments.
+    """
+    names, mask_BT = array_names(loss), arrays["mask"]
+    given = [arrays[name] for name in names]
+    if "mask" not in names:
+        given = [masked(x_BT, mask_BT) for x_BT in given]
+    return jax.tree.map(lambda x_BT: masked(x_BT, mask_BT), loss(*given, **settings))
 
 
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
-    "cispo": by_token(cispo),
-    "clip_cov": by_token(covariance.clip_cov),
-    "clipped": by_token(clipped),
-    "dppo_kl": by_token(dppo_kl),
-    "dppo_tv": by_token(dppo_tv),
-    "dro": by_token(dro),
+    "cispo": cispo,
+    "clip_cov": covariance.clip_cov,
+    "clipped": clipped,
+    "dppo_kl": dppo_kl,
+    "dppo_tv": dppo_tv,
+    "dro": dro,
     "geo_mean": geo_mean,
-    "gpg": by_token(policy_gradient),
+    "gpg": policy_gradient,
     "gspo": gspo,
     "gspo_token": gspo_token,
-    "kl_cov": by_token(covariance.kl_cov),
-    "policy_gradient": by_token(policy_gradient),
-    "sapo": by_token(sapo),
-    "trpo": by_token(trpo),
+    "kl_cov": covariance.kl_cov,
+    "policy_gradient": policy_gradient,
+    "sapo": sapo,
+    "trpo": trpo,
 }
 
 # Those without a ratio to the old policy, for which nothing but weights corrects an off-policy sample.

@@ -4,9 +4,9 @@
     r score of a reward model   C score of a cost model   p, p_ref log-probability of a whole answer
 
 Elementwise functions of arrays of one shape, in any arrangement, so that each can be checked with a few
-numbers. `PREFERENCE_LOSSES` has all of them with a mask:
+numbers. Their arrays are taken by name, those of `SCORE_INPUTS` or of `POLICY_INPUTS`; with a mask:
 
-    loss, stats = PREFERENCE_LOSSES[name](*arrays, mask=mask, **settings)
+    loss, stats = on_pairs(PREFERENCE_LOSSES[name], arrays, mask, **settings)
 
 There, what lies outside the mask is replaced before the loss sees it and gets 0: whatever it holds, even NaN,
 has neither value nor gradient. `stats` are per pair too and share the mask.
@@ -19,14 +19,14 @@ Not covered: rankings of more than two answers, and losses without a pair (KTO).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.algos.ratio import Loss
+from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked
 from jaxrl.checks import at_least, between, positive
 
@@ -124,7 +124,7 @@ def dpo(
     Args:
       chosen_logprob, rejected_logprob: p, summed over the tokens of each answer.
       chosen_ref_logprob, rejected_ref_logprob: p_ref, likewise, of the frozen policy.
-      beta: price of leaving it, above 0.
+      beta: coefficient of the KL penalty, above 0.
       label_smoothing: e, from 0 to below a half.
 
     Returns:
@@ -160,22 +160,46 @@ def ipo(
     return (stats["reward_margin"] / beta - 1.0 / (2.0 * beta)) ** 2, stats
 
 
-def by_pair(loss: Callable[..., Loss]) -> Callable[..., Loss]:
-    """A loss of pairs in the form of `PREFERENCE_LOSSES`: with a mask of the same shape, 0 outside it."""
+SCORE_INPUTS = (
+    "chosen_score",
+    "rejected_score",
+    "chosen_cost",
+    "rejected_cost",
+    "chosen_harm",
+    "rejected_harm",
+    "margin",
+)
+"""What a loss of scores may take, by the names of its positional arguments; a cost is a cost model's score."""
 
-    @functools.wraps(loss)
-    def with_mask(*arrays: jax.Array | float, mask: jax.Array, **settings) -> Loss:
-        inside = (masked(jnp.asarray(x), mask) for x in arrays)
-        return jax.tree.map(lambda x: masked(x, mask), loss(*inside, **settings))
+POLICY_INPUTS = (
+    "chosen_logprob",
+    "rejected_logprob",
+    "chosen_ref_logprob",
+    "rejected_ref_logprob",
+)
+"""What a loss of policies may take: sums over the tokens of an answer."""
 
-    return with_mask
+
+def on_pairs(
+    loss: Callable[..., Loss], arrays: Mapping[str, jax.Array], mask: jax.Array, **settings
+) -> Loss:
+    """A preference loss where the mask is 1, and 0 elsewhere, whatever the arrays hold there.
+
+    Args:
+      loss: an entry of `PREFERENCE_LOSSES`, or a function of the same form.
+      arrays: by name, of one shape.
+      mask: of that shape.
+      settings: its keyword-only arguments.
+    """
+    inside = (masked(arrays[name], mask) for name in array_names(loss))
+    return jax.tree.map(lambda x: masked(x, mask), loss(*inside, **settings))
 
 
 PREFERENCE_LOSSES: dict[str, Callable[..., Loss]] = {
-    "bradley_terry": by_pair(bradley_terry),
-    "cost_preference": by_pair(cost_preference),
-    "dpo": by_pair(dpo),
-    "ipo": by_pair(ipo),
+    "bradley_terry": bradley_terry,
+    "cost_preference": cost_preference,
+    "dpo": dpo,
+    "ipo": ipo,
 }
 
 

@@ -1,33 +1,63 @@
-"""Looking up, by the name in a config, what a user may extend."""
+"""Looking up, by the name in a config, what a user may extend.
+
+A name is that of a table, or says where a function of the user's own is (`user_code`).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, cast
 
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
 
 Entry = TypeVar("Entry")
 
 
-def named(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """The entry of that name.
+def lookup(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
+    """The entry of that name, or the user's function at that path.
 
     Args:
       table: one of the registries of `algos`.
-      name: from a config.
+      name: from a config; with a colon it is "package.module:function" or "path/to/file.py:function".
       kind: what the table holds, for the message.
 
     Raises:
-      UserError: no such name; the message lists those there are.
+      UserError: no such name, and the message lists those there are; or no such function.
     """
+    if ":" in name:
+        # What it must be called with is its own to say: `check_inputs`, `check_options`.
+        return cast("Entry", load_function(name, kind))
     if name not in table:
         raise UserError(
-            f"{kind} {name!r} is not known; use one of {', '.join(sorted(table))}, or register your own"
+            f"{kind} {name!r} is not known; use one of {', '.join(sorted(table))}, or one of your own as "
+            "package.module:function or path/to/file.py:function"
         )
     return table[name]
+
+
+def check_inputs(function: Callable, known: Iterable[str], what: str) -> None:
+    """Raises UserError where a function takes an array that there is not.
+
+    Args:
+      function: its arrays are its positional arguments, with or without the letters of their axes.
+      known: names of the arrays that it may take.
+      what: it is, for the message.
+    """
+    unknown = [name for name in array_names(function) if name not in known]
+    if unknown:
+        raise UserError(
+            f"{what} takes {', '.join(unknown)}, which nothing computes; it may take {', '.join(known)}, and "
+            "settings as keyword-only arguments"
+        )
+
+
+def array_names(function: Callable) -> tuple[str, ...]:
+    """Names of a function's arrays without the letters of their axes: mask for mask_BT."""
+    return tuple(re.sub(r"_[A-Z]+$", "", name) for name in inputs_of(function))
 
 
 def inputs_of(function: Callable) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
     python launch/train.py --config configs/dapo_qwen32b.py --config.optim.lr=1e-6 --dry_run
 
 `run` loads the recipe, lays the overrides over it, turns the whole into frozen dataclasses and
-calls the command with them. What the user can mend is one line on stderr and exit status 2; a fault
+calls the command with them. What the user can fix is one line on stderr and exit status 2; a fault
 of the program keeps its traceback. jax is not imported here, so a slip of the pen is reported
 before any device is touched, and the command may still choose its devices.
 

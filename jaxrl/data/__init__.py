@@ -19,7 +19,7 @@ from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoi
 from jaxrl.data.stream import (
     Overlong,
     PromptStream,
-    held_out_prompts,
+    evaluation_prompts,
 )
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -38,7 +38,7 @@ __all__ = [
     "Record",
     "Tokenizer",
     "disjoint",
-    "held_out_prompts",
+    "evaluation_prompts",
     "load_tokenizer",
     "read_demonstrations",
     "read_preferences",

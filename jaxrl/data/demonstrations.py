@@ -3,7 +3,7 @@
     context    <user> 1 + 1? <assistant>          response   2 <end> <user> And 3 more? <assistant> 5 <end>
                                                   mask       1   1     0      0    0        0       1   1
 
-What the assistant says is learnt, and that it ends there. Each part is tokenised by itself, as it is
+What the assistant says is trained on, and that it ends there. Each part is tokenised by itself, as it is
 when a model is asked and answers.
 """
 
@@ -54,7 +54,7 @@ class MaskedExample(NamedTuple):
     Attributes:
       prompt: int32, everything before the assistant's first word.
       response: int32, all the rest; it ends with end-of-sequence.
-      mask: float32, as long as the response: 1 on what is learnt, 0 on what others say in between.
+      mask: float32, as long as the response: 1 on what is trained on, 0 on what others say in between.
     """
 
     prompt: np.ndarray
@@ -76,7 +76,7 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
 
     Raises:
       UserError: an argument breaks its rule, no example is short enough, or all turns of a conversation are
-        to be learnt and the chat template rewrites an earlier one.
+        to be trained on and the chat template rewrites an earlier one.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ def read_demonstrations(
       path: the file, UTF-8.
       source: name of the data set.
       prompt_field, response_field: fields with the question, or a list of messages, and with its answer,
-        which alone is learnt.
-      messages_field: field with a conversation that ends with the assistant, of which all turns are learnt;
-        where a row has it, the others are not read.
+        which alone is trained on.
+      messages_field: field with a conversation that ends with the assistant, all of whose turns are trained
+        on; where a row has it, the others are not read.
 
     Raises:
       UserError: the file is missing or empty, or a row is broken ("file:line: ...").
@@ -192,7 +192,7 @@ def _parts(
         so_far = "".join(parts)
         if not text.startswith(so_far):
             raise UserError(
-                f"row {row} of {demonstration.source} cannot be learnt as one sequence: the chat "
+                f"row {row} of {demonstration.source} cannot be trained on as one sequence: the chat "
                 "template writes an earlier answer of the conversation otherwise than it was "
                 "given; make it a row for each answer, with the messages before it as prompt and "
                 "the answer as response"

@@ -75,7 +75,7 @@ def checked_text(value: Any, what: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRow(
             f"{what} has half a surrogate pair ({error}), which no tokenizer reads; "
-            "mend or remove the line"
+            "fix or remove the line"
         ) from error
     return value
 
@@ -89,7 +89,7 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end
-        raise BadRow(f"no valid JSON ({error}); mend or remove the line") from error
+        raise BadRow(f"no valid JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict):
         raise BadRow(f"a JSON {type(row).__name__}; every line must be an object with named fields")
     return row

@@ -56,7 +56,7 @@ def answered(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, .
     if last["role"] != ASSISTANT:
         raise BadRow(
             f"the last message of {what} is by {last['role']!r}; it must be the {ASSISTANT}'s, "
-            "which is what is learnt"
+            "which is what is trained on"
         )
     return tuple(before), last["content"]
 

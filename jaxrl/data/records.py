@@ -123,26 +123,26 @@ class ReasoningGymRecords(_Rows):
         super().__init__(_task_record(task, items[i], first_seed + i) for i in range(size))
 
 
-def disjoint(train: Sequence[Record], held_out: Sequence[Record]) -> tuple[Record, ...]:
-    """The rows of `train` whose prompt is not in `held_out`.
+def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Record, ...]:
+    """The rows of `train` whose prompt is not in `evaluation`.
 
-    Training rows go rather than held-out ones: a task with few distinct easy questions would
+    Training rows go rather than evaluation ones: a task with few distinct easy questions would
     otherwise lose just those from evaluation, and a benchmark must stay whole. Prompts are compared
     without regard to case and spacing.
 
     Raises:
       UserError: nothing is left to train on.
     """
-    seen = {_normalised(record.prompt) for record in held_out}
+    seen = {_normalised(record.prompt) for record in evaluation}
     kept = tuple(record for record in train if _normalised(record.prompt) not in seen)
     if not kept:
         raise UserError(
-            f"all {len(train)} training prompts also occur among the {len(held_out)} held-out "
+            f"all {len(train)} training prompts also occur among the {len(evaluation)} evaluation "
             "ones; hold out fewer, or widen the task's range of numbers"
         )
     if len(kept) < len(train):
         logger.warning(
-            "%d of %d training rows dropped: their prompt is held out for evaluation",
+            "%d of %d training rows dropped: their prompt is an evaluation prompt",
             len(train) - len(kept),
             len(train),
         )

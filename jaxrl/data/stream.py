@@ -54,7 +54,7 @@ class PromptStream:
         chat: bool = False,
         overlong: Overlong = "drop",
     ):
-        self._prompts = held_out_prompts(
+        self._prompts = evaluation_prompts(
             records,
             tokenizer,
             max_prompt_tokens=max_prompt_tokens,
@@ -94,7 +94,7 @@ class PromptStream:
         self._order.restore(state)
 
 
-def held_out_prompts(
+def evaluation_prompts(
     records: Sequence[Record],
     tokenizer: Tokenizer,
     *,

@@ -41,7 +41,7 @@ class CostPhase:
 
 
 class Multiplier:
-    """The price of a unit of cost in units of reward."""
+    """The Lagrange multiplier: a unit of cost in units of reward."""
 
     def __init__(self, value: float, *, limit: float, learning_rate: float):
         """Args: the multiplier to begin with, the acceptable mean cost, and its logarithm's learning rate."""

@@ -51,6 +51,6 @@ class Experience:
         """The responses without their rewards."""
         return self.scored.completions
 
-    def grown(self, batch: TrainBatch, metrics: Mapping[str, Any] | None = None) -> Experience:
+    def extended(self, batch: TrainBatch, metrics: Mapping[str, Any] | None = None) -> Experience:
         """The same groups with a batch that holds more, and with further metrics."""
         return Experience(self.scored, batch, {**self.metrics, **(metrics or {})})

@@ -79,15 +79,15 @@ class ActorPhase:
             batch = experience.batch
             if self._correction.bypass:
                 # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
-                return experience.grown(batch.replace(old_logprob=batch.rollout_logprob))
+                return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
             if self._squared_probabilities:
                 logprob, sum_pi_squared = self._actor.squared_probabilities(batch)
                 batch = batch.replace(old_logprob=logprob)
-                batch = batch.grown(VocabularyBatch, sum_pi_squared=sum_pi_squared)
+                batch = batch.extended_as(VocabularyBatch, sum_pi_squared=sum_pi_squared)
             else:
                 batch = batch.replace(old_logprob=self._actor.logprobs(batch))
             batch, metrics = corrected(self._correction, batch)
-            return experience.grown(self._clock.when_done(batch), metrics)
+            return experience.extended(self._clock.when_done(batch), metrics)
 
     def update(self, experience: Experience) -> Metrics:
         """All optimiser updates of the step."""

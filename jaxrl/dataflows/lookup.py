@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.algos.registry import named
+from jaxrl.algos.registry import lookup
 from jaxrl.dataflows.dapo import dapo
 from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.dataflows.grpo import grpo
@@ -22,7 +22,7 @@ def find_dataflow(name: str) -> Dataflow:
       UserError: there is none.
     """
     if ":" not in name:
-        return named(DATAFLOWS, name, "dataflow")
+        return lookup(DATAFLOWS, name, "dataflow")
     found = load_function(name, "dataflow", takes=("step", "prompts"))
     if not isinstance(found, Dataflow):
         raise UserError(

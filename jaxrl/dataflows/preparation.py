@@ -84,7 +84,7 @@ class ReferencePhase:
             else:
                 ref_logprob = self._actor.place(self._reference.logprobs(batch))
             batch = self._clock.when_done(batch.replace(ref_logprob=ref_logprob))
-            return experience.grown(batch)
+            return experience.extended(batch)
 
 
 class KlCoefficient:
@@ -153,7 +153,7 @@ class Advantages:
             value = self._actor.place(values)
             experience, target = self._estimated(experience, value=value)
             targets = ValueBatch(**experience.batch.packing(), old_value=value, target=target)
-            return experience.grown(experience.batch, value_metrics("critic", targets)), targets
+            return experience.extended(experience.batch, value_metrics("critic", targets)), targets
 
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Rewards less that of the greedy response to the same prompt (ReMax)."""
@@ -161,7 +161,9 @@ class Advantages:
             reward_N = greedy.scored.reward_B
             baseline_B = reward_N[experience.completions.prompt_index_B]
             experience, _ = self._estimated(experience, baseline_B=baseline_B)
-            experience = experience.grown(experience.batch, {"reward/greedy/mean": reward_N.mean()})
+            experience = experience.extended(
+                experience.batch, {"reward/greedy/mean": reward_N.mean()}
+            )
             return self._done(experience)
 
     def with_costs(
@@ -185,7 +187,7 @@ class Advantages:
             batch = batch.replace(advantage=advantage)
             targets = ValueBatch(**batch.packing(), old_value=value, target=target)
             metrics = {**costs.metrics, **value_metrics("cost_critic", targets)}
-            return experience.grown(batch, metrics), targets
+            return experience.extended(batch, metrics), targets
 
     def _estimated(self, experience: Experience, **given: Any) -> tuple[Experience, jax.Array]:
         """(with advantages, returns); the KL coefficient then follows its controller."""
@@ -204,7 +206,7 @@ class Advantages:
         if self._kl.value:
             metrics["actor/reward_kl_penalty_coeff"] = self._kl.value
         self._kl.follow(reward_kl, len(completions))
-        return experience.grown(experience.batch.replace(advantage=advantage), metrics), target
+        return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
 
     def _reward_parts(self, experience: Experience) -> dict[str, np.ndarray]:
         """The terms of the score, and what was added for length as one more, where they are wanted."""
@@ -217,4 +219,4 @@ class Advantages:
         }
 
     def _done(self, experience: Experience) -> Experience:
-        return experience.grown(self._clock.when_done(experience.batch))
+        return experience.extended(self._clock.when_done(experience.batch))

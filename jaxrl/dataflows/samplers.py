@@ -271,8 +271,8 @@ class PartialSampling:
         """The groups that were finished when there was enough of them, or all."""
         generation = self._generation
         step = generation.clock.step
-        carried = self._num_unfinished
-        batch = self._fill_up(prompts, carried)
+        unfinished = self._num_unfinished
+        batch = self._fill_up(prompts, unfinished)
         graded: dict[int, Scored] = {}
 
         asked = enough or _never
@@ -297,16 +297,16 @@ class PartialSampling:
             generation.learn_lengths(rollout.completions)
         stale = sum(int((version < step).sum()) for version in rollout.versions)
         sampled = self._rewards(rollout.completions, graded=graded)
-        counts = {"rollout/carried_groups": carried, "rollout/stale_tokens": stale}
+        counts = {"rollout/unfinished_groups": unfinished, "rollout/stale_tokens": stale}
         return dataclasses.replace(sampled, counts=counts)
 
     @property
     def _num_unfinished(self) -> int:
         return 0 if self._unfinished is None else len(self._unfinished.prompts)
 
-    def _fill_up(self, prompts: PromptSource, carried: int) -> Prompts:
+    def _fill_up(self, prompts: PromptSource, unfinished: int) -> Prompts:
         """Prompts, which the source has one by one, that make a generation batch of what is unfinished."""
-        wanted = max(1, self._prompts_per_batch - carried)
+        wanted = max(1, self._prompts_per_batch - unfinished)
         return Prompts.concatenate([next(prompts) for _ in range(wanted)])
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:

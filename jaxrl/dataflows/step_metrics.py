@@ -1,4 +1,4 @@
-"""What a step is told as: flat metrics, named as verl's users know them.
+"""The metrics of a step: flat, named as verl's users know them.
 
 Differences to verl, on purpose: every mean over tokens is taken once, over the whole step or minibatch, so
 it does not move with microbatches; `actor/lr` is the rate the step was trained with.

@@ -7,7 +7,7 @@ are gathered, each device adds up what its own experts give, and the sums return
                         --reduce-scatter over expert--> [B/e, T, D], and summed over the tensor axes
 
 No token is dropped, since a device can hold all tokens of its group; that memory, and moving D numbers
-for each token to every owner, is its price against sending each token to its own experts only.
+for each token to every owner, is its cost against sending each token to its own experts only.
 """
 
 from __future__ import annotations

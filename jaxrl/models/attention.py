@@ -73,7 +73,7 @@ def pick_implementation(
       UserError: `requested` is unknown or cannot run there.
     """
     dtype = jnp.dtype(dtype)
-    # JAX calls GPUs of either maker "gpu"; one without cuDNN is told so when it compiles.
+    # JAX calls GPUs of either maker "gpu"; one without cuDNN gets an error that says so when it compiles.
     runs = {
         "splash": platform == "tpu",
         "cudnn": platform in ("gpu", "cuda")

@@ -71,7 +71,7 @@ def dry_run(
       flow: batches of a step.
       offload: training states wait in pinned host memory while their role is idle, and frozen weights do.
       companions: roles on the same devices.
-      notes: (what, which) to be told with the flow.
+      notes: (what, which) to be shown with the flow.
       left_out: (what, why) of what the caller knows to be missing.
 
     Raises:

@@ -7,7 +7,7 @@ Prints the device groups of both phases and what each device holds; bytes receiv
 bytes of a device for DeepSpeed-Chat, HybridFlow-V and HybridFlow, from the paper's formulas, from the
 sharding specs and from the compiled programs; and the collectives that the compiler wrote. Everything is
 compiled, nothing is allocated: simulated devices by default, with --topology a TPU slice that need not be
-here. What the user can mend is one line on stderr and exit status 2.
+here. What the user can fix is one line on stderr and exit status 2.
 """
 
 from __future__ import annotations

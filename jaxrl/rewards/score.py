@@ -1,7 +1,7 @@
 """Completions -> Scored: the grader's verdict as a reward, plus what the length costs.
 
-A grader compares two texts, the response and the ground truth. Those with a name live in `GRADERS`;
-a user adds one there, or passes any function of the same type.
+A grader compares two texts, the response and the ground truth. Those with a name live in `GRADERS`; a user's
+own is named by where it is (`user_code`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.rewards.answer import Grade, grade_answer, grade_gsm8k
 from jaxrl.types import Completions, Scored
+from jaxrl.user_code import load_function
 
 Grader = Callable[[str, str], Grade]
 """(response, ground truth) -> Grade. It raises UserError for a ground truth it cannot read, and
@@ -23,14 +24,20 @@ GRADERS: dict[str, Grader] = {"answer": grade_answer, "gsm8k": grade_gsm8k}
 
 
 def grader(name: str) -> Grader:
-    """The grader called `name`; UserError, with the known names, if there is none."""
+    """The grader called `name`, or the user's function at that path.
+
+    Raises:
+      UserError: there is none; the message has the known names.
+    """
+    if ":" in name:
+        return load_function(name, "grader", takes=("response", "answer"))
     if name in GRADERS:
         return GRADERS[name]
     near = difflib.get_close_matches(name, GRADERS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise UserError(
         f"no grader is called {name!r}{hint}; use one of {', '.join(sorted(GRADERS))}, "
-        f"or add yours to `GRADERS` in jaxrl/rewards/score.py"
+        "or your own as package.module:function or path/to/file.py:function"
     )
 
 
@@ -87,7 +94,7 @@ def _grade_row(completions: Completions, row: int, grade: Grader) -> Grade:
     where = f"prompt {prompts.ids_N[n]} of {prompts.sources[n]!r}"
     if not prompts.answers[n].strip():
         raise UserError(
-            f"{where} has an empty ground truth; every prompt needs one: mend or drop it"
+            f"{where} has an empty ground truth; every prompt needs one: fix or drop it"
         )
     try:
         return grade(completions.texts[row], prompts.answers[n])

@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
 
 
 def _serve(pipe: multiprocessing.connection.Connection) -> None:
-    """The process: imports what it is told, then calls one function after the other."""
+    """The process: imports what it is given, then calls one function after the other."""
     paths, load, what = pipe.recv()
     try:
         functions = {path: load(path) for path in paths}
@@ -166,7 +166,7 @@ def _called(function: Callable[[Any], Any], argument: Any, named: str) -> tuple[
         last = traceback.extract_tb(error.__traceback__)[-1]
         return _REFUSED, (
             f"{named} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}, the traceback "
-            "is above); mend it"
+            "is above); fix it"
         )
 
 

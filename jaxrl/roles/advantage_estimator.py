@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.kl import KL_ESTIMATES, mean_by_sequence, penalized_reward
-from jaxrl.algos.registry import check_options, inputs_of, named, options_of
+from jaxrl.algos.registry import check_options, inputs_of, lookup, options_of
 from jaxrl.algos.segments import last_tokens, masked, to_sequences, to_tokens
 from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
@@ -57,10 +57,10 @@ class VocabularyBatch(TrainBatch):
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator of `algos.advantages`, with the price of KL in the reward.
+    """An advantage estimator of `algos.advantages`, with the KL penalty in the reward.
 
     Attributes:
-      name: one of `ADVANTAGES`.
+      name: one of `ADVANTAGES`, or the path of a function of that form.
       options: its keywords.
       whiten: give the advantages mean 0 and deviation 1 over the trained tokens of the step.
       kl_estimate: what the reward pays for, one of `KL_ESTIMATES`.
@@ -80,15 +80,20 @@ class Estimator:
         Raises:
           UserError: a name or an option is not known.
         """
-        function = named(ADVANTAGES, name, "advantage")
-        named(KL_ESTIMATES, kl_estimate, "KL estimate")
-        check_options(function, options, f"advantage {name!r}", given=_GIVEN)
-        return Estimator(name, tuple(sorted(options.items())), whiten, kl_estimate)
+        estimator = Estimator(name, tuple(sorted(options.items())), whiten, kl_estimate)
+        check_options(estimator.function, options, f"advantage {name!r}", given=_GIVEN)
+        lookup(KL_ESTIMATES, kl_estimate, "KL estimate")
+        return estimator
 
     @property
     def inputs(self) -> frozenset[str]:
         """Names of the arrays it is made from."""
-        return frozenset(inputs_of(ADVANTAGES[self.name]))
+        return frozenset(inputs_of(self.function))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What computes it."""
+        return lookup(ADVANTAGES, self.name, "advantage")
 
     def check_inputs(self, dataflow: str, extra: frozenset[str]) -> None:
         """Raises UserError where it needs what a dataflow does not compute, beyond `ALWAYS` and `extra`."""
@@ -123,7 +128,7 @@ class Estimator:
           value: float32 [U, M, R, T], where the estimator asks for values.
           baseline_B: float32, where it asks for the reward of a greedy answer.
           score_BK, weight_K: float32, where it asks for the parts of the reward, with their weights.
-          kl_coef: price of a nat.
+          kl_coef: coefficient of the KL penalty.
 
         Returns:
           (advantage, return, kl): [U, M, R, T] twice, and the mean over sequences of their mean KL estimate.
@@ -181,7 +186,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
 
 
 def _call(estimator: Estimator, inputs: dict[str, jax.Array], num_groups: int):
-    function = ADVANTAGES[estimator.name]
+    function = estimator.function
     given = {"num_groups": num_groups, "importance_weight_BT": inputs["importance_weight_BT"]}
     names = options_of(function)
     options = dict(estimator.options) | {k: v for k, v in given.items() if k in names}

@@ -168,7 +168,7 @@ class Learner(PackedModel, abc.ABC):
         return self.state
 
     def offload(self) -> None:
-        """Moves the state to the host's memory, if the role was told to; `for_training` brings it back."""
+        """Moves the state to the host's memory, if the role was asked to; `for_training` brings it back."""
         if self._may_offload and not self._offloaded:
             self._state = offload(self._state)
             self._offloaded = True

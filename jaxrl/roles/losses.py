@@ -13,9 +13,15 @@ import jax.numpy as jnp
 from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.covariance import SELECTIONS, covariance
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
-from jaxrl.algos.policy_losses import POLICY_LOSSES, RATIO_FREE, entropy_bonus
+from jaxrl.algos.policy_losses import (
+    INPUTS,
+    POLICY_LOSSES,
+    RATIO_FREE,
+    entropy_bonus,
+    on_packed_rows,
+)
 from jaxrl.algos.ratio import bounded_log_ratio
-from jaxrl.algos.registry import check_options, named, options_of
+from jaxrl.algos.registry import check_inputs, check_options, lookup, options_of
 from jaxrl.algos.segments import masked
 from jaxrl.algos.value_loss import clipped_value
 from jaxrl.errors import UserError
@@ -32,7 +38,7 @@ class SelectedBatch(TrainBatch):
     """What losses of covariances learn from.
 
     Attributes:
-      selected: bool [U, M, R, T], the tokens that are spared or held back; see `algos.covariance`.
+      selected: bool [U, M, R, T], the tokens that are masked or penalised; see `algos.covariance`.
     """
 
     selected: jax.Array
@@ -65,10 +71,10 @@ def policy(
     """A loss of `algos.policy_losses` on a batch's advantages and weights, with what is added to it.
 
     Args:
-      name, options: one of `POLICY_LOSSES`, and its keywords.
+      name, options: one of `POLICY_LOSSES` or the path of a function of that form, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: of the entropy bonus.
-      kl_coef, kl_estimate: price of the KL to the reference, and one of `KL_ESTIMATES` or
+      kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or
         "full".
       correction: by what tokens are weighed and rejected inside the loss, where the policy being trained is
         compared with the sampler's; None does so nowhere there.
@@ -76,24 +82,17 @@ def policy(
     Raises:
       UserError: a name or an option is not known, or the loss and its correction contradict each other.
     """
-    function = named(POLICY_LOSSES, name, "policy loss")
+    function = lookup(POLICY_LOSSES, name, "policy loss")
     select, of_selection = _selection(name, options)
     options = {k: value for k, value in options.items() if k not in of_selection}
+    check_inputs(function, INPUTS, f"policy loss {name!r}")
     check_options(function, options, f"policy loss {name!r}", given=("selected",))
     # The exact KL comes with the outputs: it takes both models' logits.
-    estimate = named({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
+    estimate = lookup({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
         given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
-        loss_RT, stats = function(
-            outputs.logprob,
-            micro.old_logprob,
-            micro.advantage,
-            micro.loss_mask,
-            micro.segment_ids,
-            **options,
-            **given,
-        )
+        loss_RT, stats = on_packed_rows(function, _loss_inputs(outputs, micro), **options, **given)
         loss_RT = loss_RT * micro.weight
         if entropy_coef:
             loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=entropy_coef)
@@ -106,7 +105,7 @@ def policy(
             stats = stats | {"kl_loss": kl_RT}
         return loss_RT, stats
 
-    make = named(AGGREGATIONS, aggregation, "aggregation")
+    make = lookup(AGGREGATIONS, aggregation, "aggregation")
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None:
@@ -119,6 +118,20 @@ def policy(
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )
+
+
+def _loss_inputs(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:
+    """The arrays of `algos.policy_losses.INPUTS`."""
+    return {
+        "logprob": outputs.logprob,
+        "entropy": outputs.entropy,
+        "old_logprob": micro.old_logprob,
+        "rollout_logprob": micro.rollout_logprob,
+        "ref_logprob": micro.ref_logprob,
+        "advantage": micro.advantage,
+        "mask": micro.loss_mask,
+        "segment_ids": micro.segment_ids,
+    }
 
 
 def _selection(
@@ -145,7 +158,7 @@ def _selection(
         selected = jax.vmap(of_minibatch)(
             keys_U, batch.old_logprob, batch.advantage, batch.loss_mask
         )
-        return batch.grown(SelectedBatch, selected=selected)
+        return batch.extended_as(SelectedBatch, selected=selected)
 
     return prepare, names
 

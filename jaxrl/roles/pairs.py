@@ -19,8 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.aggregation import Aggregation, Counts
-from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import check_options, named
+from jaxrl.algos.preference_losses import (
+    POLICY_INPUTS,
+    PREFERENCE_LOSSES,
+    SCORE_INPUTS,
+    on_pairs,
+)
+from jaxrl.algos.registry import check_inputs, check_options, lookup
 from jaxrl.algos.segments import last_tokens, masked
 from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.data.preferences import Answer, PreferencePair
@@ -98,53 +103,42 @@ def pair_sums(x_RT: jax.Array, segment_ids_RT: jax.Array) -> tuple[jax.Array, ja
 
 
 def reward_model_objective(name: str, options: dict[str, Any]) -> Objective:
-    """A loss of scores, "bradley_terry" or "cost_preference", its mean over the pairs of a minibatch.
+    """A loss of scores, such as "bradley_terry" or "cost_preference", its mean over the pairs of a minibatch.
 
     Raises:
-      UserError: the name or an option is not known.
+      UserError: the name or an option is not known, or it takes what scores do not give.
     """
-    labels_of = named(_SCORE_LABELS, name, "loss of scores")
-    function = _checked(name, options)
 
-    def loss(outputs: ScoreOutputs, micro: PairBatch) -> tuple[jax.Array, Stats]:
+    def inputs(outputs: ScoreOutputs, micro: PairBatch) -> dict[str, jax.Array]:
         scores = pair_sums(outputs.score, micro.segment_ids)
-        labels = labels_of(micro)
-        return function(*scores, *labels, mask=_present(micro), **options)
+        return {
+            **_of_both("score", scores),
+            **_of_both("cost", scores),
+            **_of_both("harm", pair_sums(micro.harm, micro.segment_ids)),
+            "margin": pair_sums(micro.margin, micro.segment_ids)[0],
+        }
 
-    return _pair_objective(loss)
-
-
-# What each loss of scores wants to know of a pair besides its scores.
-_SCORE_LABELS: dict[str, Callable[[PairBatch], tuple[jax.Array, ...]]] = {
-    "bradley_terry": lambda micro: pair_sums(micro.margin, micro.segment_ids)[:1],
-    "cost_preference": lambda micro: pair_sums(micro.harm, micro.segment_ids),
-}
+    return _pair_objective(name, options, inputs, SCORE_INPUTS)
 
 
 def policy_pair_objective(name: str, options: dict[str, Any]) -> Objective:
-    """A loss of log-probabilities, "dpo" or "ipo", its mean over the pairs of a minibatch.
+    """A loss of log-probabilities, such as "dpo" or "ipo", its mean over the pairs of a minibatch.
 
     Raises:
-      UserError: the name or an option is not known.
+      UserError: the name or an option is not known, or it takes what a policy does not give.
     """
-    named(_POLICY_LOSSES, name, "loss of policies")
-    function = _checked(name, options)
 
-    def loss(outputs: PolicyOutputs, micro: PairBatch) -> tuple[jax.Array, Stats]:
-        logprobs = pair_sums(outputs.logprob, micro.segment_ids)
-        ref_logprobs = pair_sums(micro.ref_logprob, micro.segment_ids)
-        return function(*logprobs, *ref_logprobs, mask=_present(micro), **options)
+    def inputs(outputs: PolicyOutputs, micro: PairBatch) -> dict[str, jax.Array]:
+        return {
+            **_of_both("logprob", pair_sums(outputs.logprob, micro.segment_ids)),
+            **_of_both("ref_logprob", pair_sums(micro.ref_logprob, micro.segment_ids)),
+        }
 
-    return _pair_objective(loss)
-
-
-_POLICY_LOSSES = {name: PREFERENCE_LOSSES[name] for name in ("dpo", "ipo")}
+    return _pair_objective(name, options, inputs, POLICY_INPUTS)
 
 
-def _checked(name: str, options: dict[str, Any]) -> Callable[..., tuple[jax.Array, Stats]]:
-    function = PREFERENCE_LOSSES[name]
-    check_options(function, options, f"preference loss {name!r}")
-    return function
+def _of_both(what: str, values: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    return {f"chosen_{what}": values[0], f"rejected_{what}": values[1]}
 
 
 def _present(micro: PairBatch) -> jax.Array:
@@ -153,12 +147,19 @@ def _present(micro: PairBatch) -> jax.Array:
 
 
 def _pair_objective(
-    loss: Callable[[Any, PairBatch], tuple[jax.Array, Stats]],
+    name: str,
+    options: dict[str, Any],
+    inputs: Callable[[Any, PairBatch], dict[str, jax.Array]],
+    names: Sequence[str],
 ) -> Objective:
-    """An objective from a loss of pairs, (outputs, microbatch) -> (loss, stats), [R, P] each."""
+    """The objective of a preference loss; `inputs` gives the arrays called `names`, [R, P] each."""
+    function = lookup(PREFERENCE_LOSSES, name, "preference loss")
+    what = f"preference loss {name!r}"
+    check_inputs(function, names, what)
+    check_options(function, options, what)
 
     def by_token(outputs: Any, micro: PairBatch) -> tuple[jax.Array, Stats]:
-        values = loss(outputs, micro)
+        values = on_pairs(function, inputs(outputs, micro), _present(micro), **options)
         return jax.tree.map(
             lambda x_RP: _on_chosen(x_RP, micro.loss_mask, micro.segment_ids), values
         )

@@ -141,7 +141,7 @@ class Actor(Learner):
         return self.state
 
     def for_sampling(self) -> None:
-        """The current weights, in the backend, and the training state offloaded if the role was told to.
+        """The current weights, in the backend, and the training state offloaded if the role was asked to.
 
         Weights that are there already do not move. Where both layouts have one type the training copy is
         given up for it. What is still being sampled from weights of a while ago ends first.
@@ -225,7 +225,7 @@ class Actor(Learner):
         self.for_sampling()
 
     def _wait_for_sampler(self) -> None:
-        """Returns when nothing is being sampled; what went wrong is told to whoever has the future.
+        """Returns when nothing is being sampled; what went wrong is raised where the future is read.
 
         Two threads must not dispatch to one mesh, whose devices would get the programs in different orders.
         """

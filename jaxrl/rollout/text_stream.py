@@ -42,7 +42,7 @@ class TextStream:
         return piece, self._release(len(self._held) - self._possible_stop())
 
     def flush(self) -> str:
-        """What has been held back, at the end of a response that no stop string ended."""
+        """What is still withheld, at the end of a response that no stop string ended."""
         rest = self._text_of(self._window)[len(self._window_text) :]
         return self._release(len(self._held)) + rest
 

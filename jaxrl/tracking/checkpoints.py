@@ -190,7 +190,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(
                 f"a checkpoint could not be written to {self.stored.folder} ({error.strerror or error}); the "
-                "ones before it are still there: free space or mend the disk, and start the command again"
+                "ones before it are still there: free space or repair the disk, and start the command again"
             ) from error
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Has training ruined the model? Told from metrics, so that a checkpoint from before can be kept.
+"""Has training ruined the model? Judged by metrics, so that a checkpoint from before can be kept.
 
 A learning rate that is too high ruins weights within a step, and they are finite: nothing stops, and a few
 saves later every checkpoint holds them. So each step's metrics are looked at, and it is remembered at which

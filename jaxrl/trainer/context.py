@@ -10,15 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl.algos.registry import named
-from jaxrl.config.schema import Config, SourceConfig
+from jaxrl.algos.registry import lookup
+from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import RowLimits
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
-from jaxrl.data.stream import held_out_prompts
+from jaxrl.data.stream import evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
@@ -46,17 +47,17 @@ class RunContext:
     Attributes:
       config: of the run.
       tokenizer: of the policy.
-      train: problems to train on; none of them is among the held-out ones.
-      held_out: prompts of the evaluation.
+      train: problems to train on; none of them is among the evaluation.
+      evaluation_prompts: prompts of the evaluation.
       placement: which role has which devices.
-      model: the config's model, told which ids the tokenizer has.
+      model: the config's model, with the number of ids that the tokenizer has.
       demonstrations: of the warm start's file, if it has one.
     """
 
     config: Config
     tokenizer: Tokenizer
     train: Sequence[Record]
-    held_out: Prompts
+    evaluation_prompts: Prompts
     placement: Placement
     model: ModelConfig
     demonstrations: tuple[Demonstration, ...] = ()
@@ -84,7 +85,7 @@ def build_context(
       config: of the run.
       devices: which to use; all of them by default.
       needs: what the run will ask for later, looked up now.
-      needs_problems: False lets a config have none, neither to train on nor held out.
+      needs_problems: False lets a config have none, neither to train on nor to evaluate with.
 
     Raises:
       UserError: something is missing (all of it is named at once), broken, or does not fit.
@@ -93,13 +94,13 @@ def build_context(
     devices = jax.devices() if devices is None else devices
     _check_present(config, devices, needs(config))
     has_problems = any(
-        source.path or source.task for source in (config.data.train, config.data.held_out)
+        source.path or source.task for source in (config.data.train, config.data.evaluation)
     )
-    train, held_out = _records(config) if needs_problems or has_problems else ((), ())
+    train, evaluation = _records(config) if needs_problems or has_problems else ((), ())
     demonstrations = _demonstrations(config)
     tokenizer = _tokenizer(config, train, demonstrations)
     _check_stop_ids(config, tokenizer)
-    check_fits(config, tokenizer, (*train, *held_out), needs)
+    check_fits(config, tokenizer, (*train, *evaluation), needs)
     placement = take_devices(pools_of(config), devices)
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
     for pool in placement.pools:
@@ -110,17 +111,17 @@ def build_context(
         config=config,
         tokenizer=tokenizer,
         train=train,
-        held_out=_held_out(config, held_out, tokenizer),
+        evaluation_prompts=_evaluation_prompts(config, evaluation, tokenizer),
         placement=placement,
         model=model_for(config, tokenizer),
         demonstrations=demonstrations,
     )
 
 
-def _held_out(config: Config, records: Sequence[Record], tokenizer: Tokenizer) -> Prompts:
+def _evaluation_prompts(config: Config, records: Sequence[Record], tokenizer: Tokenizer) -> Prompts:
     if not records:
         return Prompts(np.zeros(0, np.int64), (), (), (), ())
-    return held_out_prompts(records, tokenizer, **prompt_options(config))
+    return evaluation_prompts(records, tokenizer, **prompt_options(config))
 
 
 def prompt_options(config: Config) -> dict[str, Any]:
@@ -159,7 +160,9 @@ def supervised_stream(
     )
 
 
-def preference_stream(run: RunContext, *, held_out: bool, pairs_per_batch: int) -> PreferenceStream:
+def preference_stream(
+    run: RunContext, *, evaluation: bool, pairs_per_batch: int
+) -> PreferenceStream:
     """Pairs of answers, without end.
 
     Raises:
@@ -167,12 +170,12 @@ def preference_stream(run: RunContext, *, held_out: bool, pairs_per_batch: int) 
     """
     config = run.config
     options = config.preference
-    path = options.held_out_path if held_out else options.path
+    path = options.evaluation_path if evaluation else options.path
     if path:
         preferences = pairs_of(config, path)
     else:
-        records = _read(config.data.held_out, "data.held_out") if held_out else run.train
-        preferences = named(MADE_PAIRS, options.made, "preference.made")(records)
+        records = _read(config.data.evaluation, "data.evaluation") if evaluation else run.train
+        preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,
@@ -255,7 +258,7 @@ def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
 def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
     data = [
         DataFile(s.path, s.prompt_field, s.answer_field, s.solution_field)
-        for s in (config.data.train, config.data.held_out)
+        for s in (config.data.train, config.data.evaluation)
         if s.path
     ]
     require(
@@ -271,9 +274,9 @@ def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Loo
 
 
 def _records(config: Config) -> tuple[Sequence[Record], Sequence[Record]]:
-    held_out = _read(config.data.held_out, "data.held_out")
+    evaluation = _read(config.data.evaluation, "data.evaluation")
     train = _read(config.data.train, "data.train")
-    return disjoint(train, held_out), held_out
+    return disjoint(train, evaluation), evaluation
 
 
 def _read(source: SourceConfig, setting: str) -> Sequence[Record]:
@@ -323,7 +326,7 @@ def _tokenizer(
 
 
 def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The config's model, checked against its checkpoint and told which ids the tokenizer has."""
+    """The config's model, checked against its checkpoint, with the number of ids that the tokenizer has."""
     model = config.model
     check_checkpoint(config)
     if config.weights:

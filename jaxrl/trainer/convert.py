@@ -7,9 +7,8 @@
 The Orbax directory is the Hugging Face directory with `params/`, our parameter tree, in the place of the
 safetensors files: config.json, the tokenizer's files and generation_config.json come along. Of a run the
 newest intact checkpoint is exported; adapters are merged into the weights, or with --adapter_only saved
-alone in PEFT's layout. Conversion
-runs on the host, which must have room for the model. What the user can mend is one line on stderr and
-exit status 2; the output directory appears whole or not at all.
+alone in PEFT's layout. Conversion runs on the host, which must have room for the model. What the user can fix
+is one line on stderr and exit status 2; the output directory appears whole or not at all.
 """
 
 from __future__ import annotations

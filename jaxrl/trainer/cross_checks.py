@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl.algos.policy_losses import SEQUENCE_LOSSES
+from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
+from jaxrl.algos.registry import array_names, lookup
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
@@ -179,7 +180,7 @@ def _check_terms(config: Config) -> None:
         )
     if algorithm.kl.reward_coef:
         raise UserError(
-            f"advantage {algorithm.advantage!r} takes the reward in its parts, and the price of KL "
+            f"advantage {algorithm.advantage!r} takes the reward in its parts, and the KL penalty "
             "(algorithm.kl.reward_coef) is none of them; set it to 0 and use algorithm.kl.loss_coef"
         )
 
@@ -191,6 +192,12 @@ def policy_objective(config: Config) -> Objective:
       UserError: a name or an option is not known, or the loss and the aggregation contradict each other.
     """
     algorithm, correction = config.algorithm, config.algorithm.correction
+    loss = lookup(POLICY_LOSSES, algorithm.loss, "policy loss")
+    if "ref_logprob" in array_names(loss) and not algorithm.kl.needs_ref_logprobs:
+        raise UserError(
+            f"policy loss {algorithm.loss!r} takes ref_logprob, and this run has no reference policy; set "
+            "algorithm.kl.loss_coef or algorithm.kl.reward_coef above 0"
+        )
     return losses.policy(
         algorithm.loss,
         algorithm.loss_options,

@@ -27,7 +27,7 @@ class Evaluation:
 
     def __call__(self, actor: Actor, when: str) -> Metrics:
         """Metrics of an actor; the report shows some answers of "before" and "after" training."""
-        completions = actor.generate(self._run.held_out, self._options)
+        completions = actor.generate(self._run.evaluation_prompts, self._options)
         scored = score_completions(completions, grade=self._grade, overlong=_unpunished)
         keep_samples(self._run.config, scored, when)
         return dict(evaluation_metrics(scored))

@@ -368,7 +368,7 @@ class Loop:
             fault = "was not finished"
             try:
                 self._save_last_step(learners)
-            except Exception as error:  # told here, since it must not take the first one's place
+            except Exception as error:  # logged here, since it must not take the first one's place
                 fault = f"was not finished, and what came before could not be saved ({error!r})"
         self._message(
             f"{self._title}: step {self.step + 1} {fault}; the last checkpoint is of step {self._saved_step}"

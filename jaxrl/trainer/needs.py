@@ -66,7 +66,7 @@ def of_preferences(config: Config) -> list[Lookup]:
     options = config.preference
     for setting, path in (
         ("preference.path", options.path),
-        ("preference.held_out_path", options.held_out_path),
+        ("preference.evaluation_path", options.evaluation_path),
     ):
         if path:
             lookups.append(Lookup(setting, functools.partial(pairs_of, config, path)))
@@ -84,7 +84,7 @@ def of_training(config: Config) -> list[Lookup]:
             lookups.append(Lookup(setting, functools.partial(_package, package)))
     for setting, source in (
         ("data.train", config.data.train),
-        ("data.held_out", config.data.held_out),
+        ("data.evaluation", config.data.evaluation),
     ):
         if source.task and not source.path:
             look = functools.partial(check_task, source.task, source.options)

@@ -142,7 +142,7 @@ def _left_out(config: Config, pools: dict[str, Pool]) -> Iterator[tuple[str, str
             "the actor sampled on its own devices",
         )
     if config.rollout.partial:
-        yield "rollout.partial", "samples that are carried over from one step to the next"
+        yield "rollout.partial", "unfinished samples, kept from one step to the next"
     if config.cost.pretrain_coef and "cost" in pools:
         yield "cost.pretrain_coef", "the batch of written solutions in every update"
     if config.warm_start.num_steps:

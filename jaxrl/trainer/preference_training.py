@@ -65,7 +65,7 @@ class PairStage(TrainingStage, abc.ABC):
         """First weights, or what a checkpoint left, and the pairs."""
         self._stream = preference_stream(
             self._run,
-            held_out=False,
+            evaluation=False,
             pairs_per_batch=self._run.config.preference.pairs_per_step,
         )
         self._begin_weights(resumed=record is not None)
@@ -130,8 +130,8 @@ class PairStage(TrainingStage, abc.ABC):
         return metrics
 
     def _read_evaluation_pairs(self) -> PairBatch:
-        count = self._run.config.preference.held_out_pairs
-        stream = preference_stream(self._run, held_out=True, pairs_per_batch=count)
+        count = self._run.config.preference.evaluation_pairs
+        stream = preference_stream(self._run, evaluation=True, pairs_per_batch=count)
         return self._placed(next(stream))
 
 
@@ -139,13 +139,13 @@ class RewardModelStage(PairStage):
     """Training of a reward or cost model."""
 
     def __init__(
-        self, run: RunContext, scorer: RewardModelLearner, clock: Clock, starting: StartingParams
+        self, run: RunContext, learner: RewardModelLearner, clock: Clock, starting: StartingParams
     ):
         """Raises UserError where the loss is not one of scores."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
-        super().__init__(run, scorer, objective, clock, name="scorer")
-        self._scorer = scorer
+        super().__init__(run, learner, objective, clock, name="reward_model")
+        self._reward_model = learner
         self._starting = starting
         # The better answer scores higher, and costs less.
         self._sign = -1.0 if options.loss == "cost_preference" else 1.0
@@ -154,10 +154,10 @@ class RewardModelStage(PairStage):
         if not resumed:
             params = self._starting()
             has_adapters = bool(self._run.model.lora.rank)
-            self._scorer.start_from(lora.split(params)[1] if has_adapters else params)
+            self._reward_model.start_from(lora.split(params)[1] if has_adapters else params)
 
     def _rank(self, batch: PairBatch) -> jax.Array:
-        return self._sign * self._scorer.scores_of(batch)
+        return self._sign * self._reward_model.scores_of(batch)
 
 
 class DpoStage(PairStage):
@@ -194,14 +194,14 @@ class DpoStage(PairStage):
 
 
 def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
-    """Trains a reward or cost model and leaves it in `<run>/scorer`, a Hugging Face directory.
+    """Trains a reward or cost model and leaves it in `<run>/trained_model`, a Hugging Face directory.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
       UserError: the loss is not one of scores.
     """
     config = run.config
-    scorer = RewardModelLearner(
+    learner = RewardModelLearner(
         lora.base_config(run.model),
         run.mesh_of("actor"),
         train=config.train,
@@ -210,8 +210,10 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         tables=state_tables(config.mesh.sharding),
     )
     with _open_loop(run, stop) as loop:
-        loop.run(RewardModelStage(run, scorer, loop, functools.partial(starting_params, run, stop)))
-    _save(scorer, run)
+        loop.run(
+            RewardModelStage(run, learner, loop, functools.partial(starting_params, run, stop))
+        )
+    _save(learner, run)
 
 
 def learn_preferences(run: RunContext, stop: StopSignal) -> None:
@@ -241,14 +243,14 @@ def _open_loop(run: RunContext, stop: StopSignal):
     )
 
 
-def _save(scorer: RewardModelLearner, run: RunContext) -> None:
-    """Writes the model as a Hugging Face directory, `<run>/scorer`, if it is not there yet."""
-    directory = run.config.run_folder / "scorer"
+def _save(learner: RewardModelLearner, run: RunContext) -> None:
+    """Writes the model as a Hugging Face directory, `<run>/trained_model`, if it is not there yet."""
+    directory = run.config.run_folder / "trained_model"
     if directory.exists() or not hosts.is_first():
         return
     save_checkpoint(
-        scorer.for_training().params,
-        scorer.model,
+        learner.for_training().params,
+        learner.model,
         directory,
         dtype="float32",
         source=run.config.run_folder / "model",

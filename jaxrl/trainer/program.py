@@ -54,7 +54,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
       The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
-      UserError: something the user can mend is missing or does not fit.
+      UserError: something the user can fix is missing or does not fit.
     """
     return _run(config, devices, reinforce, needs=of_reinforcement)
 
@@ -68,7 +68,7 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
-    evaluates = bool(config.data.held_out.path or config.data.held_out.task)
+    evaluates = bool(config.data.evaluation.path or config.data.evaluation.task)
 
     def stage(run: RunContext, stop: StopSignal) -> None:
         actor = fine_tuned(run, stop, samples=evaluates)

@@ -110,9 +110,9 @@ def _critic(run: RunContext, role: str) -> Critic:
 
 def _reward_model(run: RunContext, role: str, directory: str) -> RewardModel:
     model = score_model(f"{role}.model", directory)
-    scorer = RewardModel(model, run.mesh_of(role), **_shared(run, role))
-    scorer.load(load_params(directory, model, scorer.train_shardings))
-    return scorer
+    reward_model = RewardModel(model, run.mesh_of(role), **_shared(run, role))
+    reward_model.load(load_params(directory, model, reward_model.train_shardings))
+    return reward_model
 
 
 def _generative_judge(run: RunContext) -> GenerativeJudge:

@@ -76,7 +76,7 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def keep_samples(config: Config, scored: Scored, when: str) -> None:
-    """Stores the first answer to a few held-out problems, if the report will show this evaluation."""
+    """Stores the first answer to a few evaluation problems, if the report will show this evaluation."""
     if when not in _SAMPLES_KEPT or not hosts.is_first():
         return
     completions = scored.completions
@@ -154,7 +154,7 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
     # A run that only imitates may have no problems.
     keys = [
         f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
-        for source in run.held_out.sources[:1]
+        for source in run.evaluation_prompts.sources[:1]
     ]
     accuracy = [row[key] for key in keys for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]

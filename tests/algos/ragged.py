@@ -7,6 +7,17 @@ import numpy as np
 NUM_SEQUENCES, ROWS, TOKENS = 7, 4, 12
 
 
+def packed_inputs(logprob, old_logprob, advantage, mask, segment_ids) -> dict[str, np.ndarray]:
+    """What losses of `policy_losses.POLICY_LOSSES` take, by name."""
+    return {
+        "logprob": logprob,
+        "old_logprob": old_logprob,
+        "advantage": advantage,
+        "mask": mask,
+        "segment_ids": segment_ids,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Ragged:
     """Sequences of 1 to 6 tokens, with holes, some without a trained token, in rows in random order."""

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import Ragged
+from ragged import Ragged, packed_inputs
 
 from jaxrl.algos import kinks, kl
 from jaxrl.algos.kl import KL_ESTIMATES
-from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
-from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES, on_packed_rows
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES, on_pairs
+from jaxrl.algos.registry import array_names
 from jaxrl.algos.value_loss import clipped_value
 
 USUAL = {"clip_low": 0.2, "clip_high": 0.28}
@@ -75,7 +76,8 @@ def test_the_gradient_is_the_policy_gradient(name, settings):
 
     def total(packed_logprob):
         old, advantages = ragged.spoiled(logprob), ragged.spoiled(advantage)
-        loss, _ = POLICY_LOSSES[name](packed_logprob, old, advantages, *ragged.where, **settings)
+        arrays = packed_inputs(packed_logprob, old, advantages, *ragged.where)
+        loss, _ = on_packed_rows(POLICY_LOSSES[name], arrays, **settings)
         return jnp.sum(weight * loss)
 
     slope = jax.grad(total)(jnp.asarray(ragged.spoiled(logprob)))
@@ -93,7 +95,7 @@ def test_a_step_off_the_kink_the_penalty_of_kl_cov_pulls_back():
     def slope(log_ratio):
         ones = jnp.ones((1, 1))
         loss = lambda p: POLICY_LOSSES["kl_cov"](  # noqa: E731
-            p, -ones, 0.3 * ones, ones, ones.astype(int), selected=ones > 0, kl_coef=1.0
+            p, -ones, 0.3 * ones, selected=ones > 0, kl_coef=1.0
         )[0].sum()
         return float(jax.grad(loss)(-ones + log_ratio)[0, 0])
 
@@ -128,8 +130,8 @@ def test_a_value_that_is_the_old_value_learns_from_its_error(clip):
 @pytest.mark.parametrize(
     ("name", "rest", "settings", "expected"),
     [
-        ("bradley_terry", (), {}, -0.5),
-        ("bradley_terry", (), {"center_coef": 0.1}, -0.5 + 0.1 * 2 * (2 + 2)),
+        ("bradley_terry", (0.0,), {}, -0.5),
+        ("bradley_terry", (0.0,), {"center_coef": 0.1}, -0.5 + 0.1 * 2 * (2 + 2)),
         ("cost_preference", (0.0, 0.0), {}, 0.5),
         ("dpo", (2.0, 2.0), {"beta": 0.1}, -0.05),
         ("dpo", (2.0, 2.0), {"beta": 0.1, "label_smoothing": 0.2}, -0.05 + 0.02),
@@ -140,8 +142,10 @@ def test_pairs_without_a_margin(name, rest, settings, expected):
     """By hand, d loss / d the chosen answer's score, cost or log-probability, both answers at 2."""
 
     def loss(chosen, rejected):
-        others = [jnp.full(1, x) for x in rest]
-        value, _ = PREFERENCE_LOSSES[name](chosen, rejected, *others, mask=jnp.ones(1), **settings)
+        function = PREFERENCE_LOSSES[name]
+        values = (chosen, rejected, *(jnp.full(1, x) for x in rest))
+        arrays = dict(zip(array_names(function), values, strict=True))
+        value, _ = on_pairs(function, arrays, jnp.ones(1), **settings)
         return value.sum()
 
     assert float(jax.grad(loss)(jnp.full(1, 2.0), jnp.full(1, 2.0))[0]) == pytest.approx(

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged import Ragged, differences
+from ragged import Ragged, differences, packed_inputs
 
 from jaxrl.algos import policy_losses
 from jaxrl.algos.aggregation import AGGREGATIONS, Counts, count
-from jaxrl.algos.policy_losses import POLICY_LOSSES
+from jaxrl.algos.policy_losses import POLICY_LOSSES, on_packed_rows
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 NARROW = {"clip_low": 0.05, "clip_high": 0.1}
@@ -138,8 +138,11 @@ NEEDS_SELECTION = ("clip_cov", "kl_cov")
 def ours(name):
     def loss(logprob, old, advantage, mask, ids, selected):
         extra = {"selected": selected} if name in NEEDS_SELECTION else {}
-        return POLICY_LOSSES[name](
-            logprob, old, advantage, mask, ids, **SETTINGS.get(name, {}), **extra
+        return on_packed_rows(
+            POLICY_LOSSES[name],
+            packed_inputs(logprob, old, advantage, mask, ids),
+            **SETTINGS.get(name, {}),
+            **extra,
         )
 
     return jax.jit(loss)

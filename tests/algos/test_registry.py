@@ -1,22 +1,20 @@
-import inspect
-
 import pytest
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.aggregation import AGGREGATIONS
-from jaxrl.algos.policy_losses import POLICY_LOSSES
-from jaxrl.algos.registry import inputs_of, named
+from jaxrl.algos.policy_losses import INPUTS, POLICY_LOSSES
+from jaxrl.algos.registry import check_inputs, inputs_of, lookup
 from jaxrl.errors import UserError
 
 
 def test_a_known_name_finds_its_function():
-    assert named(ADVANTAGES, "grpo", "advantage estimator") is ADVANTAGES["grpo"]
+    assert lookup(ADVANTAGES, "grpo", "advantage estimator") is ADVANTAGES["grpo"]
 
 
 @pytest.mark.parametrize("table", [ADVANTAGES, AGGREGATIONS, POLICY_LOSSES])
 def test_an_unknown_name_lists_the_known_ones(table):
     with pytest.raises(UserError, match="thing 'grppo' is not known") as error:
-        named(table, "grppo", "thing")
+        lookup(table, "grppo", "thing")
     assert all(name in str(error.value) for name in table)
 
 
@@ -26,11 +24,22 @@ def test_inputs_are_the_positional_arguments():
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_settings_of_a_wrapped_loss_can_still_be_read(name):
-    parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
-    assert [p.name.removesuffix("_BT") for p in parameters][:3] == [
-        "logprob",
-        "old_logprob",
-        "advantage",
-    ]
-    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+def test_every_policy_loss_takes_arrays_that_there_are(name):
+    check_inputs(POLICY_LOSSES[name], INPUTS, name)
+
+
+def test_an_array_that_nobody_computes_is_refused():
+    def loss(logprob, teacher_logprob_BT, *, coef):
+        """Takes what there is not."""
+
+    with pytest.raises(UserError, match="my loss takes teacher_logprob, which nothing computes"):
+        check_inputs(loss, INPUTS, "my loss")
+
+
+def test_a_function_of_ones_own_is_found_by_its_path(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(logprob, advantage):\n    return -advantage * logprob, {}\n")
+    loss = lookup(POLICY_LOSSES, f"{file}:loss", "policy loss")
+    assert inputs_of(loss) == ("logprob", "advantage")
+    with pytest.raises(UserError, match="has no 'lost'; it has loss"):
+        lookup(POLICY_LOSSES, f"{file}:lost", "policy loss")

@@ -92,8 +92,8 @@ MEANT = {
             "cost.multiplier_lr",
             "cost.pretrain_coef",
             "critic.warmup_steps",
-            "data.held_out.limit",
-            "data.held_out.seed",
+            "data.evaluation.limit",
+            "data.evaluation.seed",
             "data.shuffle_seed",
             "data.train.limit",
             "data.train.seed",
@@ -132,7 +132,7 @@ MEANT = {
             "train.load_balancing_coef",
             "train.pipeline_microbatches",
             "warm_start.num_steps",
-            "data.held_out.size",  # of a file, which has its own
+            "data.evaluation.size",  # of a file, which has its own
             "data.train.size",
         ),
         OFF,
@@ -173,7 +173,7 @@ OWN_WORDS = {
     "run.wandb_project",
 } | {
     f"data.{split}.{name}"
-    for split in ("train", "held_out")
+    for split in ("train", "evaluation")
     for name in ("source", "path", "prompt_field", "answer_field", "solution_field")
 }
 
@@ -198,7 +198,7 @@ def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
     check_algorithm(config)
-    for split in (config.data.train, config.data.held_out):
+    for split in (config.data.train, config.data.evaluation):
         if not split.path:
             check_task(split.task, split.options)
 

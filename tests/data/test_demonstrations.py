@@ -138,7 +138,7 @@ def test_where_a_template_marks_no_end_only_the_last_answer_has_one():
 def test_a_template_that_rewrites_earlier_answers_is_refused():
     trimming = with_chat("{% for m in messages %}{{ m.content | trim }}|{% endfor %}")
     turns = (user("1"), assistant("2 "), user("3"))
-    with pytest.raises(UserError, match="row 1 of s cannot be learnt as one sequence"):
+    with pytest.raises(UserError, match="row 1 of s cannot be trained on as one sequence"):
         stream(
             [Demonstration(turns[:1], "2 ", "s", True), Demonstration(turns, "4", "s", True)],
             trimming,

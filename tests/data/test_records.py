@@ -151,25 +151,25 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
         ReasoningGymRecords("chain_sum", size=5, seed=0)
 
 
-# Held-out data.
+# Evaluation data.
 
 
-def test_no_held_out_question_is_trained_on(caplog):
+def test_no_evaluation_question_is_trained_on(caplog):
     # 2,000 possible sums of three digits: many questions fall into both sets.
     small = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
     everything = ReasoningGymRecords("chain_sum", size=2000, seed=0, **small)
-    held_out = ReasoningGymRecords("chain_sum", size=100, seed=1, **small)
-    questions = {row.prompt for row in held_out}
+    evaluation = ReasoningGymRecords("chain_sum", size=100, seed=1, **small)
+    questions = {row.prompt for row in evaluation}
     assert questions & {row.prompt for row in everything}
 
-    train = disjoint(everything, held_out)
+    train = disjoint(everything, evaluation)
 
     assert not questions & {row.prompt for row in train}
     assert list(train) == [row for row in everything if row.prompt not in questions]
     assert f"{2000 - len(train)} of 2000 training rows dropped" in caplog.text
 
 
-def test_case_and_spacing_do_not_hide_a_held_out_question():
+def test_case_and_spacing_do_not_hide_an_evaluation_question():
     rows = [Record("What is 1 + 1?", "2", "s"), Record("What is 1 + 2?", "3", "s")]
     assert disjoint(rows, [Record("what is  1 + 1?\n", "2", "t")]) == (rows[1],)
 

@@ -12,7 +12,7 @@ from jaxrl.data import (
     DemonstrationStream,
     PromptStream,
     Record,
-    held_out_prompts,
+    evaluation_prompts,
     load_tokenizer,
     solutions_of,
     train_tokenizer,
@@ -217,13 +217,13 @@ def test_chat_prompts_are_one_user_message(tmp_path):
     assert next(stream).texts == ("user: {x} + 1 = \\boxed{}\nassistant:",)
 
 
-def test_held_out_prompts_keep_rows_and_order():
+def test_evaluation_prompts_keep_rows_and_order():
     rows = [RECORDS[0], Record("100 + 100 =", "200", "s"), *RECORDS[1:]]
-    held_out = held_out_prompts(rows, TOKENIZER, max_prompt_tokens=7, limit=3)
+    evaluation = evaluation_prompts(rows, TOKENIZER, max_prompt_tokens=7, limit=3)
 
-    np.testing.assert_array_equal(held_out.ids_N, [0, 2, 3])
-    assert held_out.answers == ("0", "2", "4")
-    assert len(held_out_prompts(rows, TOKENIZER, max_prompt_tokens=7)) == 7
+    np.testing.assert_array_equal(evaluation.ids_N, [0, 2, 3])
+    assert evaluation.answers == ("0", "2", "4")
+    assert len(evaluation_prompts(rows, TOKENIZER, max_prompt_tokens=7)) == 7
 
 
 def test_examples_are_prompt_and_solution_with_an_end():

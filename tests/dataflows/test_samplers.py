@@ -107,9 +107,9 @@ def test_a_step_ends_when_there_is_enough_and_the_rest_goes_on():
     bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
     first = bench.step(enough=lambda group: True)
     unfinished = 4 - len(ids_of(first))
-    assert first.counts == {"rollout/carried_groups": 0, "rollout/stale_tokens": 0}
+    assert first.counts == {"rollout/unfinished_groups": 0, "rollout/stale_tokens": 0}
     second = bench.step(enough=lambda group: False)
-    assert second.counts["rollout/carried_groups"] == unfinished
+    assert second.counts["rollout/unfinished_groups"] == unfinished
     # A generation batch is filled up with new prompts, and nothing is lost or done twice.
     assert sorted(ids_of(first) + ids_of(second)) == list(range(4 + 4 - unfinished))
 

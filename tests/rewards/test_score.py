@@ -73,6 +73,20 @@ def test_a_ground_truth_the_grader_cannot_read_names_its_prompt():
         score_completions(completions, grade=grader("gsm8k"), overlong=no_shaping)
 
 
+def test_a_grader_of_ones_own_by_its_path(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from jaxrl.rewards import Grade\n"
+        "def grade(response, answer):\n"
+        "    return Grade(response == answer, response)\n"
+        "def short(response):\n"
+        "    return Grade(True, response)\n"
+    )
+    assert grader(f"{file}:grade")("7", "7") == Grade(True, "7")
+    with pytest.raises(UserError, match="cannot be called with \\(response, answer\\)"):
+        grader(f"{file}:short")
+
+
 def test_graders_by_name():
     assert {name: grader(name) for name in GRADERS} == GRADERS
     with pytest.raises(UserError, match=r"'anwser'.*'answer'.*answer, gsm8k"):

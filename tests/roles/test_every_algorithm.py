@@ -70,7 +70,7 @@ def test_an_advantage_by_its_name(name):
     )
     packing, batch = batch_of()
     squares = np.random.default_rng(0).uniform(0.3, 0.9, batch.tokens.shape).astype(np.float32)
-    batch = batch.grown(VocabularyBatch, sum_pi_squared=squares)
+    batch = batch.extended_as(VocabularyBatch, sum_pi_squared=squares)
     given = {
         "value": packing.pack([row["value"] for row in ROWS], np.float32),
         "baseline_B": np.zeros(8, np.float32),
@@ -173,6 +173,39 @@ def test_a_loss_by_its_name(name):
     check_gradient(policy_objective(config))
 
 
+OWN_LOSS = """
+def reinforce(logprob, advantage, rollout_logprob, *, most: float = 2.0):
+    ratio = jax.lax.stop_gradient(jnp.exp(logprob - rollout_logprob))
+    weight = jnp.minimum(ratio, most)
+    return -weight * advantage * logprob, {"ppo_kl": rollout_logprob - logprob, "own_weight": weight}
+
+
+def far(logprob, ref_logprob):
+    return ref_logprob - logprob, {}
+
+
+def centred(score_B, group_B, *, scale: float):
+    return scale * (score_B - score_B.mean())
+"""
+
+
+def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"import jax\nimport jax.numpy as jnp\n{OWN_LOSS}")
+    own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
+    check_gradient(policy_objective(make_config(**own_loss)))
+    with pytest.raises(UserError, match="has no option least; it has most"):
+        make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}})
+    with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
+        policy_objective(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
+    estimator = estimator_of(
+        make_config(
+            algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}
+        )
+    )
+    assert estimator.inputs == {"score_B", "group_B"}
+
+
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_an_aggregation_by_its_name(name):
     options = {"scale": 8.0} if name.endswith("norm") else {}
@@ -199,7 +232,7 @@ def test_a_kl_estimate_by_its_name(name):
                 "reward__functions": TERMS,
                 "algorithm__kl__reward_coef": 0.1,
             },
-            "takes the reward in its parts, and the price of KL",
+            "takes the reward in its parts, and the KL penalty",
         ),
         (
             {

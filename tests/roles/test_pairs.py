@@ -71,7 +71,7 @@ def mesh_of(train="1-1-1", fsdp=1):
 
 
 @pytest.fixture(scope="module")
-def scorer() -> RewardModelLearner:
+def learner() -> RewardModelLearner:
     return RewardModelLearner(MODEL, mesh_of(), train=TrainConfig(), optim=OPTIM, seed=0)
 
 
@@ -82,19 +82,19 @@ def random_weights():
 @pytest.mark.parametrize(
     "name", ["bradley_terry", pytest.param("cost_preference", marks=pytest.mark.slow)]
 )
-def test_scores_are_compared_pair_by_pair(name, scorer):
+def test_scores_are_compared_pair_by_pair(name, learner):
     objective = reward_model_objective(name, {})
     pairs = make_pairs()
     results = []
     for shape in (ONE_EACH, PACKED):
-        scorer.start_from(random_weights())
+        learner.start_from(random_weights())
         batch = pack_pairs(pairs, shape)
-        scores = np.asarray(scorer.scores_of(batch)).reshape(-1)
+        scores = np.asarray(learner.scores_of(batch)).reshape(-1)
         order, ends = np.asarray(batch.sequence).reshape(-1), scores != 0
         # The chosen answer of a pair comes first.
         by_pair = [scores[ends & (order == i)] for i in range(len(pairs))]
-        metrics = jax.device_get(scorer.update(batch, objective))
-        results.append((np.array(by_pair), metrics, jax.device_get(scorer.state.params)))
+        metrics = jax.device_get(learner.update(batch, objective))
+        results.append((np.array(by_pair), metrics, jax.device_get(learner.state.params)))
     chosen, rejected = results[0][0].T
     softplus = lambda x: np.log1p(np.exp(x))  # noqa: E731
     if name == "bradley_terry":
@@ -107,12 +107,12 @@ def test_scores_are_compared_pair_by_pair(name, scorer):
     assert_close(results[1], results[0], rtol=1e-4, scale=1)
 
 
-def test_a_reward_model_learns_what_is_preferred(scorer):
-    scorer.start_from(init_params(MODEL, jax.random.key(1)))
+def test_a_reward_model_learns_what_is_preferred(learner):
+    learner.start_from(init_params(MODEL, jax.random.key(1)))
     objective = reward_model_objective("bradley_terry", {"center_coef": 0.01})
     pairs = [pair._replace(margin=0.0) for pair in make_pairs(seed=1)]
     batch = pack_pairs(pairs, ONE_EACH)
-    metrics = [scorer.update(batch, objective) for _ in range(60)]
+    metrics = [learner.update(batch, objective) for _ in range(60)]
     # The head starts at 0, so all pairs tie.
     assert float(metrics[0]["accuracy"]) == 0.5
     assert float(metrics[0]["loss"]) == pytest.approx(np.log(2), rel=1e-5)
@@ -142,9 +142,11 @@ def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
 
 
 def test_refused():
-    with pytest.raises(UserError, match="loss of scores 'bt' is not known; use one of bradley_te"):
+    with pytest.raises(UserError, match="preference loss 'bt' is not known; use one of bradley_te"):
         reward_model_objective("bt", {})
-    with pytest.raises(UserError, match="loss of policies 'bradley_terry' is not known"):
+    with pytest.raises(
+        UserError, match=r"'bradley_terry' takes chosen_score, .*; it may take chosen_logp"
+    ):
         policy_pair_objective("bradley_terry", {})
     with pytest.raises(UserError, match="preference loss 'dpo' needs beta"):
         policy_pair_objective("dpo", {})

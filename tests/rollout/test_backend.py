@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.schema import RolloutConfig
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
@@ -14,6 +13,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import drivers
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
 from jaxrl.serving.server import ServeConfig
 from jaxrl.types import Completions, Prompts

@@ -172,7 +172,9 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
     model = model_for(config, tokenizer)
     placement = take_devices(pools_of(config), jax.devices()[:1])
-    run = RunContext(config, tokenizer, train=[], held_out=None, placement=placement, model=model)
+    run = RunContext(
+        config, tokenizer, train=[], evaluation_prompts=None, placement=placement, model=model
+    )
     actor = build_actor(run, optim=config.optim, samples=False)
     actor.start_from(load_or_init(run))
     assert_equal(actor.state.params, params)

@@ -26,7 +26,7 @@ SMALL = dataclasses.replace(MODEL, vocab_size=200)
 def folder(tmp_path_factory):
     """Problems, models and code of a user's: some healthy, some not."""
     folder = tmp_path_factory.mktemp("needs")
-    for name, numbers in (("train", range(100, 140)), ("held_out", range(400, 410))):
+    for name, numbers in (("train", range(100, 140)), ("evaluation", range(400, 410))):
         rows = [{"problem": f"repeat {n}", "answer": n, "solution": f"{n}"} for n in numbers]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer(["1 + 1"], vocab_size=258)
@@ -88,7 +88,7 @@ def make_config(output, **changes) -> Config:
         "model.head_dim": MODEL.head_dim,
         "data.train.path": "train.jsonl",
         "data.train.solution_field": "solution",
-        "data.held_out.path": "held_out.jsonl",
+        "data.evaluation.path": "evaluation.jsonl",
         "warm_start.num_steps": 1000,
         "run.output": str(output),
     }
@@ -138,7 +138,7 @@ JUDGE = {"reward__judge__chat": False}
         ),
         ({"reward__grader": "gsm8k"}, "a problem of '': GSM8K solution ending in"),
         (
-            {"data__held_out__path": "", "data__held_out__task": "chain_some"},
+            {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
             "did you mean chain_sum",
         ),
         ({"warm_start__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
@@ -171,8 +171,8 @@ def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
 
 @pytest.mark.parametrize("kind", [program.train_reward_model, program.train_dpo])
 def test_pairs_are_looked_up_before_the_warm_start(run, kind):
-    files = {"preference__path": "pairs.jsonl", "preference__held_out_path": "gone.jsonl"}
-    assert "preference.held_out_path: gone.jsonl does not exist" in run(kind, **files)
+    files = {"preference__path": "pairs.jsonl", "preference__evaluation_path": "gone.jsonl"}
+    assert "preference.evaluation_path: gone.jsonl does not exist" in run(kind, **files)
 
 
 def test_weights_of_the_policy_are_looked_through(run):

@@ -7,21 +7,18 @@ import shutil
 import jax
 import pytest
 
-from jaxrl.config.schema import (
-    Config,
-    DataConfig,
-    PreferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-)
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import PreferenceConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
@@ -33,7 +30,7 @@ MODEL = ModelConfig(
 def files(tmp_path_factory):
     """Problems, and pairs of which the chosen answer is the longer one."""
     folder = tmp_path_factory.mktemp("files")
-    for name, numbers in (("train", range(100, 200)), ("held_out", range(200, 224))):
+    for name, numbers in (("train", range(100, 200)), ("evaluation", range(200, 224))):
         problems = [{"problem": f"{n} say", "answer": n % 10} for n in numbers]
         pairs = [
             {
@@ -53,13 +50,13 @@ def files(tmp_path_factory):
 
 def make_config(files, output, **preference) -> Config:
     source = SourceConfig(source="say", path=str(files / "train_problems.jsonl"))
-    held_out = dataclasses.replace(source, path=str(files / "held_out_problems.jsonl"))
+    evaluation = dataclasses.replace(source, path=str(files / "evaluation_problems.jsonl"))
     settings = {
         "path": str(files / "train_pairs.jsonl"),
-        "held_out_path": str(files / "held_out_pairs.jsonl"),
+        "evaluation_path": str(files / "evaluation_pairs.jsonl"),
         "num_steps": 12,
         "pairs_per_step": 8,
-        "held_out_pairs": 16,
+        "evaluation_pairs": 16,
         "every": 6,
         "optim": OptimConfig(lr=1e-2, lr_warmup_steps=0),
         **preference,
@@ -67,7 +64,7 @@ def make_config(files, output, **preference) -> Config:
     return Config(
         name="pairs",
         model=MODEL,
-        data=DataConfig(train=source, held_out=held_out, max_prompt_tokens=16),
+        data=DataConfig(train=source, evaluation=evaluation, max_prompt_tokens=16),
         rollout=RolloutConfig(max_response_tokens=8, slots=8, prefill_prompts=8),
         reward=RewardConfig(overlong_buffer_tokens=0),
         train=TrainConfig(rows=4, row_tokens=64),
@@ -91,9 +88,9 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows[-1]["pairs/loss"] < 0.5 * rows[1]["pairs/loss"]
-    stored = read_config(config.run_folder / "scorer")
+    stored = read_config(config.run_folder / "model")
     assert stored.num_scores == 1 and stored.num_layers == MODEL.num_layers
-    assert (config.run_folder / "scorer" / "tokenizer.json").exists()
+    assert (config.run_folder / "model" / "tokenizer.json").exists()
     assert "<svg" in (config.run_folder / "report.html").read_text()
 
 
@@ -106,7 +103,7 @@ def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     assert rows_of(whole)[-1]["pairs/sign_accuracy"] == 1.0
     half = make_config(files, tmp_path / "half", **cost, **{"num_steps": 8})
     program.train_reward_model(half, devices=one_device())
-    shutil.rmtree(half.run_folder / "scorer")
+    shutil.rmtree(half.run_folder / "model")
     rest = make_config(files, tmp_path / "half", **cost)
     program.train_reward_model(rest, devices=one_device())
     for ours, theirs in zip(rows_of(rest)[-4:], rows_of(whole)[-4:], strict=True):
@@ -130,7 +127,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
     ("changes", "message"),
     [
         ({"loss": "dpo", "options": {"beta": 0.1}}, "loss of scores 'dpo' is not known"),
-        ({"path": "", "held_out_path": "", "made": "up"}, "made 'up' is not known"),
+        ({"path": "", "evaluation_path": "", "made": "up"}, "made 'up' is not known"),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
 )

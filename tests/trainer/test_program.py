@@ -12,26 +12,22 @@ import pytest
 from closeness import assert_close
 from extras import import_extra
 
-from jaxrl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-    WarmStartConfig,
-)
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
 
@@ -41,9 +37,9 @@ CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Train and held-out files: repeat the digit, after a running number that says nothing."""
+    """Training and evaluation files: repeat the digit, after a running number that says nothing."""
     folder = tmp_path_factory.mktemp("problems")
-    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
         rows = [
             {
                 "problem": f"{n} repeat {n * 7 % 10}",
@@ -73,7 +69,7 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
         ),
         data=DataConfig(
             train=source,
-            held_out=dataclasses.replace(source, path=str(problems / "held_out.jsonl")),
+            evaluation=dataclasses.replace(source, path=str(problems / "evaluation.jsonl")),
             template="{prompt}\n",
             max_prompt_tokens=16,
         ),
@@ -392,8 +388,8 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     config = partial_config(tmp_path / "whole", problems, whole, num_steps=3)
     program.train(config, devices=one_device())
     rows = curve(config)[1:]
-    assert rows[0]["rollout/carried_groups"] == rows[0]["rollout/stale_tokens"] == 0
-    assert any(row["rollout/carried_groups"] > 0 for row in rows)
+    assert rows[0]["rollout/unfinished_groups"] == rows[0]["rollout/stale_tokens"] == 0
+    assert any(row["rollout/unfinished_groups"] > 0 for row in rows)
     assert any(row["rollout/stale_tokens"] > 0 for row in rows)
     stopped = partial_config(tmp_path / "again", problems, whole, num_steps=2)
     program.train(stopped, devices=one_device())

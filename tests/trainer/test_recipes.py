@@ -39,7 +39,7 @@ POLICY_AND_VALUE = {
 def folder(tmp_path_factory):
     """Problems (repeat a digit, after a running number that says nothing) and two models that judge."""
     folder = tmp_path_factory.mktemp("recipes")
-    for name, numbers in (("train", range(100, 400)), ("held_out", range(400, 424))):
+    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
         rows = [
             {
                 "problem": f"{n} repeat {n * 7 % 10}",
@@ -73,8 +73,8 @@ def make_config(folder, output, recipe: str, **changes) -> Config:
         "data.train.source": "repeat",
         "data.train.path": str(folder / "train.jsonl"),
         "data.train.solution_field": "solution",
-        "data.held_out.source": "repeat",
-        "data.held_out.path": str(folder / "held_out.jsonl"),
+        "data.evaluation.source": "repeat",
+        "data.evaluation.path": str(folder / "evaluation.jsonl"),
         "rollout.num_prompts": 8,
         "rollout.num_samples": 4,
         "rollout.generation_prompts": 16,

@@ -6,14 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.schema import Config, RolloutConfig, RunConfig, WarmStartConfig
+from jaxrl.config.schema import Config
+from jaxrl.config.stages import WarmStartConfig
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.context import build_context, row_limits, supervised_stream
 from jaxrl.trainer.needs import of_training
@@ -104,5 +107,5 @@ def test_a_broken_row_is_named(line, message, tmp_path):
 
 def test_reinforcement_learning_needs_problems(tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0])])
-    with pytest.raises(UserError, match="held_out names neither a file nor a task"):
+    with pytest.raises(UserError, match="evaluation names neither a file nor a task"):
         program.train(config, devices=jax.devices()[:1])

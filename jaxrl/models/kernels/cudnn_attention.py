@@ -27,7 +27,7 @@ def cudnn_attention(
 ) -> jax.Array:
     """`attention` by `jax.nn.dot_product_attention`.
 
-    Its price is a mask: 2 T² bytes per sequence in the forward pass and 4 T² in the backward one,
+    Its cost is a mask: 2 T² bytes per sequence in the forward pass and 4 T² in the backward one,
     whatever the number of heads; 0.8 and 1.7 GB at 20,480 tokens.
     """
     arguments = cudnn_arguments(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind)
@@ -49,7 +49,7 @@ def cudnn_arguments(
         jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (q_BTQH, k_BTKH, v_BTKH)
     )
     ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, odd)))
-    # One mask for all heads. Causality stays out of it: told about it, the kernel skips half the tiles.
+    # One mask for all heads. Causality stays out of it: given it, the kernel skips half the tiles.
     mask_B1TT = (ids_BT[:, :, None] == ids_BT[:, None, :])[:, None]
     arguments = {"query": query, "key": key, "value": value, "is_causal": True}
     if isinstance(kind.reach, int):

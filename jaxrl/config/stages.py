@@ -1,0 +1,117 @@
+"""Settings of the stages around reinforcement learning: supervised, pairs, evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.registry import check_options, lookup
+from jaxrl.checks import at_least, between, check_fields, count
+from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised learning before reinforcement learning, or alone: answers to imitate.
+
+    Attributes:
+      num_steps: optimiser updates; 0 skips the stage.
+      path: JSONL file of conversations, or of questions with answers, as of
+        `data.demonstrations.read_demonstrations`; "" takes the training problems' written solutions.
+      prompt_field, response_field, messages_field: its fields. Of messages all that the assistant says is
+        trained on.
+      run: name of the run whose folder keeps the stage, so that several can start from one; "" is this run.
+      examples_per_step: solutions of one update.
+      optim: of this stage.
+      save_every: steps between checkpoints.
+      log_every: steps between rows of the log.
+    """
+
+    num_steps: Annotated[int, at_least(0)] = 0
+    path: str = ""
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+    messages_field: str = "messages"
+    run: str = ""
+    examples_per_step: Annotated[int, count(1)] = 32
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    save_every: Annotated[int, at_least(1)] = 200
+    log_every: Annotated[int, at_least(1)] = 1
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.run and not self.num_steps:
+            raise ValueError(
+                f"run {self.run!r} names a warm start to begin with, and num_steps 0 skips it; set num_steps "
+                "as that run has it, or leave run empty"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """Learning from pairs of answers, of which one was chosen: reward models, cost models, DPO.
+
+    Attributes:
+      path, evaluation_path: JSONL files of pairs, as of `data.preferences.read_preferences`; "" makes pairs
+        of the problems of `data` instead.
+      made: how, a name of `data.made_pairs.MADE_PAIRS`.
+      margin_field: field of the files with margins; "" has none.
+      harm_fields: the two fields that say which answer does harm; () has none.
+      loss, options: a name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keywords: "bradley_terry"
+        or "cost_preference" of a model that scores, "dpo" or "ipo" of a policy.
+      num_steps: optimiser updates.
+      pairs_per_step: of one update.
+      evaluation_pairs: how many pairs the accuracy is measured on.
+      every: steps between two measurements.
+      optim: the optimiser.
+    """
+
+    path: str = ""
+    evaluation_path: str = ""
+    made: str = "right_or_wrong"
+    margin_field: str = ""
+    harm_fields: tuple[str, ...] = ()
+    loss: str = "bradley_terry"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_steps: Annotated[int, at_least(1)] = 1000
+    pairs_per_step: Annotated[int, count(1)] = 16
+    evaluation_pairs: Annotated[int, count(1)] = 256
+    every: Annotated[int, at_least(1)] = 100
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+
+    def __post_init__(self):
+        check_fields(self)
+        lookup(MADE_PAIRS, self.made, "made")
+        loss = lookup(PREFERENCE_LOSSES, self.loss, "preference loss")
+        check_options(loss, self.options, f"preference loss {self.loss!r}")
+        if bool(self.path) != bool(self.evaluation_path):
+            raise ValueError("path and evaluation_path go together: set both, or neither")
+        if len(self.harm_fields) not in (0, 2):
+            raise ValueError(
+                f"harm_fields {self.harm_fields}: name the fields of the chosen and of the rejected answer"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on the evaluation problems.
+
+    Attributes:
+      every: steps between evaluations; there is also one before the first step and one after the last.
+      num_samples: answers to each problem; accuracy is their mean (avg@n).
+      temperature: 0 is greedy.
+      top_k, top_p, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
+    """
+
+    every: Annotated[int, at_least(1)] = 10
+    num_samples: Annotated[int, count(1)] = 8
+    temperature: Annotated[float, between(0, 1000)] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    top_p: Annotated[float, TOP_P] = 1.0
+    min_p: Annotated[float, MIN_P] = 0.0
+
+    def __post_init__(self):
+        check_fields(self)

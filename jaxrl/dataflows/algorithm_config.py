@@ -1,0 +1,159 @@
+"""Settings of the algorithm: the dataflow, advantages and losses, the KL penalty, critics and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from jaxrl.algos.kl import FULL, KL_ESTIMATES
+from jaxrl.algos.policy_losses import RATIO_FREE
+from jaxrl.checks import at_least, check_fields, count, finite, one_of, positive
+from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.roles import losses
+from jaxrl.roles.advantage_estimator import Estimator
+from jaxrl.roles.correction import CorrectionConfig
+from jaxrl.roles.optimizer import OptimConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class KlConfig:
+    """The KL penalty for leaving the reference policy, which is the one training starts from.
+
+    Attributes:
+      reward_coef: coefficient of the KL penalty in the reward.
+      reward_estimate: a name of `algos.kl.KL_ESTIMATES`; in the reward its value counts.
+      loss_coef: coefficient of the KL penalty in the loss.
+      loss_estimate: likewise, in the loss its gradient counts; or "full", the KL over the whole vocabulary,
+        which takes the reference's forward pass into every update.
+      target: the KL aimed for, to which `reward_coef` is adapted; 0 keeps it as it is.
+      horizon: of the adaptation, in sequences.
+    """
+
+    reward_coef: Annotated[float, at_least(0)] = 0.0
+    reward_estimate: Annotated[str, one_of(*KL_ESTIMATES)] = "k1"
+    loss_coef: Annotated[float, at_least(0)] = 0.0
+    loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
+    target: Annotated[float, at_least(0)] = 0.0
+    horizon: Annotated[float, at_least(1)] = 10_000.0
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.target and not self.reward_coef:
+            raise ValueError(
+                f"target {self.target} adapts reward_coef, which is 0 and would stay so; set it above 0"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Some coefficient is not 0."""
+        return self.reward_coef > 0 or self.loss_coef > 0
+
+    @property
+    def is_full(self) -> bool:
+        """The loss has the KL over the whole vocabulary."""
+        return self.loss_coef > 0 and self.loss_estimate == FULL
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """The reference's probabilities of the sampled tokens are asked for."""
+        return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is learned from, and how.
+
+    Attributes:
+      dataflow: a name of `dataflows.lookup.DATAFLOWS`, or "package.module:function" or
+        "path/to/file.py:function" of one's own.
+      advantage, advantage_options: a name of `algos.advantages.ADVANTAGES` or such a path, and its keywords.
+      whiten: scale the advantages to mean 0 and deviation 1 over a step, as PPO does.
+      loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES` or a path, and its keywords.
+      aggregation, aggregation_options: a name of `algos.aggregation.AGGREGATIONS`, and its keywords.
+      entropy_coef: of the entropy bonus.
+      kl: the KL penalty for leaving the reference policy.
+      correction: for sampling with other probabilities than the trainer's.
+      updates_per_step: minibatches of a step, one optimiser update each.
+      one_step_off: sample the next step's answers while this step learns; the role "rollout" then has a pool
+        of its own.
+    """
+
+    dataflow: str = "dapo"
+    advantage: str = "grpo"
+    advantage_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    whiten: bool = False
+    loss: str = "clipped"
+    loss_options: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+    )
+    aggregation: str = "token-mean"
+    aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    entropy_coef: Annotated[float, at_least(0)] = 0.0
+    kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+    correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
+    updates_per_step: Annotated[int, count(1)] = 4
+    one_step_off: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        correction = self.correction
+        # In bypass the ratio of a loss that has one is to the sampler's policy.
+        corrects = correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)
+        if self.one_step_off and not corrects:
+            raise ValueError(
+                "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
+                'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
+                "ratio"
+            )
+        find_dataflow(self.dataflow)
+        # Built and dropped: they hold names and options against the functions that take them.
+        Estimator.of(self.advantage, self.advantage_options)
+        losses.policy(
+            self.loss,
+            self.loss_options,
+            aggregation=self.aggregation,
+            aggregation_options=self.aggregation_options,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The critic of dataflows that have one, and the critic of costs.
+
+    Attributes:
+      weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.
+      optim: its optimiser.
+      clip: how far a value may move in a step, in units of reward; inf for none.
+      warmup_steps: steps in which the critic learns alone.
+    """
+
+    weights: str = ""
+    optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
+    clip: Annotated[float, positive(or_inf=True)] = 0.5
+    warmup_steps: Annotated[int, at_least(0)] = 0
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostConfig:
+    """What Safe RLHF keeps below a limit.
+
+    Attributes:
+      model: Hugging Face directory of a cost model (...ForSequenceClassification).
+      limit: mean cost that is still acceptable.
+      multiplier: the Lagrange multiplier to begin with.
+      multiplier_lr: learning rate of its logarithm.
+      pretrain_coef: weight of the loss on written solutions (`data.train.solution_field`) in the actor's
+        updates; 0 leaves it out.
+    """
+
+    model: str = ""
+    limit: Annotated[float, finite()] = 0.0
+    multiplier: Annotated[float, positive()] = 1.0
+    multiplier_lr: Annotated[float, at_least(0)] = 0.1
+    pretrain_coef: Annotated[float, at_least(0)] = 0.0
+
+    def __post_init__(self):
+        check_fields(self)

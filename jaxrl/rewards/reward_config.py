@@ -1,0 +1,93 @@
+"""Settings of the reward: grader, functions, reward model, generative judge, length."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Annotated, Any
+
+from jaxrl.checks import at_least, check_fields, check_value, count, finite, positive, token_count
+from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.rewards.score import grader
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeConfig:
+    """A language model that is asked how good a response is (`rewards.judge`).
+
+    Attributes:
+      model: Hugging Face directory, with its tokenizer; "" has no judge.
+      weight: of its score in the reward.
+      template: what it is asked, with {response} and, if it is to see them, {question} and {answer}.
+      chat: ask through the tokenizer's chat template.
+      low, high: range of the number it is to end with ("Score: 7").
+      failed_score: of a response whose verdict cannot be read.
+      max_response_chars: longer responses are shown from their end.
+      max_prompt_tokens, max_verdict_tokens: limits of what it reads and writes.
+      slots: verdicts decoded side by side.
+    """
+
+    model: str = ""
+    weight: Annotated[float, finite()] = 1.0
+    template: str = SCORE_TEMPLATE
+    chat: bool = True
+    low: Annotated[float, finite()] = 0.0
+    high: Annotated[float, finite()] = 10.0
+    failed_score: Annotated[float, finite()] = 0.0
+    max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
+    max_prompt_tokens: Annotated[int, token_count(1)] = 4096
+    max_verdict_tokens: Annotated[int, token_count(1)] = 256
+    slots: Annotated[int, count(1)] = 64
+
+    def __post_init__(self):
+        check_fields(self)
+        JudgeTemplate(self.template)
+        score_parser(low=self.low, high=self.high)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """Rewards.
+
+    Attributes:
+      grader: a name of `rewards.score.GRADERS`, or "package.module:function" or "path/to/file.py:function".
+      grader_weight: of its +1 or -1 in the reward.
+      functions: further reward functions, name -> {"path": where, "weight": w}; where is
+        "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
+      functions_timeout_s: seconds that each of them may take for the responses of a step.
+      model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
+        tokenizer; "" has none.
+      model_weight: of its score in the reward.
+      judge: a model that is asked.
+      overlong_buffer_tokens: width of the soft punishment before the limit; 0 turns it off.
+      overlong_penalty: its depth.
+      mask_truncated: leave truncated answers out of the loss (overlong filtering); they still count in their
+        group's baseline.
+    """
+
+    grader: str = "answer"
+    grader_weight: Annotated[float, finite()] = 1.0
+    functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
+    model: str = ""
+    model_weight: Annotated[float, finite()] = 1.0
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
+    overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
+    overlong_penalty: Annotated[float, at_least(0)] = 1.0
+    mask_truncated: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        grader(self.grader)
+        for name, function in self.functions.items():
+            if name in ("grader", "model", "judge"):
+                raise ValueError(
+                    f"functions.{name} has the name of another reward, under which metrics are kept; "
+                    "give it one of its own"
+                )
+            if not isinstance(function, dict) or set(function) != {"path", "weight"}:
+                raise ValueError(
+                    f"functions.{name} is {function!r}; give each function its path and its weight"
+                )
+            check_value(f"functions.{name}.path", function["path"], str)
+            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])

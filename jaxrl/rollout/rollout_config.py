@@ -1,0 +1,65 @@
+"""Settings of sampling training data; those of the engine are in `settings.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from jaxrl.checks import at_least, count, positive, token_count
+from jaxrl.rollout.drivers import check_driver
+from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
+from jaxrl.rollout.settings import EngineSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig(EngineSettings):
+    """Sampling of training data, and the engine that does it, whose settings come first.
+
+    Attributes:
+      num_prompts: prompts of a step.
+      num_samples: G, answers to each.
+      generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
+      max_generation_batches: how many of these a step may take to find enough mixed groups.
+      max_response_tokens: limit of a response, end-of-sequence included.
+      temperature: divides the logits, in sampling and in training.
+      top_k, top_p, min_p, min_response_tokens, repetition_penalty: which tokens may be drawn, as of
+        `rollout.sampling.Truncation`. Training keeps the probabilities of the whole distribution.
+      stop_ids: tokens that end a response besides the tokenizer's own.
+      stop_strings: texts that do.
+      environment: "path/to/file.py:function" or "package.module:function", called with a
+        `rollout.environment.Turn` and the tokenizer whenever a response ends by itself; it returns token ids
+        to append, or None. "" has none.
+      partial: a step ends once its buffer of groups is full; what is unfinished goes on in the next.
+      driver: a name of `rollout.drivers.DRIVERS`: "offline", or "jetstream" for that package's orchestrator
+        (extra `jetstream`; one process); or a function that builds a backend, "package.module:function".
+    """
+
+    num_prompts: Annotated[int, count(1)] = 32
+    num_samples: Annotated[int, count(1)] = 8
+    generation_prompts: Annotated[int, count(1)] = 48
+    max_generation_batches: Annotated[int, count(1)] = 10
+    max_response_tokens: Annotated[int, token_count(1)] = 64
+    temperature: Annotated[float, positive(at_most=1000)] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    top_p: Annotated[float, TOP_P] = 1.0
+    min_p: Annotated[float, MIN_P] = 0.0
+    min_response_tokens: Annotated[int, token_count(0)] = 0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    environment: str = ""
+    partial: bool = False
+    driver: str = "offline"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_driver(self.driver, frozenset())
+        if self.min_response_tokens >= self.max_response_tokens:
+            raise ValueError(
+                f"min_response_tokens {self.min_response_tokens} leaves no room below max_response_tokens "
+                f"{self.max_response_tokens}, and every response would be cut; make it smaller"
+            )
+        if "" in self.stop_strings:
+            raise ValueError(
+                "a stop string is empty, which would end every response at once; drop it"
+            )

@@ -1,0 +1,39 @@
+"""Settings of what a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+from jaxrl.checks import at_least, check_fields, count
+from jaxrl.tracking.collapse import CollapseConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run leaves behind and how long it goes on.
+
+    Attributes:
+      output: folder under which each run has its own, <output>/<name>/seed<seed>.
+      num_steps: rollout steps.
+      save_every: steps between checkpoints; the last step is always saved.
+      keep_checkpoints: how many of the newest stay, besides one from before a collapse.
+      collapse: what counts as one.
+      resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
+        none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
+        folder that holds a run.
+      wandb_project: also log to this wandb project (extra `wandb`); "" does not.
+      report_samples: evaluation problems whose answers the report shows before and after.
+    """
+
+    output: str = "runs"
+    num_steps: Annotated[int, at_least(1)] = 100
+    save_every: Annotated[int, at_least(1)] = 10
+    keep_checkpoints: Annotated[int, count(1)] = 2
+    collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
+    resume: Literal["auto", "or_restart", "never"] = "auto"
+    wandb_project: str = ""
+    report_samples: Annotated[int, count(0)] = 8
+
+    def __post_init__(self):
+        check_fields(self)
