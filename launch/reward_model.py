@@ -3,18 +3,7 @@
 It leaves a Hugging Face directory, <run>/trained_model, for `reward.model` or `cost.model` of other recipes.
 """
 
-import sys
-
-from jaxrl.config import command_line
-from jaxrl.config.schema import Config
-from jaxrl.trainer import program
-
-
-def main(config: Config) -> int:
-    """Trains on the pairs that the config names."""
-    program.start(config)
-    return program.train_reward_model(config)
-
+from jaxrl import cli
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, Config))
+    cli.launch("reward-model")

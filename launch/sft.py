@@ -4,18 +4,7 @@ It learns worked solutions, or the conversations of a file (configs/sft_conversa
 launch/train.py begins with, alone. `launch/convert.py --from run` exports what it has trained.
 """
 
-import sys
-
-from jaxrl.config import command_line
-from jaxrl.config.schema import Config
-from jaxrl.trainer import program
-
-
-def main(config: Config) -> int:
-    """Trains the warm start of a recipe."""
-    program.start(config)
-    return program.fine_tune(config)
-
+from jaxrl import cli
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, Config))
+    cli.launch("sft")

@@ -4,22 +4,7 @@ On several hosts each runs the same command, with --config.hosts.coordinator=aut
 (docs/placement.md).
 """
 
-import sys
-
-from jaxrl.config import command_line
-from jaxrl.config.schema import Config
-from jaxrl.trainer import program
-
-
-def main(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe, or only checks it and prints what it would take."""
-    if dry_run:
-        return program.dry_run(config)
-    program.start(config)
-    return program.train(config)
-
+from jaxrl import cli
 
 if __name__ == "__main__":
-    sys.exit(
-        command_line.run(main, Config, switches={"dry_run": "check and print, allocate nothing"})
-    )
+    cli.launch("train")

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import http.client
 import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -35,6 +34,7 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
+from jaxrl.serving import serve_command  # noqa: E402
 from jaxrl.serving.server import ServeConfig, lengths_of, load, running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
@@ -601,17 +601,14 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
 
 
 def test_what_the_command_cannot_do_is_one_line(directory, capsys):
-    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.main(["--model", str(directory / "nowhere")]) == 2
+    assert serve_command.main(["serve.py", "--model", str(directory / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "config.json does not exist" in error and error.count("\n") == 1
-    assert script.main(["--model", str(directory / "config.json")]) == 2
+    assert serve_command.main(["serve.py", "--model", str(directory / "config.json")]) == 2
     error = capsys.readouterr().err
     assert "config.json is a file; name the Hugging Face directory" in error
     assert error.count("\n") == 1
     with pytest.raises(SystemExit) as caught:
-        script.main(["--model", str(directory), "--slots=0"])
+        serve_command.main(["serve.py", "--model", str(directory), "--slots=0"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 to 1,000,000\n")

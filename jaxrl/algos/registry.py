@@ -50,8 +50,8 @@ def check_inputs(function: Callable, known: Iterable[str], what: str) -> None:
     unknown = [name for name in array_names(function) if name not in known]
     if unknown:
         raise UserError(
-            f"{what} takes {', '.join(unknown)}, which nothing computes here; it may take {', '.join(known)}, and "
-            "settings as keyword-only arguments"
+            f"{what} takes {', '.join(unknown)}, which nothing computes here; it may take "
+            f"{', '.join(known)}, and settings as keyword-only arguments"
         )
 
 

@@ -1,4 +1,4 @@
-"""The front of every launch script: recipe file and command line in, a checked config out.
+"""The front of every command that trains: recipe file and command line in, a checked config out.
 
     python launch/train.py --config configs/dapo_qwen32b.py --config.optim.lr=1e-6 --dry_run
 
@@ -28,7 +28,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from jaxrl.config import config_tree
-from jaxrl.errors import UserError
+from jaxrl.errors import EXIT_USER_ERROR, UserError
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,6 @@ if typing.TYPE_CHECKING:
 
 C = TypeVar("C", bound="DataclassInstance")
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 _RECIPES = pathlib.Path("configs")

@@ -15,7 +15,10 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.models import lora
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.dry_run import BatchFlow, Companion, DryRun, dry_run
+from jaxrl.planner.batch_flow import BatchFlow
+from jaxrl.planner.dry_run import dry_run
+from jaxrl.planner.memory import Companion
+from jaxrl.planner.tables import DryRun
 from jaxrl.trainer.context import (
     check_batches,
     engine_config,

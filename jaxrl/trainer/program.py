@@ -1,4 +1,4 @@
-"""The program: what `launch/train.py` calls."""
+"""The program: what the commands that train call."""
 
 from __future__ import annotations
 

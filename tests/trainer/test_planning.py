@@ -15,7 +15,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.planner.dry_run import DryRun
+from jaxrl.planner.tables import DryRun
 from jaxrl.trainer.planning import plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

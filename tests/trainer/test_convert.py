@@ -1,6 +1,5 @@
-"""launch/convert.py as a user runs it."""
+"""`convert` as a user runs it."""
 
-import importlib.util
 import json
 import pathlib
 import shutil
@@ -16,23 +15,17 @@ from safetensors.numpy import load_file
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.trainer.convert import main
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "convert.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "convert.py"
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8
 )
 
 
-@pytest.fixture(scope="module")
-def convert():
-    spec = importlib.util.spec_from_file_location("convert", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def run(**options):
-        return module.main([part for k, v in options.items() for part in (f"--{k}", str(v))])
-
-    return run
+def convert(**options) -> int:
+    arguments = [part for k, v in options.items() for part in (f"--{k}", str(v))]
+    return main(["convert.py", *arguments])
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -58,7 +51,7 @@ def tensors_of(directory):
     return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def test_there_and_back_gives_equal_tensors_and_files(tmp_path, convert, source):
+def test_there_and_back_gives_equal_tensors_and_files(tmp_path, source):
     assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": tmp_path / "orbax"}) == 0
     back = {"from": "orbax", "path": tmp_path / "orbax", "to": "hf", "out": tmp_path / "hf"}
     assert convert(**back, max_shard_bytes=4000) == 0
@@ -81,7 +74,7 @@ def test_there_and_back_gives_equal_tensors_and_files(tmp_path, convert, source)
     assert {path.name for path in tmp_path.iterdir()} == {"orbax", "hf"}
 
 
-def test_the_type_can_be_chosen(tmp_path, convert, source):
+def test_the_type_can_be_chosen(tmp_path, source):
     assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": tmp_path / "orbax"}) == 0
     back = {"from": "orbax", "path": tmp_path / "orbax", "to": "hf", "out": tmp_path / "hf"}
     assert convert(**back, dtype="bfloat16") == 0
@@ -91,7 +84,7 @@ def test_the_type_can_be_chosen(tmp_path, convert, source):
         np.testing.assert_array_equal(found, tensor.astype(jnp.bfloat16))
 
 
-def test_mistakes_are_one_line_and_leave_nothing(tmp_path, convert, source, capsys):
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, source, capsys):
     out = tmp_path / "out"
 
     def complaint(**options):
@@ -111,7 +104,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, convert, source, caps
     assert "out cannot be made" in complaint(out=source / "config.json" / "out")
 
 
-def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, source, capsys):
+def test_params_that_do_not_fit_their_config_are_refused(tmp_path, source, capsys):
     orbax = tmp_path / "orbax"
     assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": orbax}) == 0
     values = json.loads((orbax / "config.json").read_text())
@@ -123,7 +116,7 @@ def test_params_that_do_not_fit_their_config_are_refused(tmp_path, convert, sour
         assert not (tmp_path / "hf").exists()
 
 
-def test_a_directory_without_a_checkpoint_is_refused(tmp_path, convert, source, capsys):
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path, source, capsys):
     (tmp_path / "params").mkdir()
     shutil.copy(source / "config.json", tmp_path)
     options = {"from": "orbax", "path": tmp_path, "to": "hf", "out": tmp_path / "hf"}

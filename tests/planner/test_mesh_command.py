@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "mesh.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "mesh.py"
 # JAX sets the last in the process that runs the tests.
 _DROPPED = ("XLA_FLAGS", "FORCE_COLOR", "TF_CPP_MIN_LOG_LEVEL")
 TINY = {

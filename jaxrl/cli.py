@@ -1,0 +1,88 @@
+"""Every command of jaxrl: `jaxrl train ...` is `python launch/train.py ...`.
+
+A command is a function that takes the program's name and its arguments, as in `sys.argv`, and returns the
+exit status. It is imported when it is asked for: a list of all of them need not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from jaxrl.errors import EXIT_USER_ERROR
+
+
+class Command(NamedTuple):
+    """Where a command is, as "module:function", and a line about it."""
+
+    function: str
+    about: str
+
+
+COMMANDS = {
+    "train": Command("jaxrl.trainer.commands:train", "trains a recipe, or plans it with --dry_run"),
+    "sft": Command("jaxrl.trainer.commands:sft", "supervised fine-tuning alone"),
+    "dpo": Command("jaxrl.trainer.commands:dpo", "direct preference optimisation on pairs"),
+    "reward-model": Command(
+        "jaxrl.trainer.commands:reward_model", "trains a reward or cost model on pairs"
+    ),
+    "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
+    "convert": Command(
+        "jaxrl.trainer.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
+    ),
+    "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jaxrl COMMAND ...`.
+
+    Args:
+      argv: program name and arguments; `sys.argv` if None.
+
+    Returns:
+      The exit status: the command's own, 0 after --help, 2 without a command that there is.
+    """
+    program, *arguments = sys.argv if argv is None else argv
+    program = pathlib.Path(program).name
+    if not arguments:
+        return _refuse(f"no command given; write {program} COMMAND, one of {', '.join(COMMANDS)}")
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(_usage(program))
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS) or COMMANDS
+        return _refuse(f'unknown command "{name}"; near: {", ".join(near)} (--help lists all)')
+    return run(name, [f"{program} {name}", *rest])
+
+
+def launch(name: str) -> NoReturn:
+    """Runs a command as the script that was started, and exits with its status."""
+    sys.exit(run(name, sys.argv))
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Imports and calls a command; returns its exit status."""
+    module, _, function = COMMANDS[name].function.partition(":")
+    return getattr(importlib.import_module(module), function)(argv)
+
+
+def _usage(program: str) -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [ARGUMENT ...]",
+            *(f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items()),
+            f"{program} COMMAND --help lists the arguments of one",
+        ]
+    )
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_USER_ERROR

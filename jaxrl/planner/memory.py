@@ -1,0 +1,241 @@
+"""Bytes of one device: what an actor and the roles beside it hold there, from shapes and shardings.
+
+Covered: everything of the actor that lives from one program to the next, and the two largest things inside
+its update; weights and optimiser state of roles that share its devices. Not covered: other temporaries of the
+compiled programs, which only compiling them can tell, and programs of other roles; so sums are lower bounds.
+
+L layers   S slots   K kv heads   H head size   C tokens of a slot
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.pipeline import microbatches_of
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
+from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.trace import SamplerShapes, layer_memory, nbytes_of
+from jaxrl.roles.learner import TrainState
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.policy import Actor
+from jaxrl.roles.value import Critic
+from jaxrl.types import TrainBatch
+
+_OFFLOADED = "in host memory while sampling"
+
+
+@dataclasses.dataclass(frozen=True)
+class Companion:
+    """A role on the actor's devices.
+
+    Attributes:
+      name: of the role.
+      model: its shape.
+      optim: how it learns; None if it does not. What learns is a critic, with a head of one score.
+    """
+
+    name: str
+    model: ModelConfig
+    optim: OptimConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """Arrays that are in memory together.
+
+    Attributes:
+      name: what they are.
+      layout: how they are split, for people.
+      num_values: over the whole mesh, each value counted once.
+      bytes_per_device: what they add to a device.
+      sampling, learning: the phases in which they are there.
+    """
+
+    name: str
+    layout: str
+    num_values: int
+    bytes_per_device: int
+    sampling: bool
+    learning: bool
+
+
+def training_memory(
+    actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
+) -> list[Holding]:
+    """What the actor keeps from one update to the next."""
+    rank = actor.model.lora.rank
+    adapters = f", adapters of rank {rank} included" if rank else ""
+    trained = f"float32, {train_name(layout)}{adapters}"
+    like = f"like the {'adapters' if adapters else 'weights'}"
+    of_optimizer = f"float32, {train_name(layout)}, {_OFFLOADED if offload else like}"
+    return [
+        _holding(
+            "actor in training",
+            f"{trained}, {_OFFLOADED}" if offload else trained,
+            state.params,
+            sampling=not offload,
+        ),
+        _holding("optimiser state", of_optimizer, state.opt_state, sampling=not offload),
+    ]
+
+
+def sampling_memory(
+    layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
+) -> list[Holding]:
+    """What it samples with: weights that training does not hold so already, and the cache."""
+    # [L, S, K, H, C], or each layer's own
+    keys = jax.tree.leaves(sampler.slots.context.cache)[0]
+    slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)[-4:]
+    weights = _holding(
+        "actor in generation",
+        f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
+        sampler.params,
+    )
+    moved = sum(map(_bytes_per_device, _moved(state.params, sampler.params)))
+    return [
+        dataclasses.replace(weights, bytes_per_device=moved),
+        _holding(
+            "KV cache and slots",
+            f"{slots} slots x {kv_heads} kv heads a device, {tokens:,} tokens each",
+            sampler.slots,
+            learning=False,
+        ),
+    ]
+
+
+def companion_memory(
+    role: Companion, actor: Actor, layout: ParallelLayout, *, offload: bool
+) -> list[Holding]:
+    """What a role on the actor's devices keeps there."""
+    where = f"float32, {train_name(layout)}"
+    name = role.name.replace("_", " ")
+    common: Any = {"train": actor.train, "tables": actor.tables}
+    if role.optim is None:
+        frozen = PackedModel(role.model, actor.mesh, **common)
+        where = f"{where}, in host memory between calls" if offload else where
+        weights = frozen.abstract_params()
+        return [
+            _holding(f"{name}, frozen", where, weights, sampling=not offload, learning=not offload)
+        ]
+    state = Critic(
+        role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common
+    ).abstract_state()
+    return [
+        _holding(f"{name} in training", where, state.params),
+        _holding(f"{name}, optimiser state", f"{where}, like the weights", state.opt_state),
+    ]
+
+
+def update_memory(actor: Actor, shape: PackedShape, batch: TrainBatch) -> list[Holding]:
+    """What an update adds to that, around its layers."""
+    row_shards, token_shards = _batch_shards(actor)
+    gradients = actor.abstract_gradients()
+    return [
+        _holding(
+            "gradients",
+            "float32: the sum and the newest",
+            (gradients, gradients),
+            sampling=False,
+        ),
+        _holding(
+            "train batch",
+            f"{shape.rows // row_shards} x {shape.tokens // token_shards:,} tokens a device and microbatch",
+            batch,
+            sampling=False,
+        ),
+    ]
+
+
+def activation_memory(
+    actor: Actor, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
+) -> list[Holding]:
+    """What an update, traced, adds in its layers.
+
+    Args:
+      actor: whose update it is.
+      layout: of its mesh.
+      rows: R of a microbatch, which the stages of a pipeline split further.
+      update: the traced program.
+    """
+    stages = layout.p
+    micro = microbatches_of(rows, TRAIN_RULES, actor.mesh, actor.train.pipeline_microbatches)
+    kept, largest = layer_memory(
+        update, actor.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
+    )
+    return [
+        Holding(
+            "kept of the layers",
+            f"remat {actor.train.remat}, split over rows and tokens",
+            sum(a.size for a in kept) * stages,
+            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(actor)),
+            sampling=False,
+            learning=True,
+        ),
+        Holding(
+            "largest value in a layer",
+            f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
+            + (" of a stage" if stages > 1 else ""),
+            largest.size,
+            nbytes_of(largest) * stages // layout.num_devices,
+            sampling=False,
+            learning=True,
+        ),
+    ]
+
+
+def _batch_shards(actor: Actor) -> tuple[int, int]:
+    """Shards of rows and of tokens."""
+    rows, tokens = (shards_of(axis, TRAIN_RULES, actor.mesh) for axis in ("batch", "length"))
+    return rows, tokens
+
+
+def _holding(
+    name: str, layout: str, tree: Any, *, sampling: bool = True, learning: bool = True
+) -> Holding:
+    leaves = jax.tree.leaves(tree)
+    return Holding(
+        name,
+        layout,
+        num_values=sum(leaf.size for leaf in leaves),
+        bytes_per_device=sum(map(_bytes_per_device, leaves)),
+        sampling=sampling,
+        learning=learning,
+    )
+
+
+def _moved(trained: Params, sampled: Params) -> list[Any]:
+    """Leaves of `sampled` that are not shared with training, as `mesh.transition` decides it."""
+    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
+    return [
+        after
+        for before, after in pairs
+        if before.dtype != after.dtype
+        or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
+    ]
+
+
+def _bytes_per_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def train_name(layout: ParallelLayout) -> str:
+    """Sizes of the training layout, p-t-d and what shares d."""
+    shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
+    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
+        f" {name} {size}" for name, size in shares.items() if size > 1
+    )
+
+
+def generate_name(layout: ParallelLayout) -> str:
+    """Sizes of the generation layout, p_g-t_g-d_g-d."""
+    return f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}"

@@ -1,0 +1,114 @@
+"""What a dry run found, as one table: for a terminal, or as plain text."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.planner.memory import Holding, generate_name, train_name
+
+# Memory of one device, as vendors state it, in GB.
+DEVICE_MEMORY_GB = {
+    "TPU v5e": 16,
+    "TPU v6e": 32,
+    "A100 40 GB": 40,
+    "A100 / H100 80 GB": 80,
+    "TPU v5p": 95,
+    "H200": 141,
+    "TPU v7": 192,
+}
+
+_GB = 1e9
+_PLAIN_WIDTH = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a run would take. `show` prints it as one table.
+
+    Attributes:
+      title: of the run.
+      layout: of its mesh.
+      holdings: what lies on the devices.
+      flow: (what, how many) of a step, in the order in which they happen.
+      left_out: (what, why) is not among all this.
+    """
+
+    title: str
+    layout: ParallelLayout
+    holdings: tuple[Holding, ...]
+    flow: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def sampling_bytes(self) -> int:
+        """Bytes per device while responses are sampled, at least."""
+        return sum(h.bytes_per_device for h in self.holdings if h.sampling)
+
+    @property
+    def learning_bytes(self) -> int:
+        """Bytes per device while weights are updated, at least."""
+        return sum(h.bytes_per_device for h in self.holdings if h.learning)
+
+    def table(self, *, plain: bool = False) -> Table:
+        """Everything as one table; `plain` draws its lines with ASCII."""
+        table = Table(
+            title=f"{self.title}: {self.layout.num_devices} devices, training {train_name(self.layout)}, "
+            f"generation {generate_name(self.layout)}",
+            title_justify="left",
+            box=box.ASCII2 if plain else box.ROUNDED,
+        )
+        table.add_column("role or event")
+        table.add_column("layout")
+        table.add_column("values", justify="right", no_wrap=True)
+        table.add_column("per device", justify="right", no_wrap=True)
+        for section in self._sections():
+            for row in section:
+                table.add_row(*row)
+            table.add_section()
+        return table
+
+    def _sections(self) -> Iterator[list[tuple[str, str, str, str]]]:
+        """Rows that belong together."""
+        yield [
+            (h.name, h.layout, f"{h.num_values:,}", _size(h.bytes_per_device))
+            for h in self.holdings
+        ]
+        totals = {"sampling": self.sampling_bytes, "learning": self.learning_bytes}
+        yield [(f"{phase}, at least", _may_fit(n), "", _size(n)) for phase, n in totals.items()]
+        yield [(event, amount, "", "") for event, amount in self.flow]
+        yield [(f"not counted: {name}", reason, "", "") for name, reason in self.left_out]
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints the table: for a terminal, or as plain text of its own width elsewhere."""
+        # FORCE_COLOR, which CI systems set, would make a log look like a terminal to rich.
+        if console is None:
+            console = Console(force_terminal=None if sys.stdout.isatty() else False)
+        if console.is_terminal:
+            console.print(self.table())
+        else:
+            plain = Console(
+                file=console.file, width=_PLAIN_WIDTH, force_terminal=False, color_system=None
+            )
+            plain.print(self.table(plain=True))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def _may_fit(nbytes: int) -> str:
+    too_small = [name for name, size in DEVICE_MEMORY_GB.items() if size * _GB < nbytes]
+    fitting = [name for name in DEVICE_MEMORY_GB if name not in too_small]
+    parts = []
+    if too_small:
+        parts.append(f"does not fit {too_small[-1]}" + " or less" * (len(too_small) > 1))
+    if fitting:
+        parts.append(f"may fit {fitting[0]}" + " or more" * (len(fitting) > 1))
+    return ", ".join(parts)

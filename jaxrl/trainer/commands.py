@@ -1,0 +1,62 @@
+"""The commands that train what a config says: train, sft, dpo and reward-model.
+
+Each takes the program's name and its arguments, and returns the exit status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxrl.config import command_line
+from jaxrl.config.schema import Config
+from jaxrl.trainer import program
+
+
+def train(argv: Sequence[str]) -> int:
+    """Reinforcement learning of a recipe, or its plan alone."""
+    switches = {"dry_run": "check and print, allocate nothing"}
+    return command_line.run(_train_or_plan, Config, switches=switches, argv=argv)
+
+
+def sft(argv: Sequence[str]) -> int:
+    """Supervised fine-tuning: the stage that `train` begins with, alone."""
+    return command_line.run(_fine_tune, Config, argv=argv)
+
+
+def dpo(argv: Sequence[str]) -> int:
+    """Direct preference optimisation, the offline comparison to reinforcement learning."""
+    return command_line.run(_train_dpo, Config, argv=argv)
+
+
+def reward_model(argv: Sequence[str]) -> int:
+    """A reward or cost model from pairs, which other recipes name as `reward.model` or `cost.model`."""
+    return command_line.run(_train_reward_model, Config, argv=argv)
+
+
+# The first lines of these head what --help prints.
+
+
+def _train_or_plan(config: Config, *, dry_run: bool) -> int:
+    """Trains a recipe, or only checks it and prints what it would take."""
+    if dry_run:
+        return program.dry_run(config)
+    program.start(config)
+    return program.train(config)
+
+
+def _fine_tune(config: Config) -> int:
+    """Trains the warm start of a recipe."""
+    program.start(config)
+    return program.fine_tune(config)
+
+
+def _train_dpo(config: Config) -> int:
+    """Trains on the pairs that the config names."""
+    program.start(config)
+    return program.train_dpo(config)
+
+
+def _train_reward_model(config: Config) -> int:
+    """Trains on the pairs that the config names."""
+    program.start(config)
+    return program.train_reward_model(config)

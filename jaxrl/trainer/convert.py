@@ -1,0 +1,96 @@
+"""Converts a model between Hugging Face's safetensors and Orbax, both ways, and exports what a run trained.
+
+    python launch/convert.py --from hf --path DIR --to orbax --out DIR2
+    python launch/convert.py --from orbax --path DIR2 --to hf --out DIR3
+    python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out DIR
+
+The Orbax directory is the Hugging Face directory with `params/`, our parameter tree, in the place of the
+safetensors files: config.json, the tokenizer's files and generation_config.json come along. Of a run the
+newest intact checkpoint is exported; adapters are merged into the weights, or with --adapter_only saved
+alone in PEFT's layout. Conversion runs on the host, which must have room for the model. What the user can fix
+is one line on stderr and exit status 2; the output directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
+from jaxrl.models.huggingface.weight_export import check_shard_bytes
+from jaxrl.trainer.export import export_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts as the program's name and its arguments say; returns the exit status."""
+    program, *arguments = argv
+    # The host's memory holds what no single accelerator may.
+    jax.config.update("jax_platforms", "cpu")
+    parser = _parser(program)
+    args = parser.parse_args(arguments)
+    try:
+        print(convert(args))
+    except UserError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def convert(args: argparse.Namespace) -> str:
+    """Writes the directory that was asked for; returns what there is to say of it.
+
+    Raises:
+      UserError: there is no such conversion, or its source cannot be used.
+    """
+    check_shard_bytes(args.max_shard_bytes)
+    if (args.source, args.target) == ("hf", "orbax"):
+        hf_to_orbax(args.path, args.out, dtype=args.dtype)
+    elif (args.source, args.target) == ("orbax", "hf"):
+        orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+    elif (args.source, args.target) == ("run", "hf"):
+        step = export_run(
+            args.path,
+            args.out,
+            dtype=args.dtype or "bfloat16",
+            max_shard_bytes=args.max_shard_bytes,
+            adapter_only=args.adapter_only,
+        )
+        return f"{args.out} holds the weights of step {step}"
+    else:
+        raise UserError(
+            f"--from {args.source} --to {args.target} converts nothing; hf goes to orbax, orbax and "
+            "run go to hf"
+        )
+    return f"{args.out} holds the model of {args.path}"
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--from", dest="source", choices=("hf", "orbax", "run"), required=True)
+    parser.add_argument("--path", type=pathlib.Path, required=True, help="directory to read")
+    parser.add_argument("--to", dest="target", choices=("hf", "orbax"), required=True)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the result; default: as it is, of a run bfloat16",
+    )
+    parser.add_argument(
+        "--adapter_only", action="store_true", help="of a run: the adapters without the base model"
+    )
+    parser.add_argument(
+        "--max_shard_bytes",
+        type=int,
+        default=5_000_000_000,
+        help="size of a safetensors file (default: %(default)s)",
+    )
+    return parser

@@ -1,0 +1,27 @@
+"""The lines about a step have every number of it."""
+
+from plans import plan_32b, plan_tiny
+
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+
+
+def test_the_flow_tells_every_number_of_a_step():
+    recipe = plan_32b()
+    flow = dict(recipe.flow)
+    assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
+    assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
+    assert flow["learning"] == (
+        "16 updates x 512 sequences, each in at most 32 microbatches of 16 rows x 22,528 tokens"
+    )
+    assert flow["decoding"].startswith("384 slots over 32 replicas, 12 on each")
+
+
+def test_a_pipeline_tells_how_long_it_is_idle():
+    layout = ParallelLayout.from_config(LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
+    flow = dict(plan_tiny(layout=layout).flow)
+    assert flow["pipeline, learning"] == (
+        "2 stages x 2 microbatches of 2 rows: idle for 33% of the time"
+    )
+    assert flow["pipeline, prefill"].startswith("2 stages x 2 microbatches of 2 rows")
+    assert flow["pipeline, decoding"].startswith("2 stages x 2 microbatches of 4 rows")
+    assert "pipeline, learning" not in dict(plan_tiny().flow)

@@ -1,0 +1,96 @@
+"""Bytes of a dry run are those one can work out by hand, and those of real arrays."""
+
+import dataclasses
+
+import jax
+import pytest
+from plans import TINY, TINY_ENGINE, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b, plan_tiny
+
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.engine import Engine
+
+
+def test_the_32b_recipe_by_hand():
+    recipe = plan_32b()
+    parameters = 32_763_876_352
+    assert holding(recipe, "actor in training").num_values == parameters
+    # Float32 over t x fsdp = 8 x 16; norms and biases are split over one of the two only.
+    masters = holding(recipe, "actor in training").bytes_per_device
+    assert masters == pytest.approx(parameters * 4 / 128, rel=1e-3)
+    assert holding(recipe, "optimiser state").bytes_per_device == pytest.approx(2 * masters)
+    assert holding(recipe, "gradients").bytes_per_device == 2 * masters
+    # Bfloat16 over t_g = 4, norms whole.
+    assert holding(recipe, "actor in generation").bytes_per_device == pytest.approx(
+        parameters * 2 / 4, rel=1e-3
+    )
+    # 12 slots of 2048 + 20480 tokens and 64 of a dispatch, 262,144 bytes each over t_g = 4, and their ids.
+    cache = 12 * 22_592 * 262_144 // 4
+    assert holding(recipe, "KV cache and slots").bytes_per_device == pytest.approx(cache, rel=1e-3)
+    # [U, M, R, T] = [16, 32, 16, 22528], ten fields of 4 bytes, rows over 16 replicas.
+    batch = 10 * 4 * 16 * 32 * 22_528
+    assert holding(recipe, "train batch").bytes_per_device == pytest.approx(batch, rel=1e-6)
+    # With "full" nothing of a layer is kept but its input: L x T x D in bfloat16.
+    assert holding(recipe, "kept of the layers").bytes_per_device == 64 * 22_528 * 5120 * 2
+    # Attention is blockwise, so that is the feed-forward network's T x F / t, in bfloat16.
+    widest = 22_528 * 27_648 // 8 * 2
+    assert holding(recipe, "largest value in a layer").bytes_per_device == widest
+
+
+def test_counts_what_real_arrays_take():
+    """Bytes by role equal those on the first of eight devices."""
+    plan = plan_tiny()
+    mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
+    actor = Actor(
+        TINY,
+        mesh,
+        train=TINY_TRAIN,
+        optim=OptimConfig(),
+        temperature=1.0,
+        seed=0,
+    )
+    actor.init()
+    engine = Engine(TINY, actor.graph, mesh, TINY_ENGINE)
+
+    def on_first_device(tree) -> int:
+        return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+
+    real = {
+        "actor in training": actor.state.params,
+        "optimiser state": actor.state.opt_state,
+        "KV cache and slots": engine.init_decode_state(),
+    }
+    for name, arrays in real.items():
+        assert holding(plan, name).bytes_per_device == on_first_device(arrays), name
+
+
+def test_weights_that_need_not_move_are_counted_once():
+    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()))
+    assert holding(alone, "actor in generation").bytes_per_device == 0
+    half = dataclasses.replace(TINY_ENGINE, dtype="bfloat16")
+    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()), engine=half)
+    assert holding(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
+
+
+def test_remat_shows_in_what_is_kept():
+    kept = {
+        remat: holding(
+            plan_tiny(train=dataclasses.replace(TINY_TRAIN, remat=remat)), "kept of the layers"
+        ).num_values
+        for remat in ("full", "projections", "none")
+    }
+    # [L, R, T, D]
+    assert kept["full"] == 4 * 4 * 16 * 32
+    assert kept["full"] < kept["projections"] < kept["none"]
+
+
+def test_a_pipeline_is_counted_by_its_stages():
+    layout = ParallelLayout.from_config(LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
+    plan = plan_tiny(layout=layout)
+    # Two stages of two layers; 4 rows over 2 shards in 2 microbatches, so in 3 ticks a stage keeps what goes
+    # into each of its layers and what comes out of the last, of one row of T x D = 16 x 32 float32.
+    # Angles and masks of its rows come on top.
+    kept = 3 * (2 + 1) * 16 * 32 * 4
+    assert kept < holding(plan, "kept of the layers").bytes_per_device < 1.1 * kept

@@ -1,0 +1,52 @@
+"""The table of a dry run: what is summed, and how it is printed."""
+
+import io
+
+import pytest
+from plans import RECIPE, holding, plan_32b, plan_recipe
+from rich.console import Console
+
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
+from jaxrl.planner.tables import DryRun
+
+
+def text_of(plan: DryRun) -> str:
+    out = io.StringIO()
+    plan.show(Console(file=out))
+    return out.getvalue()
+
+
+def test_totals_leave_out_what_is_not_there():
+    recipe = plan_32b()
+    total = sum(h.bytes_per_device for h in recipe.holdings)
+    cache = holding(recipe, "KV cache and slots").bytes_per_device
+    assert recipe.learning_bytes == total - cache
+    assert recipe.sampling_bytes < total
+    assert max(recipe.sampling_bytes, recipe.learning_bytes) < 80e9
+
+
+def test_plain_text_is_one_table_without_control_characters():
+    recipe = plan_32b()
+    text = text_of(recipe)
+    assert text.isascii() and "\x1b" not in text
+    assert text.count("role or event") == 1
+    assert "128 devices, training 1-8-16 fsdp 16, generation 1-4-2-16" in text.splitlines()[0]
+    # Not wrapped: every line of the table is as wide as the first.
+    assert len({len(line.rstrip()) for line in text.splitlines()[1:] if line.strip()}) == 1
+
+
+def test_a_terminal_gets_the_table_in_its_own_width():
+    recipe = plan_32b()
+    out = io.StringIO()
+    recipe.show(Console(file=out, force_terminal=True, width=90))
+    assert "╭" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("slots", "phrase"),
+    [(384, "may fit A100 40 GB or more"), (32 * 400, "does not fit TPU v7 or less")],
+)
+def test_says_which_devices_may_hold_it(slots, phrase):
+    config = load_config(Config, str(RECIPE), {"rollout.slots": str(slots)})
+    assert phrase in text_of(plan_recipe(config))
