@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.models.decoder import Params
-from jaxrl.models.heads import last_scores, score_config, score_params
+from jaxrl.models.heads import last_scores
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
-from jaxrl.roles.learner import Learner
 from jaxrl.roles.objective import Stats
-from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
+from jaxrl.roles.score_learner import ScoreLearner
 from jaxrl.types import PackedBatch
 
 
@@ -63,38 +62,13 @@ class RewardModel(Frozen):
         return each_micro(of_micro, batch)
 
 
-class RewardModelLearner(Learner):
+class RewardModelLearner(ScoreLearner):
     """A reward or cost model in training."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        optim: OptimConfig,
-        seed: int,
-        tables: StateTables = ZERO["FSDP"],
-    ):
-        """Args as for `Learner`; `model` may be a language model, whose unembedding the head replaces."""
-        super().__init__(
-            score_config(model), mesh, train=train, optim=optim, seed=seed, tables=tables
-        )
-        self._scores = jax.jit(self._packed_scores)
-
-    def start_from(self, params: Params) -> None:
-        """Takes over weights (they are donated); those of a language model get a head of zeros."""
-        if "score_head" not in params:
-            params = score_params(params, self.model)
-        super().start_from(params)
 
     @protocol(PER_TOKEN)
     def scores_of(self, batch: PackedBatch) -> jax.Array:
         """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
-        return self._scores(self.for_training().params, batch)
-
-    def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
-        return each_micro(lambda micro: self._outputs(params, micro)[0].score, batch)
+        return self.by_token(batch)
 
     def _outputs(self, params: Params, micro: Any) -> tuple[ScoreOutputs, Routing | None]:
         scores_RTS, routing = self.scores(params, micro)

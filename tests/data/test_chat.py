@@ -76,9 +76,10 @@ def test_any_text_comes_back_as_it_went():
 
 def test_a_process_that_was_killed_is_replaced():
     template = template_of(PLAIN_TEMPLATE)
-    worker = chat._shared_worker()
-    worker._running().send_signal(signal.SIGKILL)
-    worker._running().wait()
+    # Held, since the next call of `_running` may already see the dead one and start another.
+    process = chat._shared_worker()._running()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert template.render(MESSAGES) == PLAIN
 
 

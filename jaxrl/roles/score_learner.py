@@ -1,0 +1,61 @@
+"""What critics and reward models in training have in common: a trunk with a head of scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.mesh.groupings import ZERO, StateTables
+from jaxrl.models.decoder import Params
+from jaxrl.models.heads import score_config, score_params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig, each_micro
+from jaxrl.types import PackedBatch
+
+
+class ScoreLearner(Learner):
+    """A model of scores in training. What it says of a token is the first of its `_outputs`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        train: TrainConfig,
+        optim: OptimConfig,
+        seed: int,
+        tables: StateTables = ZERO["FSDP"],
+        offload: bool = False,
+    ):
+        """Args as for `Learner`; `model` may be a language model, whose unembedding the head replaces."""
+        super().__init__(
+            score_config(model),
+            mesh,
+            train=train,
+            optim=optim,
+            seed=seed,
+            tables=tables,
+            offload=offload,
+        )
+        self._by_token = jax.jit(self._packed_by_token)
+
+    def start_from(self, params: Params) -> None:
+        """Takes over weights (they are donated); those of a language model get a head of zeros."""
+        if "score_head" not in params:
+            params = score_params(params, self.model)
+        super().start_from(params)
+
+    def by_token(self, batch: PackedBatch) -> jax.Array:
+        """What it says of every token, float32 [U, M, R, T]."""
+        return self._by_token(self.for_training().params, batch)
+
+    def _packed_by_token(self, params: Params, batch: PackedBatch) -> jax.Array:
+        def of_micro(micro: Any) -> jax.Array:
+            outputs, _ = self._outputs(params, micro)
+            return outputs[0]
+
+        return each_micro(of_micro, batch)
