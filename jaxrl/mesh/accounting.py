@@ -4,7 +4,7 @@ Three sources, for any two spec tables:
 
     table_2         the paper's closed forms, for weights that split evenly
     from_shardings  exact: which part of every array each device has before and needs after
-    of_transition,  the compiled programs: collectives of their text, memory of their analysis
+    of_resharding,  the compiled programs: collectives of their text, memory of their analysis
     of_gather_and_keep
 
 Received bytes are those of the device that receives most; so are the others. M is the whole model.
@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.hlo import Collective, collectives
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.resharding import Resharding, Weight
 from jaxrl.mesh.rules import replicated
-from jaxrl.mesh.transition import Transition, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,23 +113,23 @@ def _volume(box: np.ndarray) -> np.ndarray:
     return np.prod(np.maximum(box[..., 1] - box[..., 0], 0), axis=-1)
 
 
-def of_transition(transition: Transition) -> Measured:
-    """Compiles a transition's way to generation and reads its costs from the programs.
+def of_resharding(resharding: Resharding) -> Measured:
+    """Compiles a resharding's way to generation and reads its costs from the programs.
 
-    The peak is that of `Transition.peak_bytes`, with the temporaries that the compiler reports.
+    The peak is that of `Resharding.peak_bytes`, with the temporaries that the compiler reports.
     """
-    weights = transition.weights
+    weights = resharding.weights
     programs: dict[Any, Any] = {}  # of leaves of equal shape and layout there is one
     found: list[tuple[int, Collective]] = []
     own_bytes = []
-    for bucket in transition.buckets:
+    for bucket in resharding.buckets:
         key = bucket.weights, bucket.num_slices
         if key not in programs:
             programs[key] = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
         found += [(bucket.num_slices, c) for c in _collectives(programs[key], weights)]
         own_bytes.append(programs[key].memory_analysis().temp_size_in_bytes)
-    kept = 0 if transition.donate else sum(w.train_bytes for w in weights if w.moves)
-    costs = Costs(_received(found, weights), transition.peak_bytes(own_bytes), kept)
+    kept = 0 if resharding.donate else sum(w.train_bytes for w in weights if w.moves)
+    costs = Costs(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
     return Measured(costs, tuple(found))
 
 

@@ -2,7 +2,7 @@
 
 Devices are numbered as in the program's mesh, flattened. Covered: what XLA writes for moves between
 shardings on CPU, GPU and TPU. Not covered: collectives inside loops, which the text shows once however
-often they run; no program of `transition` has a loop.
+often they run; no program of `resharding` has a loop.
 """
 
 from __future__ import annotations

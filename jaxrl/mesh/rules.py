@@ -1,6 +1,6 @@
 """Rule tables: which mesh axes carry a logical axis, in training and in generation.
 
-A phase is a table. Moving between phases (`transition.py`) knows nothing but two tables.
+A phase is a table. Moving between phases (`resharding.py`) knows nothing but two tables.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from jaxrl.mesh.hosts import put
 
 
 class Transfer:
-    """Sends weights from one mesh to another; the counterpart of `Transition` between disjoint devices.
+    """Sends weights from one mesh to another; the counterpart of `Resharding` between disjoint devices.
 
     Each leaf is cast where it lies and sent on its way; nothing waits for it. The training copy stays.
 
     Attributes:
-      donate: False, as `Transition` has it where the training copy is not given up.
+      donate: False, as `Resharding` has it where the training copy is not given up.
     """
 
     donate = False

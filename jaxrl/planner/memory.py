@@ -214,7 +214,7 @@ def _holding(
 
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:
-    """Leaves of `sampled` that are not shared with training, as `mesh.transition` decides it."""
+    """Leaves of `sampled` that are not shared with training, as `mesh.resharding` decides it."""
     pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
     return [
         after

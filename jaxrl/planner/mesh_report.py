@@ -1,6 +1,6 @@
 """What resharding between a training and a generation layout takes, in each grouping, as tables and lines.
 
-    model, layout, grouping --> Transition, compiled --> bytes, collectives --> tables
+    model, layout, grouping --> Resharding, compiled --> bytes, collectives --> tables
                             +-> Table 2 of the paper, sharding specs ---------------^
 
 Everything is compiled, nothing is allocated.
@@ -25,7 +25,7 @@ from jaxrl.mesh.accounting import (
     Measured,
     from_shardings,
     of_gather_and_keep,
-    of_transition,
+    of_resharding,
     state_bytes,
     table_2,
 )
@@ -33,8 +33,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.drawing import in_words, phase_groups, strips
 from jaxrl.mesh.groupings import HYBRID, ZERO, Grouping
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
-from jaxrl.mesh.transition import Transition
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 
@@ -69,7 +69,7 @@ def compare(
     groupings: Sequence[Grouping],
     devices: Sequence[Any],
 ) -> list[Case]:
-    """Compiles the transition of a bfloat16 model in every grouping."""
+    """Compiles the resharding of a bfloat16 model in every grouping."""
     _, shapes, axes = decoder_graph(model)
     # Collectives of XLA's CPU backend have no bfloat16 and would send float32.
     dtype = jnp.dtype(jnp.uint16 if devices[0].platform == "cpu" else jnp.bfloat16)
@@ -83,12 +83,12 @@ def compare(
             shardings(axes, shapes, rules, mesh) for rules in (grouping.train, grouping.generate)
         )
         # Only HybridFlow's training shards lie inside the generation shards of their devices.
-        transition = Transition(shapes, train, generate, dtype, donate=grouping is HYBRID)
-        tables = _if_it_fits(of_transition, transition)
+        resharding = Resharding(shapes, train, generate, dtype, donate=grouping is HYBRID)
+        tables = _if_it_fits(of_resharding, resharding)
         procedure = (
-            tables if grouping is HYBRID else _if_it_fits(of_gather_and_keep, transition.weights)
+            tables if grouping is HYBRID else _if_it_fits(of_gather_and_keep, resharding.weights)
         )
-        least = from_shardings(transition.weights)
+        least = from_shardings(resharding.weights)
         cases.append(Case(grouping, mesh, formulas[grouping.name], least, procedure, tables))
     return cases
 

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.protocols import rows_and_length
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.mesh.transition import Transition
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.objective import Objective
@@ -61,7 +61,7 @@ def abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
 
 def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
     """Traces the way to the generation layout and the programs there."""
-    assert isinstance(actor.resharding, Transition)
+    assert isinstance(actor.resharding, Resharding)
     for bucket in actor.resharding.buckets:
         jax.eval_shape(bucket.gather_program, *bucket.gather_arguments())
     dtype = jnp.dtype(engine.config.dtype)

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.mesh.transfer import Transfer
-from jaxrl.mesh.transition import Transition
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities
@@ -100,13 +100,13 @@ class Actor(Learner):
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
-    def _resharding_to(self, backend: RolloutBackend) -> Transition | Transfer:
+    def _resharding_to(self, backend: RolloutBackend) -> Resharding | Transfer:
         generate = shardings(self.axes, self.shapes, GENERATE_RULES, backend.mesh)
         if not self._shares_mesh:
             return Transfer(generate, backend.dtype)
         # Master weights that sampling needs in a narrower type stay; equal ones are given up for it.
         donate = jnp.dtype(backend.dtype) == jnp.float32
-        return Transition(self.shapes, self.train_shardings, generate, backend.dtype, donate=donate)
+        return Resharding(self.shapes, self.train_shardings, generate, backend.dtype, donate=donate)
 
     @property
     def backend(self) -> RolloutBackend:
@@ -135,7 +135,7 @@ class Actor(Learner):
             self._wait_for_sampler()
         self._onload()
         if self._state is not None and self._state.params is None:
-            assert isinstance(self.resharding, Transition)
+            assert isinstance(self.resharding, Resharding)
             params = self.resharding.to_train(self._unloaded())
             self._state = self._state.replace(params=params)
         return self.state

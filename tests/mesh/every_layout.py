@@ -17,14 +17,14 @@ import numpy as np
 from jaxrl.mesh.accounting import (
     from_shardings,
     of_gather_and_keep,
-    of_transition,
+    of_resharding,
     table_2,
 )
 from jaxrl.mesh.devices import abstract_mesh, build_mesh, simulate
 from jaxrl.mesh.groupings import GATHER_ALL, GROUPINGS, HYBRID, VANILLA, Grouping
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
-from jaxrl.mesh.transition import Transition
 
 # A model that every layout of p*t*d devices splits evenly.
 AXES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
@@ -41,7 +41,7 @@ def layouts(max_devices: int) -> Iterator[ParallelLayout]:
                         yield ParallelLayout(p, t, d, p_g, t_g)
 
 
-def transition(layout: ParallelLayout, grouping: Grouping, mesh) -> tuple[Transition, int]:
+def resharding(layout: ParallelLayout, grouping: Grouping, mesh) -> tuple[Resharding, int]:
     """Of the evenly split model, and the model's bytes."""
     p, N, t = layout.p, layout.num_devices, layout.t
     shapes = {
@@ -51,14 +51,14 @@ def transition(layout: ParallelLayout, grouping: Grouping, mesh) -> tuple[Transi
     train, generate = (
         shardings(AXES, shapes, rules, mesh) for rules in (grouping.train, grouping.generate)
     )
-    move = Transition(shapes, train, generate, np.float32, donate=grouping is HYBRID)
+    move = Resharding(shapes, train, generate, np.float32, donate=grouping is HYBRID)
     return move, 2 * p * N * t * 4
 
 
 def check_closed_form(layout: ParallelLayout) -> None:
     """Interval arithmetic on the specs gives the paper's formulas, or says where they are bounds."""
     for grouping in GROUPINGS.values():
-        move, model_bytes = transition(layout, grouping, abstract_mesh(layout, grouping.axes))
+        move, model_bytes = resharding(layout, grouping, abstract_mesh(layout, grouping.axes))
         formula, least = table_2(layout, model_bytes)[grouping.name], from_shardings(move.weights)
         context = (layout, grouping.name, formula, least)
         if grouping is HYBRID:
@@ -80,9 +80,9 @@ def check_closed_form(layout: ParallelLayout) -> None:
 
 
 def check_hybrid(layout: ParallelLayout, devices) -> None:
-    """The compiled transition receives what Table 2 says and keeps nothing besides."""
-    move, model_bytes = transition(layout, HYBRID, build_mesh(layout, devices, HYBRID.axes))
-    formula, measured = table_2(layout, model_bytes)["hybrid"], of_transition(move)
+    """The compiled resharding receives what Table 2 says and keeps nothing besides."""
+    move, model_bytes = resharding(layout, HYBRID, build_mesh(layout, devices, HYBRID.axes))
+    formula, measured = table_2(layout, model_bytes)["hybrid"], of_resharding(move)
     context = (layout, formula, measured)
     assert measured.costs.received == formula.received, context
     assert measured.costs.redundant == formula.redundant, context
@@ -97,7 +97,7 @@ def check_procedures(layout: ParallelLayout, devices) -> None:
     """Gathering everything and keeping a part costs what Table 2 says, in all three columns."""
     for grouping in (VANILLA, GATHER_ALL):
         mesh = build_mesh(layout, devices, grouping.axes)
-        move, model_bytes = transition(layout, grouping, mesh)
+        move, model_bytes = resharding(layout, grouping, mesh)
         formula, measured = (
             table_2(layout, model_bytes)[grouping.name],
             of_gather_and_keep(move.weights),

@@ -1,4 +1,4 @@
-"""Bytes of a transition: from the paper, from the specs, from compiled programs."""
+"""Bytes of a resharding: from the paper, from the specs, from compiled programs."""
 
 import pathlib
 import subprocess
@@ -17,15 +17,15 @@ from jaxrl.mesh.accounting import (
     boxes,
     from_shardings,
     gather_everything,
-    of_transition,
+    of_resharding,
     state_bytes,
     table_2,
 )
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.groupings import GATHER_ALL, GROUPINGS, HYBRID, VANILLA, ZERO
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import TRAIN_RULES, shardings
-from jaxrl.mesh.transition import Transition
 
 M = 16 * 1024
 
@@ -62,7 +62,7 @@ def test_shards_that_do_not_fit_are_counted_in_vanilla_only():
     found = {}
     for name, grouping in GROUPINGS.items():
         mesh = abstract_mesh(layout_of("1-4-2", "1-2-2-2"), grouping.axes)
-        found[name], _ = every_layout.transition(layout_of("1-4-2", "1-2-2-2"), grouping, mesh)
+        found[name], _ = every_layout.resharding(layout_of("1-4-2", "1-2-2-2"), grouping, mesh)
     # Two leaves of 1 x 8 x 4 float32.
     M = 2 * 32 * 4
     costs = {name: from_shardings(move.weights) for name, move in found.items()}
@@ -114,8 +114,8 @@ def test_compiled_programs_of_every_layout_of_up_to_64_devices():
 def test_fsdp_is_gathered_too():
     """A device of d = fsdp = 2 holds half of the training shard that Table 2 counts."""
     layout = layout_of("1-4-2", "1-2-2-2", fsdp=2)
-    move, model_bytes = every_layout.transition(layout, HYBRID, build_mesh(layout))
-    measured = of_transition(move)
+    move, model_bytes = every_layout.resharding(layout, HYBRID, build_mesh(layout))
+    measured = of_resharding(move)
     assert measured.costs.received == model_bytes // 2 - model_bytes // 8
     assert measured.costs.received == from_shardings(move.weights).received
 
@@ -154,8 +154,8 @@ def test_the_compiled_peak_is_a_bucket_above_the_generation_copy(train, generate
     )
     copy = sum(leaf.size for leaf in shapes.values()) * 4 // 2
     bucket = copy // 8
-    move = Transition(shapes, train, generate, jnp.float32, donate=True, bucket_bytes=bucket)
-    costs = of_transition(move).costs
+    move = Resharding(shapes, train, generate, jnp.float32, donate=True, bucket_bytes=bucket)
+    costs = of_resharding(move).costs
     least = from_shardings(move.weights)
     assert (least.peak, least.redundant) == (copy, 0)
     assert (costs.received, costs.redundant) == (least.received, 0)
@@ -167,8 +167,8 @@ def test_the_compiled_peak_is_a_bucket_above_the_generation_copy(train, generate
 
 def test_keeping_the_training_copy_is_counted():
     layout = layout_of("1-4-2", "1-2-2-2")
-    move, model_bytes = every_layout.transition(layout, VANILLA, build_mesh(layout))
-    costs = of_transition(move).costs
+    move, model_bytes = every_layout.resharding(layout, VANILLA, build_mesh(layout))
+    costs = of_resharding(move).costs
     assert costs.redundant == model_bytes // 4
     assert costs.peak >= model_bytes // 2 + model_bytes // 4
 

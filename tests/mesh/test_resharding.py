@@ -10,8 +10,8 @@ from jaxrl.mesh.devices import build_mesh, topology_devices
 from jaxrl.mesh.groupings import HYBRID, VANILLA, Grouping
 from jaxrl.mesh.hlo import collectives
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.mesh.transition import Transition
 
 AXES = {
     "embedding": ("vocab", "embed"),
@@ -46,7 +46,7 @@ def plan(
     )
     params = jax.device_put(WEIGHTS, train_shardings)
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), WEIGHTS)
-    move = Transition(
+    move = Resharding(
         shapes,
         train_shardings,
         generate_shardings,
@@ -238,7 +238,7 @@ def test_the_narrower_type_travels():
         shardings({"up": ("layers", "embed", "mlp")}, shapes, rules, mesh)
         for rules in (TRAIN_RULES, GENERATE_RULES)
     )
-    (bucket,) = Transition(shapes, train, generate, jnp.bfloat16).buckets
+    (bucket,) = Resharding(shapes, train, generate, jnp.bfloat16).buckets
     compiled = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
     (gather,) = collectives(compiled.as_text(), 8)
     assert gather.result_bytes == 2 * 256 * 512 * 2

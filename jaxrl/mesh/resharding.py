@@ -189,7 +189,7 @@ def _cast(weight: Weight, leaf: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, weight.train)
 
 
-class Transition:
+class Resharding:
     """The compiled moves of one set of weights between its two layouts.
 
     With `donate` each phase gives its copy to the other: no device ever holds two. Without it the training

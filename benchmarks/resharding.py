@@ -1,6 +1,6 @@
 """How long weights take from the training to the generation layout, by grouping.
 
-    python benchmarks/transition.py [--train 1-4-2] [--generate 1-2-2-2] [--megabytes 256] [--repeats 5]
+    python benchmarks/resharding.py [--train 1-4-2] [--generate 1-2-2-2] [--megabytes 256] [--repeats 5]
 
 Runs on the accelerators there are, if they are as many as the layout asks for, else on simulated CPU
 devices, where a move is a copy inside one memory: ratios mean something there, seconds do not.
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.mesh.accounting import gather_everything, of_gather_and_keep, of_transition
+from jaxrl.mesh.accounting import gather_everything, of_gather_and_keep, of_resharding
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.groupings import GATHER_ALL, HYBRID, VANILLA
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
-from jaxrl.mesh.transition import Transition
 
 AXES = {
     "up": ("layers", "embed", "mlp"),
@@ -85,15 +85,15 @@ def measure(layout, devices, shapes, repeats):
             lambda: {name: jnp.ones(s.shape, s.dtype) for name, s in shapes.items()},
             out_shardings=train,
         )
-        move = Transition(shapes, train, generate, jnp.float32, donate=grouping is HYBRID)
-        received = of_transition(move).costs.received
+        move = Resharding(shapes, train, generate, jnp.float32, donate=grouping is HYBRID)
+        received = of_resharding(move).costs.received
         ways.append((f"{grouping.name}, from two tables", received, fresh, move.to_generate))
         if grouping is not HYBRID:
             received = of_gather_and_keep(move.weights).costs.received
             procedure = gather_and_keep(train, generate)
             ways.append((f"{grouping.name}, as in the paper", received, fresh, procedure))
         else:
-            back = Transition(shapes, train, generate, jnp.float32, donate=True)
+            back = Resharding(shapes, train, generate, jnp.float32, donate=True)
             ways.append(
                 (
                     f"{grouping.name}, back to training",
@@ -132,7 +132,7 @@ def main():
         title=f"{layout.name}, M = {model_bytes / 1e6:,.0f} MB, {layout.num_devices} "
         f"{devices[0].device_kind} devices"
     )
-    table.add_column("transition")
+    table.add_column("resharding")
     for column in ("received / M", "median ms", "fastest ms", "ratio"):
         table.add_column(column, justify="right")
     for name, received, times in rows:
