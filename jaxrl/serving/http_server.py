@@ -32,7 +32,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.online import Delta, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
+from jaxrl.serving.online_driver import Delta, OnlineDriver
 from jaxrl.serving.openai.answers import Answer, ChatForm, CompletionForm, Form
 from jaxrl.serving.openai.calls import (
     ApiError,

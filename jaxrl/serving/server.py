@@ -34,8 +34,9 @@ from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.online import Ask, Delta, NotFinite, OnlineDriver, ServingError
+from jaxrl.rollout.request_errors import NotFinite, ServingError
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
+from jaxrl.serving.online_driver import Ask, Delta, OnlineDriver
 
 # Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
 _SHORTEST_CONTEXT = 2048
@@ -379,20 +380,12 @@ def _start_http(
 def _start_grpc(
     config: ServeConfig, loaded: Loaded, lock: threading.Lock, stack: contextlib.ExitStack
 ) -> int:
-    from jaxrl.rollout import jetstream
+    from jaxrl.serving import jetstream_grpc
 
-    tokenizer = loaded.tokenizer
-    engine = jetstream.JetStreamEngine(
-        loaded.engine,
-        loaded.params,
-        jetstream.Tokenizer(tokenizer.encode, tokenizer.decode, tokenizer.stop_ids),
-        jetstream.Settings(),
-        lock=lock,
-    )
-    driver = jetstream.Driver(engine)
+    driver = jetstream_grpc.start_driver(loaded.engine, loaded.params, loaded.tokenizer, lock)
     # For the case that there will be no server to do it.
     stack.callback(driver.stop)
-    server = jetstream.GrpcServer(
+    server = jetstream_grpc.GrpcServer(
         driver,
         host=config.host,
         port=config.grpc_port,

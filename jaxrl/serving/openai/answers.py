@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jaxrl.rollout.online import Delta
+from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import Call
 from jaxrl.serving.openai.protocol import (
     AssistantMessage,

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.online import Ask
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.serving.online_driver import Ask
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -28,6 +28,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.request_errors import NotFinite, Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slots import DecodedTokens, SlotAssignment, Slots
@@ -36,22 +37,6 @@ from jaxrl.rollout.text_stream import TextStream
 STOP, LENGTH = "stop", "length"
 
 _LOG = logging.getLogger(__name__)
-
-
-class ServingError(RuntimeError):
-    """A request was not answered and its sender is not to blame."""
-
-
-class Overloaded(ServingError):
-    """Too much is waiting already; come again later."""
-
-
-class Stopped(ServingError):
-    """The driver answers nothing any more."""
-
-
-class NotFinite(ServingError):
-    """The model has given no probabilities: its weights, or what they make of this prompt, are broken."""
 
 
 @dataclasses.dataclass(frozen=True)

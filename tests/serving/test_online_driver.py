@@ -18,10 +18,10 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.online import Ask, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.online_driver import Ask, OnlineDriver
 from jaxrl.types import Prompts
 
 MODEL = ModelConfig(
@@ -316,40 +316,3 @@ def test_closing_can_wait_for_what_is_open(engine, alone):
     assert all(listener.wait().tokens(1) == alone[0].tokens(1) for listener in listeners)
     with pytest.raises(Stopped, match="takes no requests"):
         driver.submit(ASKS[0], print)
-
-
-# Text
-
-
-def utf8(tokens) -> str:
-    return bytes(list(tokens)).decode("utf-8", "replace")
-
-
-@pytest.mark.parametrize("text", ["plain", "naïve 東京 🦜!", "\N{REPLACEMENT CHARACTER}x"])
-def test_a_text_stream_shows_whole_characters_only(text):
-    stream = TextStream(utf8)
-    pieces, shown = zip(*(stream.add(b) for b in text.encode()), strict=True)
-    assert "".join(shown) + stream.flush() == text
-    assert pieces == shown
-    assert all(piece == "" or piece.encode().decode() in text for piece in pieces)
-
-
-def test_bytes_that_are_no_character_do_not_hold_a_text_back():
-    stream = TextStream(utf8)
-    shown = [stream.add(0x80)[1] for _ in range(100)]
-    assert len("".join(shown)) >= 90
-    assert "".join(shown) + stream.flush() == utf8([0x80] * 100)
-
-
-@pytest.mark.parametrize(
-    "stop, expected", [(("cd",), "ab"), (("bcx", "cde"), "ab"), (("de", "c"), "ab"), (("q",), None)]
-)
-def test_nothing_of_a_stop_string_is_shown(stop, expected):
-    stream = TextStream(utf8, stop)
-    shown = ""
-    for byte in b"abcdef":
-        shown += stream.add(byte)[1]
-        if stream.stopped:
-            break
-    assert stream.stopped == (expected is not None)
-    assert shown + ("" if stream.stopped else stream.flush()) == (expected or "abcdef")
