@@ -26,7 +26,7 @@ MODEL = ModelConfig(
 )
 CONFIG = EngineConfig(
     slots=8,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=20,

@@ -231,7 +231,7 @@ class Engine:
             decode_attention=config.decode_attention,
         )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
-        self.slot_sizes = self._shared_out(config.slots, config.fewest_rows)
+        self.slot_sizes = self._shared_out(config.slots, config.smallest_bucket)
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))

@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=16,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=40,

@@ -45,7 +45,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=8,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=T,
     max_response_tokens=R,
