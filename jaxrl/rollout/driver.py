@@ -311,7 +311,7 @@ class _Batch:
         for slot, i in self._scheduler.running.items():
             sample = self._samples[i]
             sample.add_decoded(*decoded.of_slot(slot), version=self._options.step)
-            stopped = self._cut_at_stop(sample, int(decoded.count[slot]))
+            stopped = self._cut_at_stop(sample, int(decoded.num_tokens[slot]))
             if decoded.active[slot] and not stopped:
                 continue
             if decoded.active[slot]:

@@ -38,7 +38,7 @@ class SlotAssignment(NamedTuple):
       place: of its sequence in the prefix.
       prompt_id, sample_index: what its sampling key is made of.
       max_tokens: of its response.
-      count: tokens of its response that the prefix holds.
+      response_tokens: of its response, that the prefix holds already.
     """
 
     slot: int
@@ -46,7 +46,7 @@ class SlotAssignment(NamedTuple):
     prompt_id: int
     sample_index: int
     max_tokens: int
-    count: int = 0
+    response_tokens: int = 0
 
 
 class Extension(NamedTuple):
@@ -74,21 +74,21 @@ class DecodedTokens(NamedTuple):
 
     Attributes:
       active: bool [n], still decoding.
-      count: int32 [n], tokens decoded.
-      token: int32 [n, W], of which `count` are real.
+      num_tokens: int32 [n], how many were decoded.
+      token: int32 [n, W], of which `num_tokens` are real.
       logprob, entropy: float32 [n, W].
     """
 
     active: np.ndarray
-    count: np.ndarray
+    num_tokens: np.ndarray
     token: np.ndarray
     logprob: np.ndarray
     entropy: np.ndarray
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, log-probabilities and entropies that were decoded in a slot."""
-        count = self.count[slot]
-        return self.token[slot, :count], self.logprob[slot, :count], self.entropy[slot, :count]
+        n = self.num_tokens[slot]
+        return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -138,7 +138,7 @@ def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignme
     source_n[:] = -1
     for each in assignments:
         source_n[each.slot], limit_n[each.slot] = each.place, each.max_tokens
-        count_n[each.slot] = each.count
+        count_n[each.slot] = each.response_tokens
         id_n[each.slot], index_n[each.slot] = each.prompt_id, each.sample_index
     return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
 
