@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message gives the value, the rule and the remedy.
+    """Something the user can fix. The message gives the value, the rule and the remedy.
 
     Commands print the message alone and exit with status 2.
     """

@@ -44,7 +44,7 @@ TEMPLATE = (
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 )
 SIZES = {
-    # Few sizes, so that little is compiled: 8 rows of capacity 64 or 96.
+    # Few sizes, so that little is compiled: 8 slots of capacity 64 or 96.
     "slots": 8,
     "prefill_prompts": 1,
     "max_prompt_tokens": 48,

@@ -204,7 +204,7 @@ class Rollout:
     Attributes:
       completions: every group whose samples are all finished, in the order of their prompts.
       prompt_indices: which prompts these are, of the unfinished ones that came in and then those given.
-      versions: int32 for each row of the completions, the policy version of each token.
+      versions: int32 for each sample of the completions, the policy version of each token.
       unfinished: the other groups.
     """
 

@@ -160,7 +160,7 @@ def insert(
     settings: Settings,
 ) -> DecodeState:
     """`Engine.insert` of samples that share their settings; `state` is consumed."""
-    return engine.insert(prefix, state, on_device(engine, state.rows, assignments), *settings)
+    return engine.insert(prefix, state, on_device(engine, state.num_slots, assignments), *settings)
 
 
 class Slots:
@@ -214,11 +214,11 @@ class Slots:
         if moves is None and state.capacity // 2 < capacity <= state.capacity:
             return
         if moves is None:
-            moves = list(range(state.rows // engine.shards)) * engine.shards
+            moves = list(range(state.num_slots // engine.shards)) * engine.shards
         self._state = None
         with self._lock:
-            (row_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
-            self._state = engine.resize(state, row_n, capacity=capacity)
+            (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
+            self._state = engine.resize(state, slot_n, capacity=capacity)
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
         """See `prefilled`."""
@@ -254,7 +254,7 @@ class Slots:
         state, shards = self._state, engine.shards
         assert state is not None, "there are no slots"
         per_shard = engine.batch_sizes[-1] // shards
-        slots_of_shard = state.rows // shards
+        slots_of_shard = state.num_slots // shards
         # A prefix takes as many sequences from every shard.
         waiting = [[e for e in extensions if e.slot // slots_of_shard == s] for s in range(shards)]
         while any(waiting):
@@ -273,7 +273,7 @@ class Slots:
         slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
         parts = [np.zeros(0, np.int32)] * P
         for place, extension in places.items():
-            slot_P[place] = extension.slot % (state.rows // engine.shards)
+            slot_P[place] = extension.slot % (state.num_slots // engine.shards)
             length_P[place], token_P[place] = extension.length - 1, extension.last
             parts[place] = extension.tokens
         with self._lock:
@@ -284,7 +284,7 @@ class Slots:
         """Ends what is in `slots`."""
         state, self._state = self._state, None
         assert state is not None, "there are no slots"
-        keep_n = np.ones(state.rows, bool)
+        keep_n = np.ones(state.num_slots, bool)
         keep_n[list(slots)] = False
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))

@@ -4,7 +4,7 @@
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
 
 Requests are bounded in size and in the time they take to arrive, connections in their number and in the time
-in which nothing is asked on them. A client that goes away ends its requests, and their slots are free. There
+without a request on them. A client that goes away ends its requests, and their slots are free. There
 is no encryption and no authentication: it is for this machine, or for a proxy that has both.
 """
 
@@ -71,9 +71,9 @@ class _Inbox:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
-        n = call.asks[0].num_samples
-        asks = [(ask, self._listener(i * n)) for i, ask in enumerate(call.asks)]
-        self._tickets = driver.submit_all(asks)
+        n = call.requests[0].num_samples
+        requests = [(r, self._listener(i * n)) for i, r in enumerate(call.requests)]
+        self._tickets = driver.submit_all(requests)
 
     def _listener(self, first: int) -> Callable[[Delta | ServingError], None]:
         def listen(event: Delta | ServingError) -> None:

@@ -72,7 +72,7 @@ class _Orchestrator(orchestrator.LLMOrchestrator):
 class GrpcServer:
     """JetStream's gRPC service on a thread of its own.
 
-    Unlike `jetstream.core.server_lib.JetStreamServer` it listens where it is told, and says on which port.
+    Unlike `jetstream.core.server_lib.JetStreamServer` it listens on a given address, and reports its port.
 
     Attributes:
       port: it listens on.

@@ -36,7 +36,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.request_errors import NotFinite, ServingError
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
-from jaxrl.serving.online_driver import Ask, Delta, OnlineDriver
+from jaxrl.serving.online_driver import Delta, OnlineDriver, Request
 
 # Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
 _SHORTEST_CONTEXT = 2048
@@ -214,8 +214,8 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     Args:
       config: its limits are taken as they are; without them a prompt and its response share the context.
       context: tokens that the model has positions for.
-      fitting: returns the tokens for which there is memory where all slots are at their longest. Asked where
-        nothing is given.
+      fitting: returns the tokens for which there is memory where all slots are at their longest. Called where
+        no limit is given.
 
     Raises:
       UserError: the limits leave the model's context.
@@ -344,7 +344,7 @@ def _first_sample(driver: OnlineDriver) -> None:
             failures.append(event)
         ended.set()
 
-    driver.submit(Ask(np.zeros(1, np.int32), 1, 1, seed=0), listen)
+    driver.submit(Request(np.zeros(1, np.int32), 1, 1, seed=0), listen)
     ended.wait()
     if failures and isinstance(failures[0], NotFinite):
         raise UserError(f"a first sample could not be drawn: {failures[0]}")
@@ -372,7 +372,7 @@ def _start_http(
         app, host=config.host, port=config.http_port, max_connections=config.max_connections
     )
     stack.callback(server.stop)
-    # First of all, so that whoever is still waiting then is told.
+    # First of all, so that whoever is still waiting then gets an answer.
     stack.callback(driver.close, config.grace_s)
     return server.port
 

@@ -61,7 +61,7 @@ print(json.dumps({name: found(name) for name in ("bfloat16", "int8")}))
 
 @pytest.mark.tpu
 @needs_extra("aot", "libtpu")
-def test_no_program_copies_the_cache_and_rows_move_without_communication():
+def test_no_program_copies_the_cache_and_slots_move_without_communication():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -18,7 +18,7 @@ def test_a_text_stream_shows_whole_characters_only(text):
     assert all(piece == "" or piece.encode().decode() in text for piece in pieces)
 
 
-def test_bytes_that_are_no_character_do_not_hold_a_text_back():
+def test_bytes_that_are_no_character_do_not_delay_a_text():
     stream = TextStream(utf8)
     shown = [stream.add(0x80)[1] for _ in range(100)]
     assert len("".join(shown)) >= 90

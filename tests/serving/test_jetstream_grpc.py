@@ -28,7 +28,7 @@ from jaxrl.rollout.jetstream.jetstream_backend import FIELDS, CollectedSamples  
 from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver  # noqa: E402
 from jaxrl.rollout.request_errors import Stopped  # noqa: E402
 from jaxrl.serving.jetstream_grpc import GrpcServer  # noqa: E402
-from jaxrl.serving.online_driver import Ask, OnlineDriver  # noqa: E402
+from jaxrl.serving.online_driver import OnlineDriver, Request  # noqa: E402
 
 # Importable since our module is.
 jetstream_pb2 = importlib.import_module("jetstream.core.proto.jetstream_pb2")
@@ -54,8 +54,10 @@ def test_two_drivers_of_one_mesh_take_turns():
 
             for item, channel, answer in zip(work, channels, ours, strict=True):
                 driver.submit(item, channel)
-                ask = Ask(item.tokens, num_samples=1, max_tokens=20, seed=0, temperature=0.0)
-                online.submit(ask, functools.partial(listen, answer=answer))
+                ours_too = Request(
+                    item.tokens, num_samples=1, max_tokens=20, seed=0, temperature=0.0
+                )
+                online.submit(ours_too, functools.partial(listen, answer=answer))
             theirs = [channel.wait()[0][:, 0].tolist() for channel in channels]
             for _ in work:
                 ended.get(timeout=60)

@@ -113,8 +113,8 @@ class Tokenizer(tokenizer_api.Tokenizer):
 class JetStreamEngine(engine_api.Engine):
     """Our engine as JetStream's contract has it. A dispatch gives up to W tokens, its "speculations".
 
-    A slot is a run of `samples_per_slot` rows, all of one prompt. With `columns` a token is followed by the
-    bits of further values of the state, so that they travel with it. The tokenizer must then have no stop
+    Its slot is a run of `samples_per_slot` of ours, all of one prompt. With `columns` a token is followed by
+    the bits of further values of the state, so that they travel with it. The tokenizer must then have no stop
     ids, since bits may look like one; a sample ends where nothing is valid any more.
     """
 
@@ -134,7 +134,7 @@ class JetStreamEngine(engine_api.Engine):
         Args:
           engine, params, tokenizer: of the model.
           settings: of all requests.
-          samples_per_slot: divides the engine's rows.
+          samples_per_slot: divides the engine's slots; so many of these are one of JetStream's.
           columns: float32 fields [n, W] of the decode state.
           lock: held while something is dispatched; for another driver of the same devices. JetStream's own
             threads need one too: on a mesh all devices must get programs in one order.
@@ -200,7 +200,7 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: Params, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Decodes up to W tokens in every row that is active."""
+        """Decodes up to W tokens in every slot that is active."""
         with self._lock:
             state = self.engine.generate(params, decode_state, self._none_active)
             data = self._packed(state)
@@ -239,12 +239,12 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """Slots."""
+        """JetStream's slots."""
         return self.engine.slot_sizes[-1] // self.samples_per_slot
 
     @property
     def samples_per_slot(self) -> int:
-        """Rows of a slot."""
+        """The engine's slots in one of JetStream's."""
         return self._samples_per_slot
 
     @property

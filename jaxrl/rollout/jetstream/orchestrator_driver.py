@@ -141,7 +141,7 @@ class JetStreamDriver(orchestrator.Driver):
             sample.text = list(text + stream.flush() if ended else text)
         channel.add_result(samples)
         if channel.cancelled():
-            # What is asked next is whether all are complete, and the slot is free.
+            # JetStream looks next at whether all are complete, and then the slot is free.
             complete[:] = True
         if complete.all():
             with self._guard:

@@ -1,4 +1,4 @@
-"""OpenAI's requests as calls of the online driver: JSON objects in, `Ask`s out.
+"""OpenAI's requests as calls of the online driver: JSON objects in, its `Request`s out.
 
     POST /v1/completions        prompt: text, token ids, or a list of either
     POST /v1/chat/completions   messages through the model's chat template
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.serving.online_driver import Ask
+from jaxrl.serving.online_driver import Request
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -71,16 +71,16 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A request, understood.
+    """A client's request, understood.
 
     Attributes:
-      asks: one per prompt, with the same number of samples.
+      requests: to the driver, one per prompt, with the same number of samples.
       stream: the answer is to come in events.
       include_usage: its last event tells the number of tokens.
       logprobs: it is to have log-probabilities.
     """
 
-    asks: tuple[Ask, ...]
+    requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -88,12 +88,12 @@ class Call:
     @property
     def num_choices(self) -> int:
         """Samples of all prompts; choice i is sample i % n of prompt i // n."""
-        return sum(ask.num_samples for ask in self.asks)
+        return sum(request.num_samples for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts, each once."""
-        return sum(len(ask.prompt) for ask in self.asks)
+        return sum(len(request.prompt) for request in self.requests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +197,8 @@ def _call(
     )
     temperature = request.temperature if request.temperature >= _LOWEST_TEMPERATURE else 0.0
     seed = secrets.randbits(31) if request.seed is None else request.seed
-    asks = tuple(
-        Ask(
+    requests = tuple(
+        Request(
             prompt,
             request.n,
             max_tokens,
@@ -209,7 +209,7 @@ def _call(
         )
         for prompt in prompts
     )
-    return Call(asks, request.stream, request.stream_options.include_usage, logprobs)
+    return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
 
 
 def _check_sizes(

@@ -258,7 +258,7 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
         for part in (StreamOptions, Message, kind)
         for name, field in part.model_fields.items()
     }
-    # What follows the names of fields are branches of a union, of which only the whole is told.
+    # What follows the names of fields are branches of a union, of which only the whole is reported.
     known = list(itertools.takewhile(lambda p: isinstance(p, int) or p in rules, location))
     while isinstance(known[-1], int):
         known.pop()
@@ -356,7 +356,7 @@ class AssistantMessage(BaseModel):
 
 
 class MessageDelta(BaseModel):
-    """What the model says now; its role is told once."""
+    """What the model says now; its role is there once."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
     content: str
@@ -395,7 +395,7 @@ class ChatCompletionChunk(_Answer):
 
 
 class Model(BaseModel):
-    """A model that can be asked."""
+    """A model that answers."""
 
     id: str
     object: Literal["model"] = "model"
