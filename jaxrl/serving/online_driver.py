@@ -28,6 +28,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.request_checks import check_request
 from jaxrl.rollout.request_errors import NotFinite, Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
@@ -188,22 +189,7 @@ class OnlineDriver:
         """Raises UserError for a request that can never be served."""
         limits = jax.tree.leaves(request.truncation)
         assert all(isinstance(x, np.generic) for x in limits), "a truncation is of host scalars"
-        longest, most = self._engine.max_prefill_length, self._engine.config.max_response_tokens
-        vocabulary = self._engine.model.num_tokens or self._engine.model.vocab_size
-        if not 0 < len(request.prompt) <= longest:
-            raise UserError(
-                f"the prompt has {len(request.prompt)} tokens; this server takes 1 to {longest}: "
-                f"{'shorten it' if len(request.prompt) else 'write one'}"
-            )
-        if request.prompt.min() < 0 or request.prompt.max() >= vocabulary:
-            raise UserError(
-                f"the prompt has token ids from {request.prompt.min()} to {request.prompt.max()}; this "
-                f"model's go from 0 to {vocabulary - 1}: use its own tokenizer"
-            )
-        if not 0 < request.max_tokens <= most:
-            raise UserError(
-                f"max_tokens {request.max_tokens}: this server gives 1 to {most}; ask for as many"
-            )
+        check_request(self._engine, request.prompt, request.max_tokens)
         if not 0 < request.num_samples <= self._max_waiting:
             raise UserError(
                 f"{request.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
@@ -213,12 +199,6 @@ class OnlineDriver:
             raise UserError(f"temperature {request.temperature} is not 0, which is greedy, or more")
         if not 0 <= request.seed < 2**31:
             raise UserError(f"seed {request.seed} is not a number from 0 to {2**31 - 1}")
-        room = self._engine.config.max_context_tokens
-        if len(request.prompt) + request.max_tokens > room:
-            raise UserError(
-                f"{len(request.prompt)} tokens of the prompt and max_tokens {request.max_tokens}: this "
-                f"server has room for {room} together; shorten one of them"
-            )
         if "" in request.stop:
             raise UserError("a stop string is empty, which would end every answer before it begins")
 

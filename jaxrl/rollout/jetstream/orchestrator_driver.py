@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.errors import UserError
 from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Work
 from jaxrl.rollout.jetstream.package import LOG, ReturnSample, orchestrator, tokenizer_api
+from jaxrl.rollout.request_checks import check_request
 from jaxrl.rollout.request_errors import ServingError, Stopped
 from jaxrl.rollout.text_stream import TextStream
 
@@ -88,30 +88,11 @@ class JetStreamDriver(orchestrator.Driver):
         super().place_request_on_prefill_queue(request)
 
     def _work_of(self, tokens: np.ndarray, max_tokens: int) -> Work:
-        config = self._engine.engine.config
-        vocabulary = self._engine.engine.model.num_tokens or self._engine.engine.model.vocab_size
-        if not 0 < len(tokens) <= config.max_prompt_tokens:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens; this server takes 1 to {config.max_prompt_tokens}"
-            )
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise UserError(
-                f"the prompt has token ids from {tokens.min()} to {tokens.max()}; this model's go from 0 "
-                f"to {vocabulary - 1}: use its own tokenizer"
-            )
-        if not 0 < max_tokens <= config.max_response_tokens:
-            raise UserError(
-                f"max_tokens {max_tokens}: this server gives 1 to {config.max_response_tokens}"
-            )
-        room = config.max_context_tokens - len(tokens)
-        if max_tokens == config.max_response_tokens:
+        engine = self._engine.engine
+        if max_tokens == engine.config.max_response_tokens:
             # What requests have that name no number: as much as there is room for.
-            max_tokens = min(max_tokens, room)
-        if not 0 < max_tokens <= room:
-            raise UserError(
-                f"{len(tokens)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
-                f"{config.max_context_tokens} together"
-            )
+            max_tokens = min(max_tokens, engine.config.max_context_tokens - len(tokens))
+        check_request(engine, tokens, max_tokens)
         return Work(tokens.astype(np.int32), max_tokens, prompt_id=next(self._numbers) % 2**31)
 
     def _process_prefill_content(
