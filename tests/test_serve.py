@@ -35,7 +35,9 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
-from jaxrl.serving.server import ServeConfig, lengths_of, load, running  # noqa: E402
+from jaxrl.serving.model_loading import lengths_of, load  # noqa: E402
+from jaxrl.serving.serve_config import ServeConfig  # noqa: E402
+from jaxrl.serving.server import running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "serve.py"
