@@ -38,6 +38,7 @@ LATE_IMPORTS = {
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
+    ("jaxrl/serving/server.py", "jaxrl.serving.openai.endpoint"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.jetstream_grpc"): "extra `jetstream`",
     (
         "jaxrl/rollout/drivers.py",

@@ -136,17 +136,18 @@ def _first_sample(driver: OnlineDriver) -> None:
 def _start_http(
     config: ServeConfig, loaded: Loaded, driver: OnlineDriver, stack: contextlib.ExitStack
 ) -> int:
-    from jaxrl.serving import http_server
+    from jaxrl.serving.http_server import HttpServer
     from jaxrl.serving.openai.calls import Limits
+    from jaxrl.serving.openai.endpoint import build_app
 
     sizes = loaded.engine.config
-    app = http_server.build_app(
+    app = build_app(
         driver,
         loaded.tokenizer,
         Limits(config.model_name, sizes.max_response_tokens, sizes.max_context_tokens),
         max_body_bytes=config.max_body_bytes,
     )
-    server = http_server.HttpServer(
+    server = HttpServer(
         app, host=config.host, port=config.http_port, max_connections=config.max_connections
     )
     stack.callback(server.stop)
