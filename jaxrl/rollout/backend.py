@@ -64,7 +64,7 @@ class SamplingOptions:
 
 
 class RolloutBackend(Protocol):
-    """What samples from a policy."""
+    """Samples from a policy."""
 
     @property
     def mesh(self) -> Mesh:

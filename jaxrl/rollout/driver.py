@@ -215,7 +215,7 @@ class _Batch:
         )
 
     def rollout(self) -> Rollout:
-        """What is finished and what is not."""
+        """Finished groups as completions, and the others."""
         finished = [self._group_finished(n) for n in range(len(self._prompts))]
         done, left = np.flatnonzero(finished).tolist(), np.flatnonzero(np.invert(finished)).tolist()
         return Rollout(
@@ -341,7 +341,7 @@ class _Batch:
         return bool(len(last)) and int(last[0]) in self._engine.config.stop_ids
 
     def _goes_on(self, i: int, stopped: bool) -> bool:
-        """What becomes of a sample whose slot has fallen idle; True if the environment keeps it going."""
+        """Whether the environment keeps a sample going whose slot is idle; else it is finished, or left."""
         sample, limit = self._samples[i], self._engine.config.max_response_tokens
         full = len(sample) >= limit
         if stopped and self._options.environment is not None:

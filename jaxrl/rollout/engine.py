@@ -98,7 +98,7 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """What `insert` puts where; one entry per slot.
+    """Which samples `insert` starts in which slots; one entry per slot.
 
     Attributes:
       source: int32 [n], index into the prefix, or -1 to leave the slot alone.
@@ -170,7 +170,7 @@ class _NewTokens(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What changes within a dispatch, of which every slot that is still active has decoded `i` tokens.
+    """The part of a state that changes within a dispatch, after `i` tokens of every slot still active.
 
     Attributes:
       i: int32 scalar.

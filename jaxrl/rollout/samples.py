@@ -199,7 +199,7 @@ def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, versio
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What a step has sampled.
+    """The samples of a step.
 
     Attributes:
       completions: every group whose samples are all finished, in the order of their prompts.

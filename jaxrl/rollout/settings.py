@@ -14,7 +14,7 @@ from jaxrl.models.kernels.paged_attention import IMPLEMENTATIONS as DECODE_IMPLE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a user chooses of an engine. Configs that have an engine inherit these settings.
+    """Settings of an engine that a user chooses. Configs that have an engine inherit these settings.
 
     Attributes:
       slots: S, samples decoded side by side at most.

@@ -70,7 +70,7 @@ Settings: TypeAlias = tuple[Any, ...]
 
 
 class DecodedTokens(NamedTuple):
-    """What a dispatch has decoded, on the host.
+    """Tokens that a dispatch has decoded, on the host.
 
     Attributes:
       active: bool [n], still decoding.
@@ -245,7 +245,7 @@ class Slots:
     def extend(
         self, extensions: Sequence[Extension]
     ) -> Iterator[tuple[Prefix, dict[int, Extension]]]:
-        """What is in slots, with tokens on top: prefixes, to be inserted in these slots again.
+        """Sequences of slots with tokens on top, as prefixes, to be inserted in these slots again.
 
         Yields:
           A prefix and, for its places in use, which extension it holds. Only the new tokens are run.

@@ -32,7 +32,7 @@ class TextStream:
         self._pending = ""
 
     def add(self, token: int) -> tuple[str, str]:
-        """What the token spells, "" if that is no whole character yet, and what can be shown now."""
+        """Text of the token, "" if that is no whole character yet, and the text that can be shown now."""
         piece = self._spell(token)
         self._pending += piece
         ends = [at for stop in self._stop if (at := self._pending.find(stop)) >= 0]

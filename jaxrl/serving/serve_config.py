@@ -57,5 +57,5 @@ class ServeConfig(EngineSettings):
 
     @property
     def model_name(self) -> str:
-        """What requests call the model."""
+        """The name by which requests call the model."""
         return self.name or pathlib.Path(self.model).resolve().name

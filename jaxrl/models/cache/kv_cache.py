@@ -43,7 +43,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """What all caches of an engine have in common.
+    """Sizes and types that all caches of an engine have in common.
 
     Attributes:
       num_layers, num_kv_heads, head_dim: of the model.

@@ -66,7 +66,7 @@ class PerLayerCache(SlotCache):
 
 
 def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any]]]:
-    """What `models.compute.scan_layers` does, with arrays that belong to one layer each.
+    """A stand-in for `models.compute.scan_layers`, with arrays that belong to one layer each.
 
     The weights are taken apart here, once, so that a loop around the stack does not do it in every round.
 

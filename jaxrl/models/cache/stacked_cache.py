@@ -98,7 +98,7 @@ class StackedCache(SlotCache):
 
 
 def _same(new: KVCache) -> KVCache:
-    """What a scan has stacked is a cache of all layers already."""
+    """The caches that a scan has stacked, which are one of all layers already."""
     return new
 
 

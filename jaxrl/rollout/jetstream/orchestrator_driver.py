@@ -113,7 +113,7 @@ class JetStreamDriver(orchestrator.Driver):
         streams: Sequence[TextStream],
         samples: list[ReturnSample],
     ) -> None:
-        """What takes the place of `ActiveRequest.enqueue_samples`; runs in the detokenize thread."""
+        """Takes the place of `ActiveRequest.enqueue_samples`; runs in the detokenize thread."""
         complete = request.complete
         assert complete is not None, "it is set when the request gets its slot"
         for stream, sample, ended in zip(streams, samples, complete, strict=False):

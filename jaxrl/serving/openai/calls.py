@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer, as far as requests need one."""
 
     def encode(self, text: str) -> np.ndarray:
         """Int32 [T] ids of a text, nothing added."""
@@ -98,7 +98,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What requests may ask for.
+    """The most that a request may ask for, and the model that it must name.
 
     Attributes:
       model: the name requests must give.
@@ -113,7 +113,7 @@ class Limits:
     max_choices: int = 128
 
     def max_tokens_after(self, prompt: np.ndarray) -> int:
-        """What a chat gets that does not say: as much as there is room for."""
+        """The default of a chat: as much as there is room for."""
         return min(self.max_tokens, self.max_context_tokens - len(prompt))
 
 
