@@ -27,7 +27,8 @@ from jaxrl.rollout.backend import (
     check_lengths,
     expected_or_prompt_lengths,
 )
-from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Turn
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler

@@ -23,7 +23,8 @@ import numpy as np
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.engine import Assignment, DecodeState, Engine, Prefix, host_inputs
+from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
+from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation
 
 # Most requests differ in little but their prompts and seeds.

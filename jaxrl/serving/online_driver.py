@@ -27,7 +27,8 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.request_checks import check_request
 from jaxrl.rollout.request_errors import NotFinite, Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import Truncation, untruncated

@@ -26,8 +26,9 @@ from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout import cache_choice
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.decode_state import Assignment
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Assignment, Engine, host_inputs
+from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts

@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxrl.mesh.rules import replicated
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.engine import DecodeState, Engine, Prefix, host_inputs
+from jaxrl.rollout.decode_state import DecodeState, Prefix
+from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.jetstream.package import engine_api, tokenizer_api, tokenizer_pb2
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.slots import SlotAssignment, insert, prefilled, settings_on_device
