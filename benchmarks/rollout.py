@@ -244,7 +244,7 @@ def sizes(console):
     for longest in (256, 2048, 16384):
         config = EngineConfig(
             slots=256,
-            fewest_rows=8,
+            smallest_bucket=8,
             prefill_prompts=8,
             max_prompt_tokens=shape.prompt,
             max_response_tokens=longest,
@@ -287,7 +287,7 @@ def precision(console):
     ]:
         config = EngineConfig(
             slots=16,
-            fewest_rows=8,
+            smallest_bucket=8,
             prefill_prompts=8,
             max_prompt_tokens=shape.prompt,
             max_response_tokens=shape.response,

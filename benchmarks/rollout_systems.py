@@ -54,7 +54,7 @@ def jaxrl_system(shape, kv_dtype):
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
     config = EngineConfig(
         slots=shape["prompts"] * shape["samples"],
-        fewest_rows=8,
+        smallest_bucket=8,
         prefill_prompts=shape["prompts"],
         max_prompt_tokens=shape["prompt"],
         max_response_tokens=shape["response"],

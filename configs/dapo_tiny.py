@@ -64,8 +64,8 @@ def get_config():
     config.train.row_tokens = 96
     config.train.unroll = 3
     config.rollout.unroll = 3
-    # Answers are short: compiling programs for the few rows of a tail takes longer than all tails.
-    config.rollout.fewest_rows = config.rollout.get_ref("slots")
+    # Answers are short: compiling programs for the few slots of a tail takes longer than all tails.
+    config.rollout.smallest_bucket = config.rollout.get_ref("slots")
 
     config.optim.lr = 3e-4
     config.optim.lr_warmup_steps = 5

@@ -39,8 +39,12 @@ LATE_IMPORTS = {
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
-    ("jaxrl/serving/server.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
-    ("jaxrl/rollout/drivers.py", "jaxrl.rollout.jetstream"): "extra `jetstream`",
+    ("jaxrl/serving/server.py", "jaxrl.serving.openai.endpoint"): "extra `serve`",
+    ("jaxrl/serving/server.py", "jaxrl.serving.jetstream_grpc"): "extra `jetstream`",
+    (
+        "jaxrl/rollout/drivers.py",
+        "jaxrl.rollout.jetstream.jetstream_backend",
+    ): "extra `jetstream`",
     ("jaxrl/trainer/run_files.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }
 
@@ -130,6 +134,19 @@ def test_imports_are_at_the_top(path):
 def test_imports_by_name_are_few():
     found = {path.as_posix() for path in SOURCES if "import_module(" in (ROOT / path).read_text()}
     assert found == IMPORTS_BY_NAME.keys()
+
+
+def test_jetstream_is_imported_by_one_file_and_only_when_wanted():
+    """What a training run imports at its start does not lead to JetStream's package."""
+    importers, early = set(), set()
+    for module, path in MODULES.items():
+        imported, late = (f(parse(path)) for f in (imports_of, late_imports_of))
+        importers |= {module for name in imported if name.split(".")[0] == "jetstream"}
+        if any(name.startswith("jaxrl.rollout.jetstream") for name in imported - late):
+            early.add(module)
+    assert importers == {"jaxrl.rollout.jetstream.package"}
+    outside = {module for module in early if not module.startswith("jaxrl.rollout.jetstream")}
+    assert outside == {"jaxrl.serving.jetstream_grpc"}
 
 
 def test_no_two_files_have_one_name():

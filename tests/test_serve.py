@@ -35,7 +35,9 @@ from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.serving import serve_command  # noqa: E402
-from jaxrl.serving.server import ServeConfig, lengths_of, load, running  # noqa: E402
+from jaxrl.serving.model_loading import lengths_of, load  # noqa: E402
+from jaxrl.serving.serve_config import ServeConfig  # noqa: E402
+from jaxrl.serving.server import running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "serve.py"
@@ -44,7 +46,7 @@ TEMPLATE = (
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 )
 SIZES = {
-    # Few sizes, so that little is compiled: 8 rows of capacity 64 or 96.
+    # Few sizes, so that little is compiled: 8 slots of capacity 64 or 96.
     "slots": 8,
     "prefill_prompts": 1,
     "max_prompt_tokens": 48,

@@ -64,7 +64,7 @@ class SamplingOptions:
 
 
 class RolloutBackend(Protocol):
-    """What samples from a policy."""
+    """Samples from a policy."""
 
     @property
     def mesh(self) -> Mesh:
@@ -100,7 +100,7 @@ class RolloutBackend(Protocol):
             start first. By default the length of the prompt is all there is to go by.
 
         Returns:
-          Completions with B = N * G rows, in the order of the prompts.
+          Completions with B = N * G samples, in the order of the prompts.
 
         Raises:
           UserError: a prompt is empty or too long, or the options ask for something this backend cannot do.

@@ -27,7 +27,8 @@ from jaxrl.rollout.backend import (
     check_lengths,
     expected_or_prompt_lengths,
 )
-from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Turn
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
@@ -215,7 +216,7 @@ class _Batch:
         )
 
     def rollout(self) -> Rollout:
-        """What is finished and what is not."""
+        """Finished groups as completions, and the others."""
         finished = [self._group_finished(n) for n in range(len(self._prompts))]
         done, left = np.flatnonzero(finished).tolist(), np.flatnonzero(np.invert(finished)).tolist()
         return Rollout(
@@ -311,7 +312,7 @@ class _Batch:
         for slot, i in self._scheduler.running.items():
             sample = self._samples[i]
             sample.add_decoded(*decoded.of_slot(slot), version=self._options.step)
-            stopped = self._cut_at_stop(sample, int(decoded.count[slot]))
+            stopped = self._cut_at_stop(sample, int(decoded.num_tokens[slot]))
             if decoded.active[slot] and not stopped:
                 continue
             if decoded.active[slot]:
@@ -341,7 +342,7 @@ class _Batch:
         return bool(len(last)) and int(last[0]) in self._engine.config.stop_ids
 
     def _goes_on(self, i: int, stopped: bool) -> bool:
-        """What becomes of a sample whose slot has fallen idle; True if the environment keeps it going."""
+        """Whether the environment keeps a sample going whose slot is idle; else it is finished, or left."""
         sample, limit = self._samples[i], self._engine.config.max_response_tokens
         full = len(sample) >= limit
         if stopped and self._options.environment is not None:

@@ -52,7 +52,7 @@ def _offline(
 def _jetstream(
     model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
 ) -> RolloutBackend:
-    from jaxrl.rollout.jetstream import JetStreamBackend
+    from jaxrl.rollout.jetstream.jetstream_backend import JetStreamBackend
 
     return JetStreamBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_text)
 

@@ -1,22 +1,22 @@
-"""The compiled half of rollout: prefill, insert and generate over rows of slots.
+"""The compiled half of rollout: prefill, insert and generate over slots.
 
 The methods and their meaning are those of JetStream's `engine_api.Engine`; nothing of it is imported
-here. One state holds n rows of capacity C; `resize` moves the rows that are in use to a state of another n
-and C, so that a dispatch costs what its live rows and their lengths cost:
+here. One state holds n slots of capacity C; `resize` moves the slots that are in use to a state of another n
+and C, so that a dispatch costs what its live slots and their lengths cost:
 
     prefill    prompts -> Prefix                 once per prompt, in chunks where it is long
-    insert     Prefix -> rows of a state         once per sample
-    generate   up to W tokens in every active row; the past is only read, the W new tokens wait in a
+    insert     Prefix -> slots of a state        once per sample
+    generate   up to W tokens in every active slot; the past is only read, the W new tokens wait in a
                buffer of their own and join the cache at the end of the dispatch
-    extract    rows of a state -> Prefix         to go on after tokens that the model did not sample
-    resize     state -> state of n' rows and capacity C'
+    extract    slots of a state -> Prefix        to go on after tokens that the model did not sample
+    resize     state -> state of n' slots and capacity C'
 
 Programs are compiled per size on first use; sizes come from `slot_sizes`, `cache_sizes`, `prompt_sizes` and
 `batch_sizes`, so their number is bounded. Not covered: paged caches; slots that share a prompt each hold a
 copy of its keys and values.
 
-    S slots, n of them rows of the state   P prompts of a prefill batch   T prompt tokens
-    W tokens of a dispatch   C capacity of a row   L layers   K kv heads   H head size   V vocabulary
+    S slots at most, n of them in the state   P prompts of a prefill batch   T prompt tokens
+    W tokens of a dispatch   C capacity of a slot   L layers   K kv heads   H head size   V vocabulary
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jaxrl.mesh.rules import (
     shards_of,
 )
 from jaxrl.models.attention import attention, pick_implementation
-from jaxrl.models.cache import row_moves
+from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.interface import Cache, DecodeStep, cache_bytes
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, Params
@@ -56,6 +56,7 @@ from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.cache_choice import choose_cache
+from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
 from jaxrl.rollout.sampling import (
     Truncation,
     forbid,
@@ -71,106 +72,19 @@ from jaxrl.rollout.settings import EngineConfig
 # The smallest sizes worth a program of their own.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Sequences so far: all but their last token is cached, which the next step reads.
-
-    Attributes:
-      cache: keys and values of all layers, of some capacity C, as the engine's `CacheKind` has them.
-      history: int32 [P, C], the cached tokens.
-      length: int32 [P], how many.
-      token: int32 [P], the last token.
-    """
-
-    cache: Cache
-    history: jax.Array
-    length: jax.Array
-    token: jax.Array
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
-        return self.history.shape[-1]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """What `insert` puts where; one entry per row.
-
-    Attributes:
-      source: int32 [n], index into the prefix, or -1 to leave the row alone.
-      prompt_id, sample_index: int32 [n], what the sampling key is made of.
-      limit: int32 [n], response tokens at which the row stops, at most R.
-      count: int32 [n], response tokens that are already there.
-    """
-
-    source: jax.Array
-    prompt_id: jax.Array
-    sample_index: jax.Array
-    limit: jax.Array
-    count: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """All rows in flight.
-
-    Attributes:
-      context: the sequences so far; the newest token is not in its cache.
-      key: uint32 [n, 2].
-      temperature: float32 [n]; 0 is greedy.
-      truncation: which tokens may be drawn, fields [n].
-      count: int32 [n], response tokens so far.
-      limit: int32 [n].
-      active: bool [n], still decoding.
-      out_count: int32 [n], tokens drawn by the last dispatch.
-      out_token: int32 [n, W]; out_logprob, out_entropy: float32 [n, W], of which `out_count` are real.
-    """
-
-    context: Prefix
-    key: jax.Array
-    temperature: jax.Array
-    truncation: Truncation
-    count: jax.Array
-    limit: jax.Array
-    active: jax.Array
-    out_count: jax.Array
-    out_token: jax.Array
-    out_logprob: jax.Array
-    out_entropy: jax.Array
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return self.active.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row has room for."""
-        return self.context.capacity
-
-    def replace(self, **changes) -> DecodeState:
-        """A copy with the given fields changed."""
-        return dataclasses.replace(self, **changes)
-
-
 # Logical axes of a prefix whose cache is None.
 _PREFIX_AXES: Any = Prefix(*cast(Any, (None, ("batch", "length"), ("batch",), ("batch",))))
 
 
 class _NewTokens(NamedTuple):
-    """W tokens of every row that come on top: a cache of them, and int32 [n, W]."""
+    """W tokens of every slot that come on top: a cache of them, and int32 [n, W]."""
 
     cache: Cache
     tokens: jax.Array
 
 
 class _Step(NamedTuple):
-    """What changes within a dispatch, of which every row that is still active has drawn `i` tokens.
+    """The part of a state that changes within a dispatch, after `i` tokens of every slot still active.
 
     Attributes:
       i: int32 scalar.
@@ -191,9 +105,9 @@ class _Step(NamedTuple):
 class Engine:
     """Prefill, insert and generate for one model on one mesh. Each compiles once per size it meets.
 
-    The sequence of a run, `load_params` aside, is: prefill some prompts, insert them into idle rows,
-    generate until a row falls idle, read it, repeat; `resize` where more or fewer rows, or longer ones, are
-    needed. On a mesh the rows are shared out in equal runs, and a row stays on its shard.
+    The sequence of a run, `load_params` aside, is: prefill some prompts, insert them into idle slots,
+    generate until a slot falls idle, read it, repeat; `resize` where more or fewer slots, or longer ones, are
+    needed. On a mesh the slots are shared out in equal runs, and a slot stays on its shard.
     """
 
     def __init__(self, model: ModelConfig, graph: nnx.GraphDef, mesh: Mesh, config: EngineConfig):
@@ -231,7 +145,7 @@ class Engine:
             decode_attention=config.decode_attention,
         )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
-        self.slot_sizes = self._shared_out(config.slots, config.fewest_rows)
+        self.slot_sizes = self._shared_out(config.slots, config.smallest_bucket)
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))
@@ -264,14 +178,14 @@ class Engine:
         """Longest prompt in tokens."""
         return self.config.max_prompt_tokens
 
-    def init_decode_state(self, rows: int = 0, capacity: int = 0) -> DecodeState:
-        """A state with every row idle, born sharded.
+    def init_decode_state(self, num_slots: int = 0, capacity: int = 0) -> DecodeState:
+        """A state with every slot idle, born sharded.
 
         Args:
-          rows: n, one of `slot_sizes`; 0 is all slots.
+          num_slots: n, one of `slot_sizes`; 0 is all slots.
           capacity: C, one of `cache_sizes`; 0 is the longest.
         """
-        return self._idle(rows or self.slot_sizes[-1], capacity or self.cache_sizes[-1])
+        return self._idle(num_slots or self.slot_sizes[-1], capacity or self.cache_sizes[-1])
 
     def abstract_decode_state(self) -> DecodeState:
         """Shapes and shardings of the slots at their largest, nothing allocated."""
@@ -282,9 +196,9 @@ class Engine:
             shardings(self._axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
         )
 
-    def cache_bytes(self, rows: int, capacity: int) -> int:
+    def cache_bytes(self, num_slots: int, capacity: int) -> int:
         """Bytes of the keys and values of a state, over all devices."""
-        return cache_bytes(self._cache, rows, capacity)
+        return cache_bytes(self._cache, num_slots, capacity)
 
     def _idle_state(self, n: int, capacity: int) -> DecodeState:
         W = self.config.tokens_per_dispatch
@@ -306,32 +220,32 @@ class Engine:
             )
         )
 
-    # Where rows lie
+    # Where slots lie
 
     def _place(self, tree: Any) -> Any:
         """Pins every field to where its logical axes lie."""
         return jax.tree.map(self._constrain, tree, self._axes_of(tree))
 
     def _axes_of(self, tree: Any) -> Any:
-        """Logical axes of every leaf of a state or prefix, or of a tree of arrays of one entry per row."""
+        """Logical axes of every leaf of a state or prefix, or of a tree of arrays of one entry per slot."""
         if isinstance(tree, DecodeState):
             rest = tree.replace(context=None)
-            return _rows_first(rest).replace(context=self._axes_of(tree.context))
+            return _slots_first(rest).replace(context=self._axes_of(tree.context))
         if isinstance(tree, Prefix):
             return dataclasses.replace(_PREFIX_AXES, cache=self._cache.axes(tree.cache))
         if isinstance(tree, _NewTokens):
             return _NewTokens(self._cache.axes(tree.cache), _PREFIX_AXES.history)
-        return _rows_first(tree)
+        return _slots_first(tree)
 
-    def _on_own_rows(
+    def _on_own_slots(
         self, function: Callable[..., Any], tree: Any, *others: Any, whole: Any = None
     ) -> Any:
-        """`function(tree, *others)`, each device with its own rows.
+        """`function(tree, *others)`, each device with its own slots.
 
         Args:
           function: returns something of the structure and axes of `tree`.
-          tree, others: rows of states or prefixes, or arrays of one entry per row.
-          whole: a last argument, of which every device gets the rows of all.
+          tree, others: slots of states or prefixes, or arrays of one entry per slot.
+          whole: a last argument, of which every device gets the slots of all.
         """
         given = (tree, *others) if whole is None else (tree, *others, whole)
         if self.mesh.size == 1:
@@ -346,7 +260,7 @@ class Engine:
 
         def spec(leaf, axes):
             axes = tuple(None if axis == without else axis for axis in axes)
-            return partition_spec(axes, leaf.shape, GENERATE_RULES, sizes, "rows")
+            return partition_spec(axes, leaf.shape, GENERATE_RULES, sizes, "slots")
 
         return jax.tree.map(spec, tree, self._axes_of(tree))
 
@@ -390,20 +304,20 @@ class Engine:
     def _append(
         self, context: Prefix, new: Cache, tokens_nW: jax.Array, live_n: jax.Array
     ) -> Prefix:
-        """`context` with W tokens more in the cache and the history of its live rows; no length changes."""
+        """`context` with W tokens more in the cache and the history of its live slots; no length changes."""
 
         def append(context: Prefix, new: _NewTokens, live_n):
             start_n = context.length
-            history = row_moves.written(
+            history = slot_moves.written(
                 context.history, _PREFIX_AXES.history, new.tokens, start_n, live_n
             )
             cache = self._cache.write(context.cache, new.cache, start_n, live_n)
             return dataclasses.replace(context, cache=cache, history=history)
 
-        return self._on_own_rows(append, context, _NewTokens(new, tokens_nW), live_n)
+        return self._on_own_slots(append, context, _NewTokens(new, tokens_nW), live_n)
 
     def _with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
-        history = row_moves.with_capacity(prefix.history, _PREFIX_AXES.history, capacity)
+        history = slot_moves.with_capacity(prefix.history, _PREFIX_AXES.history, capacity)
         cache = self._cache.resize(prefix.cache, capacity)
         return dataclasses.replace(prefix, cache=cache, history=history)
 
@@ -411,7 +325,7 @@ class Engine:
         """A copy of the prefix with room for `capacity` tokens."""
         return self._place(self._with_capacity(prefix, capacity))
 
-    # Rows
+    # Slots
 
     def _insert(
         self,
@@ -423,7 +337,7 @@ class Engine:
         temperature: jax.Array,
         truncation: Truncation,
     ) -> DecodeState:
-        """Starts samples in the assigned rows, whose capacity is at least the prefix's."""
+        """Starts samples in the assigned slots, whose capacity is at least the prefix's."""
         new_n = assignment.source >= 0
 
         def put(old, new):
@@ -432,7 +346,7 @@ class Engine:
         key_n2 = sample_keys(seed, step, assignment.prompt_id, assignment.sample_index)
         return self._place(
             state.replace(
-                context=self._on_own_rows(
+                context=self._on_own_slots(
                     self._copied, state.context, assignment.source, whole=prefix
                 ),
                 key=put(state.key, key_n2),
@@ -446,49 +360,49 @@ class Engine:
         )
 
     def _extract(
-        self, state: DecodeState, row_P: jax.Array, length_P: jax.Array, token_P: jax.Array
+        self, state: DecodeState, slot_P: jax.Array, length_P: jax.Array, token_P: jax.Array
     ) -> Prefix:
-        """The sequences in some rows, or the beginnings of them, to be extended and inserted again.
+        """The sequences in some slots, or the beginnings of them, to be extended and inserted again.
 
         Args:
           state: not consumed.
-          row_P: int32 [P], P rows in equal runs from every shard, each counted within its shard.
+          slot_P: int32 [P], P slots in equal runs from every shard, each counted within its shard.
           length_P, token_P: as of `Prefix`: where each is to end.
         """
 
-        def take(context: Prefix, row_P):
-            taken = row_moves.taken(_without_cache(context), _PREFIX_AXES, row_P)
-            return dataclasses.replace(taken, cache=self._cache.take(context.cache, row_P))
+        def take(context: Prefix, slot_P):
+            taken = slot_moves.taken(_without_cache(context), _PREFIX_AXES, slot_P)
+            return dataclasses.replace(taken, cache=self._cache.take(context.cache, slot_P))
 
-        context = self._on_own_rows(take, state.context, row_P)
+        context = self._on_own_slots(take, state.context, slot_P)
         return dataclasses.replace(context, length=length_P, token=token_P)
 
-    def _resize(self, state: DecodeState, row_n: jax.Array, *, capacity: int) -> DecodeState:
-        """A state of other rows and capacity; what the rows in use hold stays as it is.
+    def _resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:
+        """A state of other slots and capacity; what the slots in use hold stays as it is.
 
         Args:
           state: the old one, not consumed: its arrays have other shapes.
-          row_n: int32, for each new row the old one that it takes over, counted within its shard, or -1
-            for an idle row.
-          capacity: C, at least W more than the longest sequence of an active row.
+          slot_n: int32, for each new slot the old one that it takes over, counted within its shard, or -1
+            for an idle slot.
+          capacity: C, at least W more than the longest sequence of an active slot.
         """
-        idle = self._idle_state(row_n.shape[0], capacity)
-        return self._on_own_rows(self._copied, idle, row_n, state)
+        idle = self._idle_state(slot_n.shape[0], capacity)
+        return self._on_own_slots(self._copied, idle, slot_n, state)
 
     def _copied(self, tree: Any, source_n: jax.Array, other: Any) -> Any:
-        """A state or prefix with row i replaced by row source_n[i] of `other` where that is not negative."""
+        """A state or prefix with slot i replaced by slot source_n[i] of `other`, unless that is negative."""
         if isinstance(tree, DecodeState):
             rest, others = tree.replace(context=None), other.replace(context=None)
-            copied = row_moves.copied(rest, _rows_first(rest), others, source_n)
+            copied = slot_moves.copied(rest, _slots_first(rest), others, source_n)
             return copied.replace(context=self._copied(tree.context, source_n, other.context))
         rest, others = _without_cache(tree), _without_cache(other)
-        copied = row_moves.copied(rest, _PREFIX_AXES, others, source_n)
+        copied = slot_moves.copied(rest, _PREFIX_AXES, others, source_n)
         return dataclasses.replace(
             copied, cache=self._cache.copy(tree.cache, other.cache, source_n)
         )
 
     def _release(self, state: DecodeState, keep_n: jax.Array) -> DecodeState:
-        """Retires the active rows where `keep_n`, bool, is False."""
+        """Retires the active slots where `keep_n`, bool, is False."""
         return state.replace(active=state.active & keep_n)
 
     # Decoding
@@ -496,16 +410,16 @@ class Engine:
     def _generate(
         self, params: Params, state: DecodeState, least_active: jax.Array | int = 0
     ) -> DecodeState:
-        """Decodes up to W tokens in every active row; stops early when no more rows than that are active.
+        """Decodes up to W tokens in every active slot; stops early at `least_active` active slots.
 
         Args:
           params: weights in the generation layout.
           state: consumed. Its capacity is at least W more than the longest active sequence.
-          least_active: int32 scalar, see above; 0 goes on while any row is active.
+          least_active: int32 scalar, the dispatch ends when no more are active; 0 goes on while any is.
         """
         model: Decoder = nnx.merge(self._graph, params)
         W, start = self.config.tokens_per_dispatch, state.context
-        buffer = self._cache.buffer(state.rows, W)
+        buffer = self._cache.buffer(state.num_slots, W)
         step = _Step(
             jnp.int32(0),
             jax.tree.map(self._constrain, buffer, self._cache.axes(buffer)),
@@ -544,7 +458,7 @@ class Engine:
     def _decode(
         self, model: Decoder, on_past: DecodeStep, state: DecodeState, step: _Step
     ) -> _Step:
-        """One token for every active row."""
+        """One token for every active slot."""
         i = step.i
         hidden_n1D, new = on_past(step.recent, i, step.active).run(
             model,
@@ -591,17 +505,17 @@ class Engine:
 
 
 def _seen(vocab_size: int, state: DecodeState, step: _Step) -> jax.Array:
-    """Bool [n, V]: the token occurs in the row's sequence so far."""
+    """Bool [n, V]: the token occurs in the slot's sequence so far."""
     context = state.context
-    row_n1 = jnp.arange(state.rows)[:, None]
+    slot_n1 = jnp.arange(state.num_slots)[:, None]
     place_1C = jnp.arange(context.capacity)[None]
     # Places that are not in use point outside of the vocabulary, which JAX drops.
     past_nC = jnp.where(place_1C < context.length[:, None], context.history, vocab_size)
-    drawn_1W = jnp.arange(step.out_token.shape[1])[None] < step.i
-    drawn_nW = jnp.where(drawn_1W, step.out_token, vocab_size)
-    seen_nV = jnp.zeros((state.rows, vocab_size), bool)
-    for tokens in (past_nC, drawn_nW, context.token[:, None]):
-        seen_nV = seen_nV.at[row_n1, tokens].set(True, mode="drop")
+    decoded_1W = jnp.arange(step.out_token.shape[1])[None] < step.i
+    decoded_nW = jnp.where(decoded_1W, step.out_token, vocab_size)
+    seen_nV = jnp.zeros((state.num_slots, vocab_size), bool)
+    for tokens in (past_nC, decoded_nW, context.token[:, None]):
+        seen_nV = seen_nV.at[slot_n1, tokens].set(True, mode="drop")
     return seen_nV
 
 
@@ -610,8 +524,8 @@ def _last(tokens_PT: jax.Array, length_P: jax.Array) -> jax.Array:
     return jnp.take_along_axis(tokens_PT, jnp.maximum(length_P - 1, 0)[:, None], axis=1)[:, 0]
 
 
-def _rows_first(tree: Any) -> Any:
-    """Logical axes of arrays that lead with rows."""
+def _slots_first(tree: Any) -> Any:
+    """Logical axes of arrays that lead with slots."""
     return jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), tree)
 
 

@@ -17,7 +17,7 @@ from jaxrl.user_code import load_function
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What the model has just said.
+    """A finished turn of the model.
 
     Attributes:
       prompt_id: of `Prompts.ids_N`.

@@ -22,11 +22,11 @@ from jaxrl.models.cache.stacked_cache import PastAttention
 def past_attention(
     kernel: Callable[..., PartialAttention], mesh: Mesh, rules: Rules
 ) -> PastAttention:
-    """`kernel`, run on every device for its own rows and heads, which the compiler cannot see to.
+    """`kernel`, run on every device for its own slots and heads, which the compiler cannot see to.
 
     Args:
       kernel: one of `models.kernels.paged_attention.KERNELS`.
-      mesh, rules: where rows and heads lie. Layers must not be split: inside a pipeline give the kernel the
+      mesh, rules: where slots and heads lie. Layers must not be split: inside a pipeline give the kernel the
         caches of a stage.
     """
     if mesh.size == 1:

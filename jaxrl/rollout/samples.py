@@ -199,12 +199,12 @@ def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, versio
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What a step has sampled.
+    """The samples of a step.
 
     Attributes:
       completions: every group whose samples are all finished, in the order of their prompts.
       prompt_indices: which prompts these are, of the unfinished ones that came in and then those given.
-      versions: int32 for each row of the completions, the policy version of each token.
+      versions: int32 for each sample of the completions, the policy version of each token.
       unfinished: the other groups.
     """
 

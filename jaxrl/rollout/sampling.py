@@ -132,7 +132,7 @@ def truncation_of(
 def penalize(
     scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Logits [S, V] with the repetition penalty; `seen`, bool [S, V], is asked only if there is one.
+    """Logits [S, V] with the repetition penalty; `seen`, bool [S, V], is called only if there is one.
 
     Scaling by the temperature first changes nothing, as the penalty keeps signs.
     """
@@ -144,8 +144,8 @@ def penalize(
         )
         return jnp.where(seen(), lower_SV, scaled_logits_SV)
 
-    asked = (truncation.repetition_penalty != 1).any()
-    return jax.lax.cond(asked, penalized, lambda: scaled_logits_SV)
+    wanted = (truncation.repetition_penalty != 1).any()
+    return jax.lax.cond(wanted, penalized, lambda: scaled_logits_SV)
 
 
 def forbid(
@@ -162,12 +162,12 @@ def truncate(scaled_logits_SV: jax.Array, truncation: Truncation) -> jax.Array:
 
     The order is that of Transformers: top-k, then top-p of what is left, then min-p. Log-probabilities are
     taken before this, so that they stay those of the policy that is trained. Costs a sort over the
-    vocabulary, which is skipped while no slot asks for it.
+    vocabulary, which is skipped while no slot is truncated.
     """
     limits = jax.tree.map(lambda x: x[:, None], truncation)
-    asked = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
+    truncated_S = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
     return jax.lax.cond(
-        asked.any(), lambda: _truncated(scaled_logits_SV, limits), lambda: scaled_logits_SV
+        truncated_S.any(), lambda: _truncated(scaled_logits_SV, limits), lambda: scaled_logits_SV
     )
 
 

@@ -14,12 +14,12 @@ from jaxrl.models.kernels.paged_attention import IMPLEMENTATIONS as DECODE_IMPLE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a user chooses of an engine. Configs that have an engine inherit these settings.
+    """Settings of an engine that a user chooses. Configs that have an engine inherit these settings.
 
     Attributes:
       slots: S, samples decoded side by side at most.
-      fewest_rows: a decode state has so many slots at least, however few are in use. The more, the fewer
-        programs are compiled, and the slower the last samples of a batch are decoded.
+      smallest_bucket: fewest slots that a decode program is compiled for, however few are in use. The more,
+        the fewer programs are compiled, and the slower the last samples of a batch are decoded.
       prefill_prompts: P, prompts of one prefill.
       prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
       tokens_per_dispatch: W, tokens decoded between two looks of the host.
@@ -28,11 +28,11 @@ class EngineSettings:
       unroll: layers per iteration of the layer scan. With all of them decoding has no scan, and every layer
         its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
         use them, that is twice as fast.
-      decode_attention: to the past, "auto" or one of `models.cached_attention_paged.IMPLEMENTATIONS`.
+      decode_attention: to the past, "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
     """
 
     slots: Annotated[int, count(1)] = 256
-    fewest_rows: Annotated[int, count(1)] = 32
+    smallest_bucket: Annotated[int, count(1)] = 32
     prefill_prompts: Annotated[int, count(1)] = 32
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 16
@@ -62,7 +62,6 @@ class EngineConfig(EngineSettings):
       context_tokens: of a prompt and its response together; 0 is T + R.
       stop_ids: ids that end a response.
       attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      context_tokens: of a prompt and its response together; 0 is T + R.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]
@@ -70,7 +69,6 @@ class EngineConfig(EngineSettings):
     stop_ids: tuple[Annotated[int, at_least(0)], ...]
     context_tokens: Annotated[int, token_count(0)] = 0
     attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
-    context_tokens: Annotated[int, token_count(0)] = 0
 
     @property
     def cache_dtype(self) -> Any:

@@ -23,7 +23,8 @@ import numpy as np
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.engine import Assignment, DecodeState, Engine, Prefix, host_inputs
+from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
+from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation
 
 # Most requests differ in little but their prompts and seeds.
@@ -38,7 +39,7 @@ class SlotAssignment(NamedTuple):
       place: of its sequence in the prefix.
       prompt_id, sample_index: what its sampling key is made of.
       max_tokens: of its response.
-      count: tokens of its response that the prefix holds.
+      response_tokens: of its response, that the prefix holds already.
     """
 
     slot: int
@@ -46,7 +47,7 @@ class SlotAssignment(NamedTuple):
     prompt_id: int
     sample_index: int
     max_tokens: int
-    count: int = 0
+    response_tokens: int = 0
 
 
 class Extension(NamedTuple):
@@ -70,25 +71,25 @@ Settings: TypeAlias = tuple[Any, ...]
 
 
 class DecodedTokens(NamedTuple):
-    """What a dispatch has decoded, on the host.
+    """Tokens that a dispatch has decoded, on the host.
 
     Attributes:
       active: bool [n], still decoding.
-      count: int32 [n], tokens decoded.
-      token: int32 [n, W], of which `count` are real.
+      num_tokens: int32 [n], how many were decoded.
+      token: int32 [n, W], of which `num_tokens` are real.
       logprob, entropy: float32 [n, W].
     """
 
     active: np.ndarray
-    count: np.ndarray
+    num_tokens: np.ndarray
     token: np.ndarray
     logprob: np.ndarray
     entropy: np.ndarray
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, log-probabilities and entropies that were decoded in a slot."""
-        count = self.count[slot]
-        return self.token[slot, :count], self.logprob[slot, :count], self.entropy[slot, :count]
+        n = self.num_tokens[slot]
+        return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -138,7 +139,7 @@ def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignme
     source_n[:] = -1
     for each in assignments:
         source_n[each.slot], limit_n[each.slot] = each.place, each.max_tokens
-        count_n[each.slot] = each.count
+        count_n[each.slot] = each.response_tokens
         id_n[each.slot], index_n[each.slot] = each.prompt_id, each.sample_index
     return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
 
@@ -160,7 +161,7 @@ def insert(
     settings: Settings,
 ) -> DecodeState:
     """`Engine.insert` of samples that share their settings; `state` is consumed."""
-    return engine.insert(prefix, state, on_device(engine, state.rows, assignments), *settings)
+    return engine.insert(prefix, state, on_device(engine, state.num_slots, assignments), *settings)
 
 
 class Slots:
@@ -214,11 +215,11 @@ class Slots:
         if moves is None and state.capacity // 2 < capacity <= state.capacity:
             return
         if moves is None:
-            moves = list(range(state.rows // engine.shards)) * engine.shards
+            moves = list(range(state.num_slots // engine.shards)) * engine.shards
         self._state = None
         with self._lock:
-            (row_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
-            self._state = engine.resize(state, row_n, capacity=capacity)
+            (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
+            self._state = engine.resize(state, slot_n, capacity=capacity)
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
         """See `prefilled`."""
@@ -245,7 +246,7 @@ class Slots:
     def extend(
         self, extensions: Sequence[Extension]
     ) -> Iterator[tuple[Prefix, dict[int, Extension]]]:
-        """What is in slots, with tokens on top: prefixes, to be inserted in these slots again.
+        """Sequences of slots with tokens on top, as prefixes, to be inserted in these slots again.
 
         Yields:
           A prefix and, for its places in use, which extension it holds. Only the new tokens are run.
@@ -254,7 +255,7 @@ class Slots:
         state, shards = self._state, engine.shards
         assert state is not None, "there are no slots"
         per_shard = engine.batch_sizes[-1] // shards
-        slots_of_shard = state.rows // shards
+        slots_of_shard = state.num_slots // shards
         # A prefix takes as many sequences from every shard.
         waiting = [[e for e in extensions if e.slot // slots_of_shard == s] for s in range(shards)]
         while any(waiting):
@@ -273,7 +274,7 @@ class Slots:
         slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
         parts = [np.zeros(0, np.int32)] * P
         for place, extension in places.items():
-            slot_P[place] = extension.slot % (state.rows // engine.shards)
+            slot_P[place] = extension.slot % (state.num_slots // engine.shards)
             length_P[place], token_P[place] = extension.length - 1, extension.last
             parts[place] = extension.tokens
         with self._lock:
@@ -284,7 +285,7 @@ class Slots:
         """Ends what is in `slots`."""
         state, self._state = self._state, None
         assert state is not None, "there are no slots"
-        keep_n = np.ones(state.rows, bool)
+        keep_n = np.ones(state.num_slots, bool)
         keep_n[list(slots)] = False
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))

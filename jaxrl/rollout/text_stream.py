@@ -29,22 +29,22 @@ class TextStream:
         self._window: list[int] = []
         self._window_text = ""
         self._open = 0
-        self._held = ""
+        self._pending = ""
 
     def add(self, token: int) -> tuple[str, str]:
-        """What the token spells, "" if that is no whole character yet, and what can be shown now."""
+        """Text of the token, "" if that is no whole character yet, and the text that can be shown now."""
         piece = self._spell(token)
-        self._held += piece
-        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        self._pending += piece
+        ends = [at for stop in self._stop if (at := self._pending.find(stop)) >= 0]
         if ends:
             self.stopped = True
             return piece, self._release(min(ends), drop=True)
-        return piece, self._release(len(self._held) - self._possible_stop())
+        return piece, self._release(len(self._pending) - self._possible_stop())
 
     def flush(self) -> str:
-        """What is still withheld, at the end of a response that no stop string ended."""
+        """The text not shown yet, at the end of a response that no stop string ended."""
         rest = self._text_of(self._window)[len(self._window_text) :]
-        return self._release(len(self._held)) + rest
+        return self._release(len(self._pending)) + rest
 
     def _spell(self, token: int) -> str:
         self._window.append(token)
@@ -64,14 +64,14 @@ class TextStream:
         return self._decode_text(np.array(tokens, np.int32))
 
     def _possible_stop(self) -> int:
-        """Length of the end of what is held that may be the beginning of a stop string."""
-        longest = min(len(self._held), max((len(s) - 1 for s in self._stop), default=0))
+        """Length of the end of the pending text that may be the beginning of a stop string."""
+        longest = min(len(self._pending), max((len(s) - 1 for s in self._stop), default=0))
         for size in range(longest, 0, -1):
-            if any(s.startswith(self._held[-size:]) for s in self._stop):
+            if any(s.startswith(self._pending[-size:]) for s in self._stop):
                 return size
         return 0
 
     def _release(self, size: int, *, drop: bool = False) -> str:
-        shown, rest = self._held[:size], self._held[size:]
-        self._held = "" if drop else rest
+        shown, rest = self._pending[:size], self._pending[size:]
+        self._pending = "" if drop else rest
         return shown

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl.errors import EXIT_USER_ERROR, UserError
-from jaxrl.serving.server import ServeConfig, serve
+from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.serving.server import serve
 
 _HELP = {
     "name": "what requests call the model (default: the directory's name)",

@@ -40,7 +40,7 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import RopeScaling
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.serving.server import ServeConfig
+from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
 
 HOSTILE = {

@@ -15,7 +15,7 @@ from jaxrl.rollout import drivers
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
-from jaxrl.serving.server import ServeConfig
+from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.types import Completions, Prompts
 
 MODEL = ModelConfig(

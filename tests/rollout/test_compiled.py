@@ -29,7 +29,7 @@ model = ModelConfig(vocab_size=1024, num_layers=4, d_model=512, d_ff=1024, num_h
 graph, shapes, axes = decoder_graph(model)
 def engine_of(kv_dtype):
     return Engine(model, graph, mesh, EngineConfig(
-        slots=64, fewest_rows=8, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
+        slots=64, smallest_bucket=8, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
         tokens_per_dispatch=64, stop_ids=(1,), dtype="bfloat16", kv_dtype=kv_dtype,
     ))
 
@@ -61,7 +61,7 @@ print(json.dumps({name: found(name) for name in ("bfloat16", "int8")}))
 
 @pytest.mark.tpu
 @needs_extra("aot", "libtpu")
-def test_no_program_copies_the_cache_and_rows_move_without_communication():
+def test_no_program_copies_the_cache_and_slots_move_without_communication():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

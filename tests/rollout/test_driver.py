@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=16,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=40,
@@ -114,25 +114,25 @@ def test_the_batch_has_short_and_long_responses(whole):
         {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3},
         {"unroll": 2, "tokens_per_dispatch": 64},
     ],
-    ids=["prefill in chunks", "two rows", "layers apart"],
+    ids=["prefill in chunks", "two slots", "layers apart"],
 )
 def test_sizes_never_change_a_sample(changes, whole):
     assert_same_samples(run(engine_of(**changes)), whole)
 
 
-def test_rows_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
+def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
     assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
 
 
 def test_sizes_follow_what_is_needed(monkeypatch):
-    """Programs for the rows and lengths that occur, not for the limits; each compiled once."""
+    """Programs for the slots and lengths that occur, not for the limits; each compiled once."""
     engine = engine_of(max_response_tokens=400, tokens_per_dispatch=8)
     assert engine.cache_sizes[-1] == 24 + 400 + 8
     sizes = []
 
-    def watched(rows, capacity):
-        sizes.append((rows, capacity))
-        return Engine.init_decode_state(engine, rows, capacity)
+    def watched(num_slots, capacity):
+        sizes.append((num_slots, capacity))
+        return Engine.init_decode_state(engine, num_slots, capacity)
 
     monkeypatch.setattr(engine, "init_decode_state", watched)
     options = OPTIONS.replace(budget_tokens=16)
@@ -231,7 +231,7 @@ def test_the_longest_expected_start_first():
         started.append(int(group.prompts.ids_N[0]))
         return True
 
-    # One row after the other, and one token each, so that groups finish in the order of their start.
+    # One slot after the other, and one token each, so that groups finish in the order of their start.
     engine = engine_of(slots=1, prefill_prompts=1, max_response_tokens=1)
     for expected, first in [(None, 3), (np.array([5, 9, 2, 1, 30]), 4)]:
         backend_of(engine).resume(PROMPTS, OPTIONS, enough=enough, expected_tokens_N=expected)

@@ -26,8 +26,9 @@ from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout import cache_choice
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.decode_state import Assignment
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Assignment, Engine, host_inputs
+from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
@@ -45,7 +46,7 @@ MODEL = ModelConfig(
 )
 BASE = EngineConfig(
     slots=8,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=T,
     max_response_tokens=R,
@@ -301,7 +302,7 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert_same(sample(actor, num_samples=1), by_xla)
     # Whole pages, also of the longest cache.
     assert actor.backend.engine.cache_sizes == (64, 96, 128)
-    # Of all layers where there are no stages; else of a layer, a device's rows of a microbatch and its head.
+    # Of all layers where there are no stages; else of a layer, a device's slots of a microbatch and its head.
     assert cache_shapes == {(2, 8, 2, 64, 128) if layout == ("1-1-1",) else (1, 2, 1, 64, 128)}
 
 
@@ -322,7 +323,7 @@ WINDOWED = dataclasses.replace(
     [
         (("1-1-1",), {"prefill_chunk_tokens": 3}),
         (("1-1-1",), {"unroll": 2}),
-        # Stages have layers of different kinds, and heads and rows are split.
+        # Stages have layers of different kinds, and heads and slots are split.
         (("2-2-2", "2-2-1-2", 1), {}),
     ],
     ids=["one stack, chunks", "layer by layer", "stages"],
@@ -352,7 +353,7 @@ def test_the_largest_state_is_described_without_being_allocated(unroll):
     assert engine.cache_bytes(BASE.slots, whole.capacity) == cache
 
 
-def test_a_kernel_without_windows_is_not_asked_for_them(monkeypatch):
+def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     model = dataclasses.replace(WINDOWED, head_dim=128)
     layout = ParallelLayout.from_config(LayoutConfig())

@@ -18,7 +18,7 @@ from jaxrl.rollout.past_attention import past_attention
 L, B, Q, C, H, LAYER = 2, 4, 8, 64, 128, 1
 
 
-def test_every_device_attends_with_its_own_rows_and_heads():
+def test_every_device_attends_with_its_own_slots_and_heads():
     """Two kv heads over four parts: they are replicated, and each part uses one."""
     kv_heads = 2
     layout = ParallelLayout.from_config(LayoutConfig(train="1-4-2", generate="1-4-1-2"))

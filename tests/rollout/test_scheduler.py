@@ -14,18 +14,18 @@ def requests(num_prompts, num_samples):
     return [SampleRequest((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
 
 
-def scheduler_of(wanted, rows, prefill_batch, shards=1):
-    sizes = [n * shards for n in bucket_sizes(rows, 1)]
+def scheduler_of(wanted, slots, prefill_batch, shards=1):
+    sizes = [n * shards for n in bucket_sizes(slots, 1)]
     return Scheduler(wanted, slot_sizes=sizes, prefill_batch=prefill_batch, shards=shards)
 
 
-def run(num_prompts, num_samples, rows, prefill_batch, shards, luck: random.Random):
+def run(num_prompts, num_samples, slots, prefill_batch, shards, luck: random.Random):
     """Plays a whole run: everything admitted, then some running samples finish, and again.
 
     Returns:
       Admissions in order, and the finished owners in order.
     """
-    scheduler = scheduler_of(requests(num_prompts, num_samples), rows, prefill_batch, shards)
+    scheduler = scheduler_of(requests(num_prompts, num_samples), slots, prefill_batch, shards)
     admissions: list[Admission] = []
     finished: list = []
     while scheduler.unfinished:
@@ -34,30 +34,30 @@ def run(num_prompts, num_samples, rows, prefill_batch, shards, luck: random.Rand
         check_moves(moves, before, size, scheduler, shards)
         before = scheduler.running
         while (admission := scheduler.admit()) is not None:
-            assert not {row for row, *_ in admission.slots} & set(before)
+            assert not {slot for slot, *_ in admission.slots} & set(before)
             admissions.append(admission)
             before = scheduler.running
         running = scheduler.running
         assert 0 <= scheduler.enough_active < len(running)
-        # Nothing waits while a row is free.
+        # Nothing waits while a slot is free.
         waiting = num_prompts * num_samples - len(finished) - len(running)
-        assert not waiting or len(running) == rows * shards
+        assert not waiting or len(running) == slots * shards
         done = sorted(luck.sample(sorted(running), luck.randint(1, len(running))))
         owners = scheduler.finish(done)
-        assert owners == [running[row] for row in done]
+        assert owners == [running[slot] for slot in done]
         finished += owners
     return admissions, finished
 
 
 def check_moves(moves, before, size, scheduler, shards):
-    """Everyone who ran runs on, on the same shard, in the row that the moves say."""
+    """Everyone who ran runs on, on the same shard, in the slot that the moves say."""
     if moves is None:
         assert scheduler.running == before
         return
     assert len(moves) == scheduler.num_slots
     old_each, each = size // shards, len(moves) // shards
     arrived = {
-        row: before[row // each * old_each + old] for row, old in enumerate(moves) if old >= 0
+        slot: before[slot // each * old_each + old] for slot, old in enumerate(moves) if old >= 0
     }
     assert arrived == scheduler.running
     assert sorted(arrived.values()) == sorted(before.values())
@@ -134,7 +134,7 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
     lopsided = scheduler_of(requests(12, 1), 8, prefill_batch=16, shards=2)
     lopsided.resize()
     lopsided.admit()
-    lopsided.finish([row for row in lopsided.running if row < 6])
+    lopsided.finish([slot for slot in lopsided.running if slot < 6])
     lopsided.resize()
     assert (lopsided.num_slots, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
 
@@ -145,7 +145,7 @@ def test_ten_thousand_requests():
     assert sum(a.fresh for a in admissions) == -(-1250 // 16)
 
 
-def test_a_cancelled_request_frees_its_row_or_its_place_in_the_queue():
+def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue():
     scheduler = scheduler_of(requests(1, 4), 2, prefill_batch=1)
     scheduler.resize()
     scheduler.admit()
@@ -158,7 +158,7 @@ def test_a_cancelled_request_frees_its_row_or_its_place_in_the_queue():
     assert not scheduler.unfinished
 
 
-def test_nothing_asked_is_finished_at_once():
+def test_no_request_is_finished_at_once():
     scheduler = scheduler_of([], 2, prefill_batch=1)
     assert not scheduler.unfinished
     assert scheduler.admit() is None

@@ -109,7 +109,7 @@ def test_a_client_that_reads_nothing_is_left(start):
     assert 0 < received < 50_000_000
 
 
-def test_connections_beyond_the_limit_are_told_at_once(start):
+def test_connections_beyond_the_limit_are_refused_at_once(start):
     port = start(max_connections=5)
     with contextlib.ExitStack() as stack:
         for _ in range(5):

@@ -96,10 +96,10 @@ def outcome(read, body):
 
 def check(result):
     if not isinstance(result, ApiError):
-        for ask in result.asks:
-            assert 0 <= ask.temperature <= 2 and ask.temperature not in (1e-300,)
-            assert ask.truncation.top_k.dtype == ask.truncation.min_tokens.dtype == np.int32
-            assert ask.prompt.dtype == np.int32 and 0 <= ask.seed < 2**31
+        for request in result.requests:
+            assert 0 <= request.temperature <= 2 and request.temperature not in (1e-300,)
+            assert request.truncation.top_k.dtype == request.truncation.min_tokens.dtype == np.int32
+            assert request.prompt.dtype == np.int32 and 0 <= request.seed < 2**31
         return
     assert result.status in (400, 404)
     error = json.loads(json.dumps(result.body, allow_nan=False))["error"]
@@ -147,8 +147,8 @@ def test_what_is_wrong_is_named(field, value, message):
 def test_a_chat_that_names_no_number_gets_what_there_is_room_for():
     def max_tokens(content):
         messages = [{"role": "", "content": content}]
-        (ask,) = outcome(read_chat, {"model": "m", "messages": messages}).asks
-        return ask.max_tokens
+        (request,) = outcome(read_chat, {"model": "m", "messages": messages}).requests
+        return request.max_tokens
 
     assert max_tokens("x") == 40
     assert max_tokens("x" * 50) == 14
@@ -159,4 +159,4 @@ def test_a_chat_that_names_no_number_gets_what_there_is_room_for():
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     body = {"model": "m", "prompt": "x", "temperature": 1e-300}
-    assert outcome(read_completion, body).asks[0].temperature == 0
+    assert outcome(read_completion, body).requests[0].temperature == 0

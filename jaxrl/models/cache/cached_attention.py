@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.kv_cache import KVCache, cache_axes, cache_of
 
-# Large and finite: a row with every key masked gives a uniform softmax, not NaN.
+# Large and finite: a query with every key masked gives a uniform softmax, not NaN.
 _MASKED = -1e30
 
 

@@ -4,13 +4,13 @@
     extend        a cache + T tokens on top -> a cache of the T tokens, to be written to the first
     decoding      a cache, only read + a buffer -> one token after another, each put into the buffer;
                   at the end the buffer's tokens are written to the cache
-    take, copy, resize                             rows move, and get more room or less
+    take, copy, resize                             slots move, and get more room or less
 
 What lies behind: `stacked_cache.py` (one array of all layers), `per_layer_cache.py` (each layer's own). A
 cache is a pytree that nobody else looks into; whoever holds it passes it on, pins it by its `axes` and frees
-it. Paged caches fit in here and are not written yet: their rows are tables of pages, and `copy` shares pages.
+it. Paged caches fit in here and are not written yet: their slots are tables of pages, which `copy` shares.
 
-    B rows   T new tokens   W tokens of a dispatch   C capacity in tokens
+    B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class CachePass(NamedTuple):
         return out.hidden_BTD, self.kept(out.layer_out)
 
 
-# (buffer, i, active_B) -> the pass of token `i` of a dispatch; rows that are not active may compute anything.
+# (buffer, i, active_B) -> the pass of token `i` of a dispatch; idle slots may compute anything.
 DecodeStep: TypeAlias = Callable[[Cache, jax.Array, jax.Array], CachePass]
 
 
 class CacheKind(Protocol):
     """How keys and values are kept and attended to. It holds no arrays.
 
-    Everything may be traced. `write`, `take` and `copy` are run by every device for its own rows.
+    Everything may be traced. `write`, `take` and `copy` are run by every device for its own slots.
     """
 
     @property
@@ -88,16 +88,16 @@ class CacheKind(Protocol):
         """The longest capacity is a multiple of so many tokens."""
         ...
 
-    def empty(self, rows: int, capacity: int) -> Cache:
-        """A cache of so many rows with room for so many tokens each."""
+    def empty(self, num_slots: int, capacity: int) -> Cache:
+        """A cache of so many slots with room for so many tokens each."""
         ...
 
-    def buffer(self, rows: int, tokens: int) -> Cache:
-        """Room for the tokens of a dispatch, all rows at the same place of it."""
+    def buffer(self, num_slots: int, tokens: int) -> Cache:
+        """Room for the tokens of a dispatch, all slots at the same place of it."""
         ...
 
     def axes(self, cache: Cache) -> Cache:
-        """Logical axes of every leaf of a cache or a buffer; rows are "batch"."""
+        """Logical axes of every leaf of a cache or a buffer; slots are "batch"."""
         ...
 
     # Forward passes
@@ -111,42 +111,42 @@ class CacheKind(Protocol):
         ...
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
-        """One token per row at a time, on top of `length_B` cached ones and those in the buffer.
+        """One token per slot at a time, on top of `length_B` cached ones and those in the buffer.
 
         Called outside of the loop over tokens, its result inside: the cache itself is not written meanwhile.
         """
         ...
 
-    # Tokens in, rows about
+    # Tokens written, slots moved
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
-        """The buffer with token `i` of all rows."""
+        """The buffer with token `i` of all slots."""
         ...
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
-        """The cache with all tokens of `new`, written at `start_B` of live rows, which must have room.
+        """The cache with all tokens of `new`, written at `start_B` of live slots, which must have room.
 
         `new` is a buffer, or what a pass has given.
         """
         ...
 
-    def take(self, cache: Cache, rows: jax.Array) -> Cache:
-        """Some rows, int32, of a cache."""
+    def take(self, cache: Cache, slots: jax.Array) -> Cache:
+        """Some slots, int32, of a cache."""
         ...
 
     def copy(self, cache: Cache, other: Cache, source_B: jax.Array) -> Cache:
-        """The cache with row i replaced by row `source_B[i]` of `other`, unless that is negative.
+        """The cache with slot i replaced by slot `source_B[i]` of `other`, unless that is negative.
 
         Capacities may differ; what is copied must fit.
         """
         ...
 
     def resize(self, cache: Cache, capacity: int) -> Cache:
-        """The cache with more room, or with less for all rows."""
+        """The cache with more room, or with less for all slots."""
         ...
 
 
-def cache_bytes(kind: CacheKind, rows: int, capacity: int) -> int:
-    """Bytes of a cache of so many rows and tokens, over all devices."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: kind.empty(rows, capacity)))
+def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:
+    """Bytes of a cache of so many slots and tokens, over all devices."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: kind.empty(num_slots, capacity)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

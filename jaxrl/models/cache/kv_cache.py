@@ -43,7 +43,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """What all caches of an engine have in common.
+    """Sizes and types that all caches of an engine have in common.
 
     Attributes:
       num_layers, num_kv_heads, head_dim: of the model.
@@ -57,13 +57,13 @@ class CacheShape:
     dtype: Any
     keys_last: str = "length"
 
-    def empty(self, rows: int, capacity: int) -> KVCache:
+    def empty(self, num_slots: int, capacity: int) -> KVCache:
         """Zeros for all layers."""
-        return self._zeros((self.num_layers, rows), capacity)
+        return self._zeros((self.num_layers, num_slots), capacity)
 
-    def empty_layer(self, rows: int, capacity: int) -> KVCache:
+    def empty_layer(self, num_slots: int, capacity: int) -> KVCache:
         """Zeros for one layer, without L."""
-        return self._zeros((rows,), capacity)
+        return self._zeros((num_slots,), capacity)
 
     def holding(self, k_TKH: jax.Array, v_TKH: jax.Array) -> KVCache:
         """A cache with exactly the given keys and values, [.., T, K, H]."""
@@ -103,7 +103,7 @@ def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "l
 
 
 def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
-    """`cache` with a `new` one of one token written at the same place in all rows: no scatter."""
+    """`cache` with a `new` one of one token written at the same place in all slots: no scatter."""
 
     def put(old, new, axes):
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxrl.models.cache.interface import Attention, CachePass, DecodeStep
 from jaxrl.models.cache.kv_cache import KVCache, put_token
-from jaxrl.models.cache.row_cache import RowCache
+from jaxrl.models.cache.slot_cache import SlotCache
 from jaxrl.models.compute import LayerFunction
 from jaxrl.models.decoder import Decoder
 
@@ -24,16 +24,16 @@ Layers = list[KVCache]
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLayerCache(RowCache):
+class PerLayerCache(SlotCache):
     """Caches that are lists of L caches [B, ..]."""
 
-    def empty(self, rows: int, capacity: int) -> Layers:
+    def empty(self, num_slots: int, capacity: int) -> Layers:
         """See `CacheKind.empty`."""
-        return [self.shape.empty_layer(rows, capacity) for _ in range(self.shape.num_layers)]
+        return [self.shape.empty_layer(num_slots, capacity) for _ in range(self.shape.num_layers)]
 
-    def buffer(self, rows: int, tokens: int) -> Layers:
+    def buffer(self, num_slots: int, tokens: int) -> Layers:
         """See `CacheKind.buffer`."""
-        return self.empty(rows, tokens)
+        return self.empty(num_slots, tokens)
 
     def put(self, buffer: Layers, new: Layers, i: jax.Array) -> Layers:
         """See `CacheKind.put`."""
@@ -66,7 +66,7 @@ class PerLayerCache(RowCache):
 
 
 def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any]]]:
-    """What `models.compute.scan_layers` does, with arrays that belong to one layer each.
+    """A stand-in for `models.compute.scan_layers`, with arrays that belong to one layer each.
 
     The weights are taken apart here, once, so that a loop around the stack does not do it in every round.
 

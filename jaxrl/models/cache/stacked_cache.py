@@ -1,6 +1,6 @@
 """One array of all layers: what a scan over layers takes apart, and kernels that find a layer by its number.
 
-B rows   L layers   Q query heads   K kv heads   H head size   C capacity
+B slots   L layers   Q query heads   K kv heads   H head size   C capacity
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxrl.models.cache.cached_attention import PartialAttention, cached_attention
 from jaxrl.models.cache.interface import Attention, CachePass, DecodeStep
 from jaxrl.models.cache.kv_cache import KVCache, put_token
-from jaxrl.models.cache.row_cache import RowCache
+from jaxrl.models.cache.slot_cache import SlotCache
 from jaxrl.models.decoder import Decoder
 
 # (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
@@ -26,7 +26,7 @@ _PAGE = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedCache(RowCache):
+class StackedCache(SlotCache):
     """Caches [L, B, ..].
 
     Attributes:
@@ -43,13 +43,13 @@ class StackedCache(RowCache):
         """Tokens of a page, for a kernel."""
         return 1 if self.kernel is None else _PAGE
 
-    def empty(self, rows: int, capacity: int) -> KVCache:
+    def empty(self, num_slots: int, capacity: int) -> KVCache:
         """See `CacheKind.empty`."""
-        return self.shape.empty(rows, capacity)
+        return self.shape.empty(num_slots, capacity)
 
-    def buffer(self, rows: int, tokens: int) -> KVCache:
+    def buffer(self, num_slots: int, tokens: int) -> KVCache:
         """See `CacheKind.buffer`."""
-        return self.shape.empty(rows, tokens)
+        return self.shape.empty(num_slots, tokens)
 
     def put(self, buffer: KVCache, new: KVCache, i: jax.Array) -> KVCache:
         """See `CacheKind.put`."""
@@ -90,7 +90,7 @@ class StackedCache(RowCache):
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
         def step(buffer: KVCache, i: jax.Array, active_B: jax.Array) -> CachePass:
-            # A kernel reads nothing of an empty row, and nobody reads what an idle one gives.
+            # A kernel reads nothing of an empty slot, and nobody reads what an idle one gives.
             lengths = (jnp.where(active_B, length_B, 0), jnp.full_like(length_B, i))
             return CachePass(attend, (past, buffer), lengths, _same)
 
@@ -98,7 +98,7 @@ class StackedCache(RowCache):
 
 
 def _same(new: KVCache) -> KVCache:
-    """What a scan has stacked is a cache of all layers already."""
+    """The caches that a scan has stacked, which are one of all layers already."""
     return new
 
 

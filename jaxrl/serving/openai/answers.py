@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jaxrl.rollout.online import Delta
+from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import Call
 from jaxrl.serving.openai.protocol import (
     AssistantMessage,
@@ -60,7 +60,7 @@ class Choice:
         self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
 
     def take(self) -> tuple[str, list[tuple[str, float]], int]:
-        """What has come since the last time: text, (token, log-probability)s, and where they begin."""
+        """All that is new since the last call: text, (token, log-probability)s, and where they begin."""
         text, tokens, start = self.text, self._tokens, self._spelled
         self.text, self._tokens = "", []
         self._spelled += sum(len(piece) for piece, _ in tokens)
@@ -82,7 +82,7 @@ class CompletionForm:
     def event(
         self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
     ) -> Completion:
-        """What is new of a choice."""
+        """The new part of a choice."""
         return Completion(**head, choices=[self._choice(index, choice, logprobs)])
 
     def usage_event(self, head: Head, usage: Usage) -> Completion:
@@ -123,7 +123,7 @@ class ChatForm:
     def event(
         self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
     ) -> ChatCompletionChunk:
-        """What is new of a choice."""
+        """The new part of a choice."""
         text, tokens, _ = choice.take()
         new = ChatChunkChoice(
             index=index,
@@ -189,7 +189,7 @@ class Answer:
         return answer.model_dump_json()
 
     def event(self, index: int) -> str:
-        """What is new of a choice."""
+        """The new part of a choice."""
         first = index not in self._begun
         self._begun.add(index)
         choice, logprobs = self._choices[index], self._call.logprobs

@@ -1,4 +1,4 @@
-"""OpenAI's requests as calls of the online driver: JSON objects in, `Ask`s out.
+"""OpenAI's requests as calls of the online driver: JSON objects in, its `Request`s out.
 
     POST /v1/completions        prompt: text, token ids, or a list of either
     POST /v1/chat/completions   messages through the model's chat template
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.online import Ask
 from jaxrl.rollout.sampling import truncation_of
+from jaxrl.serving.online_driver import Request
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer, as far as requests need one."""
 
     def encode(self, text: str) -> np.ndarray:
         """Int32 [T] ids of a text, nothing added."""
@@ -71,16 +71,16 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A request, understood.
+    """A client's request, understood.
 
     Attributes:
-      asks: one per prompt, with the same number of samples.
+      requests: to the driver, one per prompt, with the same number of samples.
       stream: the answer is to come in events.
       include_usage: its last event tells the number of tokens.
       logprobs: it is to have log-probabilities.
     """
 
-    asks: tuple[Ask, ...]
+    requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -88,17 +88,17 @@ class Call:
     @property
     def num_choices(self) -> int:
         """Samples of all prompts; choice i is sample i % n of prompt i // n."""
-        return sum(ask.num_samples for ask in self.asks)
+        return sum(request.num_samples for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts, each once."""
-        return sum(len(ask.prompt) for ask in self.asks)
+        return sum(len(request.prompt) for request in self.requests)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What requests may ask for.
+    """The most that a request may ask for, and the model that it must name.
 
     Attributes:
       model: the name requests must give.
@@ -113,7 +113,7 @@ class Limits:
     max_choices: int = 128
 
     def max_tokens_after(self, prompt: np.ndarray) -> int:
-        """What a chat gets that does not say: as much as there is room for."""
+        """The default of a chat: as much as there is room for."""
         return min(self.max_tokens, self.max_context_tokens - len(prompt))
 
 
@@ -197,8 +197,8 @@ def _call(
     )
     temperature = request.temperature if request.temperature >= _LOWEST_TEMPERATURE else 0.0
     seed = secrets.randbits(31) if request.seed is None else request.seed
-    asks = tuple(
-        Ask(
+    requests = tuple(
+        Request(
             prompt,
             request.n,
             max_tokens,
@@ -209,7 +209,7 @@ def _call(
         )
         for prompt in prompts
     )
-    return Call(asks, request.stream, request.stream_options.include_usage, logprobs)
+    return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
 
 
 def _check_sizes(

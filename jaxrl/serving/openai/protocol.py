@@ -140,7 +140,7 @@ class _TextFormat(_RequestPart):
 
 
 class _Request(_RequestPart):
-    """What both kinds of requests may hold."""
+    """Fields of both kinds of requests."""
 
     model: str = Field(description="the name of a model")
     max_tokens: _Int32 | None = Field(default=None, description=_INT32)
@@ -298,7 +298,7 @@ class Usage(BaseModel):
 
 
 class _Answer(BaseModel):
-    """What every answer has; `usage` is null in all events of a stream but the one that tells it."""
+    """Fields of every answer; `usage` is null in all events of a stream but the last."""
 
     id: str
     created: int
@@ -348,7 +348,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model says."""
+    """A message of the model."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -356,7 +356,7 @@ class AssistantMessage(BaseModel):
 
 
 class MessageDelta(BaseModel):
-    """What the model says now; its role is given once."""
+    """The new part of a message of the model; its role is there once."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
     content: str
@@ -372,7 +372,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """What is new of a sample."""
+    """The new part of a sample."""
 
     index: int
     delta: MessageDelta
@@ -395,7 +395,7 @@ class ChatCompletionChunk(_Answer):
 
 
 class Model(BaseModel):
-    """A model that can be asked."""
+    """A model that answers."""
 
     id: str
     object: Literal["model"] = "model"
@@ -412,7 +412,7 @@ class ModelList(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and with which field of the request."""
+    """An error, and the field of the request it is about."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]

@@ -125,17 +125,17 @@ def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_move_with_all_they_hold(name, dtype):
+def test_slots_move_with_all_they_hold(name, dtype):
     kind = kind_of(name, TINY, dtype)
     rng = np.random.default_rng(0)
     filled = jax.tree.map(
         lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype), kind.empty(3, 8)
     )
-    grown = kind.resize(filled, 12)
-    jax.tree.map(np.testing.assert_array_equal, kind.resize(grown, 8), filled)
+    larger = kind.resize(filled, 12)
+    jax.tree.map(np.testing.assert_array_equal, kind.resize(larger, 8), filled)
     empty = kind.empty(4, 12)
     moved = kind.copy(empty, filled, jnp.array([2, -1, 0, 2]))
-    expected = kind.take(grown, jnp.array([2, 0, 2]))
+    expected = kind.take(larger, jnp.array([2, 0, 2]))
     jax.tree.map(np.testing.assert_array_equal, kind.take(moved, jnp.array([0, 2, 3])), expected)
     untouched = kind.take(moved, jnp.array([1]))
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), untouched)
@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_arrays(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_leaf_has_named_axes_and_leads_with_rows(name):
+def test_every_leaf_has_named_axes_and_leads_with_slots(name):
     kind = kind_of(name, TINY, jnp.int8)
     cache = kind.empty(3, 8)
     names = jax.tree.leaves(

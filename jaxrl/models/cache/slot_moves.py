@@ -1,9 +1,9 @@
-"""Moving rows of a tree of arrays whose dimensions are named, on the device that holds them.
+"""Moving slots of a tree of arrays whose dimensions are named, on the device that holds them.
 
 Every function takes a tree and, in the same structure, a tuple of logical axes per leaf, in which "batch"
-counts rows and "length" cached tokens.
+counts slots and "length" cached tokens.
 
-    n rows   P rows of another tree   C capacity in tokens   W new tokens
+    n slots   P slots of another tree   C capacity in tokens   W new tokens
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 
-def taken(tree: Any, axes: Any, rows_n: jax.Array) -> Any:
-    """The rows of `tree` at `rows_n`, int32."""
+def taken(tree: Any, axes: Any, slots_n: jax.Array) -> Any:
+    """The slots of `tree` at `slots_n`, int32."""
     return jax.tree.map(
-        lambda leaf, names: jnp.take(leaf, rows_n, axis=names.index("batch")), tree, axes
+        lambda leaf, names: jnp.take(leaf, slots_n, axis=names.index("batch")), tree, axes
     )
 
 
@@ -38,22 +38,22 @@ def with_capacity(tree: Any, axes: Any, capacity: int) -> Any:
 
 
 def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
-    """`tree` with row i replaced by row source_n[i] of `other` where that is not negative.
+    """`tree` with slot i replaced by slot source_n[i] of `other` where that is not negative.
 
-    The capacities may differ; what is copied must fit. Costs what the replaced rows hold, not what all do.
+    The capacities may differ; what is copied must fit. Costs what the replaced slots hold, not what all do.
     """
     order_n = jnp.argsort(source_n < 0, stable=True)
 
     def copy(j, tree):
-        row = order_n[j]
+        slot = order_n[j]
 
         def one(leaf, new, names):
             batch = names.index("batch")
-            # Of any dimension but the rows, both have at least the smaller size.
+            # Of any dimension but the slots, both have at least the smaller size.
             sizes = [min(pair) for pair in zip(leaf.shape, new.shape, strict=True)]
             sizes[batch] = 1
-            new = jax.lax.dynamic_slice(new, _at(batch, source_n[row], leaf.ndim), sizes)
-            return jax.lax.dynamic_update_slice(leaf, new, _at(batch, row, leaf.ndim))
+            new = jax.lax.dynamic_slice(new, _at(batch, source_n[slot], leaf.ndim), sizes)
+            return jax.lax.dynamic_update_slice(leaf, new, _at(batch, slot, leaf.ndim))
 
         return jax.tree.map(one, tree, other, axes)
 
@@ -66,20 +66,20 @@ def _at(dim: int, index: jax.Array, ndim: int) -> list[Any]:
 
 
 def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array) -> Any:
-    """`tree` with W tokens of `new` written at `start_n` of every live row; others stay as they are.
+    """`tree` with W tokens of `new` written at `start_n` of every live slot; others stay as they are.
 
-    A live row must have room for W tokens from its start. Row by row, since a scatter would want the whole
+    A live slot must have room for W tokens from its start. Slot by slot, since a scatter would want the whole
     tree in another layout.
     """
     order_n = jnp.argsort(~live_n, stable=True)
 
     def write(j, tree):
-        row = order_n[j]
+        slot = order_n[j]
 
         def one(leaf, new, names):
             batch, length = names.index("batch"), names.index("length")
-            new = jax.lax.dynamic_index_in_dim(new, row, batch)
-            start = [{batch: row, length: start_n[row]}.get(d, 0) for d in range(leaf.ndim)]
+            new = jax.lax.dynamic_index_in_dim(new, slot, batch)
+            start = [{batch: slot, length: start_n[slot]}.get(d, 0) for d in range(leaf.ndim)]
             return jax.lax.dynamic_update_slice(leaf, new, start)
 
         return jax.tree.map(one, tree, new, axes)

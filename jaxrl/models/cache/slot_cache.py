@@ -1,4 +1,4 @@
-"""What caches have in common whose rows are runs of memory, as long as the longest may become."""
+"""Caches in which a slot is a run of memory, as long as the longest sequence may become."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from jaxrl.models.cache import row_moves
+from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.cached_attention import cached_attention, extending_attention
 from jaxrl.models.cache.interface import Attention, Cache, CachePass
 from jaxrl.models.cache.kv_cache import CacheShape, KVCache, cache_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class RowCache:
-    """Moves rows of a tree whose parts are `KVCache`s.
+class SlotCache:
+    """Moves slots of a tree whose parts are `KVCache`s.
 
     Attributes:
       shape: of the caches.
@@ -34,19 +34,19 @@ class RowCache:
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """See `CacheKind.write`."""
-        return row_moves.written(cache, self.axes(cache), new, start_B, live_B)
+        return slot_moves.written(cache, self.axes(cache), new, start_B, live_B)
 
-    def take(self, cache: Cache, rows: jax.Array) -> Cache:
+    def take(self, cache: Cache, slots: jax.Array) -> Cache:
         """See `CacheKind.take`."""
-        return row_moves.taken(cache, self.axes(cache), rows)
+        return slot_moves.taken(cache, self.axes(cache), slots)
 
     def copy(self, cache: Cache, other: Cache, source_B: jax.Array) -> Cache:
         """See `CacheKind.copy`."""
-        return row_moves.copied(cache, self.axes(cache), other, source_B)
+        return slot_moves.copied(cache, self.axes(cache), other, source_B)
 
     def resize(self, cache: Cache, capacity: int) -> Cache:
         """See `CacheKind.resize`."""
-        return row_moves.with_capacity(cache, self.axes(cache), capacity)
+        return slot_moves.with_capacity(cache, self.axes(cache), capacity)
 
     def _whole(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
         """A pass over whole sequences whose layers are scanned, which stacks what each has kept."""

@@ -1,13 +1,13 @@
 """The online driver: requests come at any time, each with its own settings; text streams back per dispatch.
 
-    submit --> waiting --> [scheduler: queued --> row] --> Delta, Delta, ... --> listener
+    submit --> waiting --> [scheduler: queued --> slot] --> Delta, Delta, ... --> listener
                cancel                 cancel
 
 One thread dispatches and owns everything below `waiting`; any thread may submit and cancel. A sample's key is
 made of its request's seed and its index, so an answer does not depend on what else is being answered. If a
-dispatch fails, the requests in its rows fail with it and those that wait are served.
+dispatch fails, the requests in its slots fail with it and those that wait are served.
 
-n rows   W tokens of a dispatch   R tokens of a delta
+n slots   W tokens of a dispatch   R tokens of a delta
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.engine import Engine, Prefix
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.request_checks import check_request
+from jaxrl.rollout.request_errors import NotFinite, Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slots import DecodedTokens, SlotAssignment, Slots
@@ -38,25 +41,9 @@ STOP, LENGTH = "stop", "length"
 _LOG = logging.getLogger(__name__)
 
 
-class ServingError(RuntimeError):
-    """A request was not answered and its sender is not to blame."""
-
-
-class Overloaded(ServingError):
-    """Too much is waiting already; come again later."""
-
-
-class Stopped(ServingError):
-    """The driver answers nothing any more."""
-
-
-class NotFinite(ServingError):
-    """The model has given no probabilities: its weights, or what they make of this prompt, are broken."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """A request: samples that continue one prompt.
+class Request:
+    """Samples that continue one prompt, all with the same settings.
 
     Attributes:
       prompt: int32 [T].
@@ -79,7 +66,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What a dispatch has added to a sample.
+    """Tokens and text that a dispatch has added to a sample.
 
     Example, with the stop string "\\n": tokens "9", "\\n", text "9", finish "stop".
 
@@ -107,18 +94,18 @@ Listener: TypeAlias = Callable[[Delta | ServingError], None]
 
 
 class _Sample:
-    """A sample on its way."""
+    """A sample that has not ended."""
 
-    def __init__(self, ticket: int, ask: Ask, index: int, text: TextStream):
+    def __init__(self, ticket: int, request: Request, index: int, text: TextStream):
         self.ticket = ticket
-        self.ask = ask
+        self.request = request
         self.index = index
         self.text = text
-        self.length = len(ask.prompt)
+        self.length = len(request.prompt)
 
 
 @dataclasses.dataclass
-class _Open:
+class _OpenRequest:
     """A request that somebody listens to, and how many of its samples have not ended."""
 
     listener: Listener
@@ -161,7 +148,7 @@ class OnlineDriver:
         Args:
           engine, params: of the model, the weights in the generation layout.
           decode_text: token ids to text.
-          max_waiting: samples that may wait for a row; more are refused.
+          max_waiting: samples that may wait for a slot; more are refused.
           lock: held while something is dispatched; for another driver of the same devices.
         """
         self._engine = engine
@@ -172,13 +159,13 @@ class OnlineDriver:
         # Shared with other threads, under the condition.
         self._changed = threading.Condition()
         self._waiting: dict[_Owner, _Sample] = {}
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._closing = False
         self._stopping = False
         # The thread's own.
         self._scheduler = _Queue(engine)
-        self._seated: dict[Hashable, _Sample] = {}
+        self._scheduled: dict[Hashable, _Sample] = {}
         self._prefix: Prefix | None = None
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()
@@ -196,52 +183,31 @@ class OnlineDriver:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Samples that wait, and samples that are in rows or about to be."""
-        return len(self._waiting), len(self._seated)
+        """Samples that wait, and samples that are in slots or about to be."""
+        return len(self._waiting), len(self._scheduled)
 
-    def check(self, ask: Ask) -> None:
+    def check(self, request: Request) -> None:
         """Raises UserError for a request that can never be served."""
-        limits = jax.tree.leaves(ask.truncation)
+        limits = jax.tree.leaves(request.truncation)
         assert all(isinstance(x, np.generic) for x in limits), "a truncation is of host scalars"
-        longest, most = self._engine.max_prefill_length, self._engine.config.max_response_tokens
-        vocabulary = self._engine.model.num_tokens or self._engine.model.vocab_size
-        if not 0 < len(ask.prompt) <= longest:
+        check_request(self._engine, request.prompt, request.max_tokens)
+        if not 0 < request.num_samples <= self._max_waiting:
             raise UserError(
-                f"the prompt has {len(ask.prompt)} tokens; this server takes 1 to {longest}: "
-                f"{'shorten it' if len(ask.prompt) else 'write one'}"
-            )
-        if ask.prompt.min() < 0 or ask.prompt.max() >= vocabulary:
-            raise UserError(
-                f"the prompt has token ids from {ask.prompt.min()} to {ask.prompt.max()}; this model's go "
-                f"from 0 to {vocabulary - 1}: use its own tokenizer"
-            )
-        if not 0 < ask.max_tokens <= most:
-            raise UserError(
-                f"max_tokens {ask.max_tokens}: this server gives 1 to {most}; ask for as many"
-            )
-        if not 0 < ask.num_samples <= self._max_waiting:
-            raise UserError(
-                f"{ask.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
+                f"{request.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
                 "for as many"
             )
-        if not (math.isfinite(ask.temperature) and ask.temperature >= 0):
-            raise UserError(f"temperature {ask.temperature} is not 0, which is greedy, or more")
-        if not 0 <= ask.seed < 2**31:
-            raise UserError(f"seed {ask.seed} is not a number from 0 to {2**31 - 1}")
-        room = self._engine.config.max_context_tokens
-        if len(ask.prompt) + ask.max_tokens > room:
-            raise UserError(
-                f"{len(ask.prompt)} tokens of the prompt and max_tokens {ask.max_tokens}: this server has "
-                f"room for {room} together; shorten one of them"
-            )
-        if "" in ask.stop:
+        if not (math.isfinite(request.temperature) and request.temperature >= 0):
+            raise UserError(f"temperature {request.temperature} is not 0, which is greedy, or more")
+        if not 0 <= request.seed < 2**31:
+            raise UserError(f"seed {request.seed} is not a number from 0 to {2**31 - 1}")
+        if "" in request.stop:
             raise UserError("a stop string is empty, which would end every answer before it begins")
 
-    def submit(self, ask: Ask, listener: Listener) -> int:
+    def submit(self, request: Request, listener: Listener) -> int:
         """Queues a request.
 
         Args:
-          ask: what is wanted.
+          request: what is wanted.
           listener: gets the answer, piece by piece.
 
         Returns:
@@ -252,13 +218,13 @@ class OnlineDriver:
           Overloaded: it cannot be served now.
           Stopped: the driver is closed, or has broken down.
         """
-        return self.submit_all([(ask, listener)])[0]
+        return self.submit_all([(request, listener)])[0]
 
-    def submit_all(self, asks: Sequence[tuple[Ask, Listener]]) -> list[int]:
+    def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
         """`submit` of several requests, of all or of none."""
-        for ask, _ in asks:
-            self.check(ask)
-        wanted = sum(ask.num_samples for ask, _ in asks)
+        for request, _ in requests:
+            self.check(request)
+        wanted = sum(request.num_samples for request, _ in requests)
         with self._changed:
             if not self.alive:
                 raise Stopped("the server is stopping and takes no requests")
@@ -268,18 +234,18 @@ class OnlineDriver:
                     f"than {self._max_waiting} may; come again later"
                 )
             tickets = []
-            for ask, listener in asks:
+            for request, listener in requests:
                 ticket = next(self._numbers)
-                self._open[ticket] = _Open(listener, ask.num_samples)
-                for index in range(ask.num_samples):
-                    text = TextStream(self._decode_text, ask.stop)
-                    self._waiting[ticket, index] = _Sample(ticket, ask, index, text)
+                self._open[ticket] = _OpenRequest(listener, request.num_samples)
+                for index in range(request.num_samples):
+                    text = TextStream(self._decode_text, request.stop)
+                    self._waiting[ticket, index] = _Sample(ticket, request, index, text)
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
 
     def cancel(self, ticket: int) -> None:
-        """Ends a request; its rows are free with the next dispatch. One that has ended is left alone."""
+        """Ends a request; its slots are free with the next dispatch. One that has ended is left alone."""
         with self._changed:
             if self._open.pop(ticket, None) is not None:
                 self._cancelled.append(ticket)
@@ -306,7 +272,7 @@ class OnlineDriver:
                 except jax.errors.JaxRuntimeError as error:
                     failure = ServingError(f"the engine has failed: {_first_line(error)}")
                     _LOG.error("%s", failure)
-                    self._lose_rows(failure)
+                    self._fail_scheduled(failure)
         finally:
             # Whatever the reason, nobody is left waiting.
             self._end()
@@ -314,7 +280,7 @@ class OnlineDriver:
     def _wait_for_work(self) -> bool:
         """Returns when there is some; False when it is time to stop."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._cancelled or self._seated):
+            while not (self._stopping or self._waiting or self._cancelled or self._scheduled):
                 self._changed.wait()
             return not self._stopping
 
@@ -324,16 +290,16 @@ class OnlineDriver:
             cancelled, self._cancelled = set(self._cancelled), []
             if cancelled:
                 self._forget_waiting(cancelled)
-            # Few are queued ahead of their rows, since cancelling one of those means to search for it.
-            room = 2 * self._engine.max_concurrent_decodes - len(self._seated)
+            # Few are queued ahead of their slots, since cancelling one of those means to search for it.
+            room = 2 * self._engine.max_concurrent_decodes - len(self._scheduled)
             for owner in list(itertools.islice(self._waiting, max(0, room))):
-                self._seated[owner] = self._waiting.pop(owner)
+                self._scheduled[owner] = self._waiting.pop(owner)
                 self._scheduler.add(owner)
-        dropped = [owner for owner, s in self._seated.items() if s.ticket in cancelled]
-        rows = [self._scheduler.cancel(owner) for owner in dropped]
+        dropped = [owner for owner, s in self._scheduled.items() if s.ticket in cancelled]
+        slots = [self._scheduler.cancel(owner) for owner in dropped]
         for owner in dropped:
-            del self._seated[owner]
-        if running := [row for row in rows if row is not None]:
+            del self._scheduled[owner]
+        if running := [slot for slot in slots if slot is not None]:
             self._slots.release(running)
 
     def _forget_waiting(self, tickets: Collection[int]) -> None:
@@ -341,7 +307,7 @@ class OnlineDriver:
             del self._waiting[owner]
 
     def _dispatch(self) -> None:
-        """Starts what can start, decodes up to W tokens in every row, and tells who listens."""
+        """Starts what can start, decodes up to W tokens in every slot, and passes it on to the listeners."""
         scheduler = self._scheduler
         if not scheduler.unfinished:
             return
@@ -350,7 +316,7 @@ class OnlineDriver:
         while (admission := scheduler.admit()) is not None:
             admissions.append(admission)
         running = scheduler.running
-        longest = max(self._seated[owner].length for owner in running.values())
+        longest = max(self._scheduled[owner].length for owner in running.values())
         self._slots.make_room(scheduler.num_slots, moves, longest)
         for admission in admissions:
             self._admit(admission)
@@ -360,37 +326,37 @@ class OnlineDriver:
         """Prefills the admitted batch, unless it is the one before, and inserts its samples."""
         if admission.fresh:
             prompts: dict[Hashable, np.ndarray] = {
-                sample.ticket: sample.ask.prompt for sample in self._seated.values()
+                sample.ticket: sample.request.prompt for sample in self._scheduled.values()
             }
             self._prefix = self._slots.prefill([prompts[ticket] for ticket in admission.sources])
         assert self._prefix is not None, "the first batch is fresh"
         assignments = collections.defaultdict(list)
-        for row, place, owner in admission.slots:
-            sample = self._seated[owner]
-            ask = sample.ask
+        for slot, place, owner in admission.slots:
+            sample = self._scheduled[owner]
+            request = sample.request
             # The seed stands where training has a prompt's id, so that requests which differ in their
             # seeds alone are inserted together.
-            assignment = SlotAssignment(row, place, ask.seed, sample.index, ask.max_tokens)
-            assignments[ask.temperature, ask.truncation].append(assignment)
+            assignment = SlotAssignment(slot, place, request.seed, sample.index, request.max_tokens)
+            assignments[request.temperature, request.truncation].append(assignment)
         for (temperature, truncation), alike in assignments.items():
             self._slots.insert(self._prefix, alike, temperature=temperature, truncation=truncation)
 
     def _collect(self, running: Mapping[int, Hashable], decoded: DecodedTokens) -> None:
         ended, still_active = [], []
         broken: dict[int, _Sample] = {}
-        for row, owner in running.items():
-            sample = self._seated[owner]
-            tokens, logprob, _ = decoded.of_slot(row)
+        for slot, owner in running.items():
+            sample = self._scheduled[owner]
+            tokens, logprob, _ = decoded.of_slot(slot)
             if not np.isfinite(logprob).all():
                 broken[sample.ticket] = sample
                 continue
-            delta = self._delta_of(sample, tokens, logprob, going_on=bool(decoded.active[row]))
+            delta = self._delta_of(sample, tokens, logprob, going_on=bool(decoded.active[slot]))
             if delta.finish:
-                ended.append(row)
-                if decoded.active[row]:
-                    still_active.append(row)
-                del self._seated[owner]
-            self._tell(sample.ticket, delta)
+                ended.append(slot)
+                if decoded.active[slot]:
+                    still_active.append(slot)
+                del self._scheduled[owner]
+            self._notify(sample.ticket, delta)
         self._scheduler.finish(ended)
         if still_active:
             self._slots.release(still_active)
@@ -404,8 +370,8 @@ class OnlineDriver:
             "there is nothing to sample from; look for NaN or infinity in its weights, or try dtype float32"
         )
         _LOG.error("request %d: %s", sample.ticket, error)
-        self._tell(sample.ticket, error)
-        # Frees the rows of all its samples before the next dispatch.
+        self._notify(sample.ticket, error)
+        # Frees the slots of all its samples before the next dispatch.
         with self._changed:
             self._cancelled.append(sample.ticket)
 
@@ -436,25 +402,25 @@ class OnlineDriver:
             finish,
         )
 
-    def _tell(self, ticket: int, event: Delta | ServingError) -> None:
+    def _notify(self, ticket: int, event: Delta | ServingError) -> None:
         """Passes on what happened; after the last of a request its listener is forgotten."""
         with self._changed:
-            request = self._open.get(ticket)
-            if request is None:  # cancelled
+            opened = self._open.get(ticket)
+            if opened is None:  # cancelled
                 return
             if isinstance(event, ServingError):
-                request.unfinished = 0
+                opened.unfinished = 0
             elif event.finish:
-                request.unfinished -= 1
-            if not request.unfinished:
+                opened.unfinished -= 1
+            if not opened.unfinished:
                 del self._open[ticket]
                 self._changed.notify_all()
-        request.listener(event)
+        opened.listener(event)
 
-    def _lose_rows(self, error: ServingError) -> None:
-        """Fails what is in rows or about to be, and starts afresh with what waits."""
-        tickets = dict.fromkeys(sample.ticket for sample in self._seated.values())
-        self._seated.clear()
+    def _fail_scheduled(self, error: ServingError) -> None:
+        """Fails the requests that are in slots or about to be, and starts afresh with those that wait."""
+        tickets = dict.fromkeys(sample.ticket for sample in self._scheduled.values())
+        self._scheduled.clear()
         self._scheduler = _Queue(self._engine)
         self._prefix = None
         self._slots.clear()
@@ -462,7 +428,7 @@ class OnlineDriver:
             # A request fails as a whole.
             self._forget_waiting(tickets)
         for ticket in tickets:
-            self._tell(ticket, error)
+            self._notify(ticket, error)
 
     def _end(self) -> None:
         with self._changed:
@@ -470,10 +436,10 @@ class OnlineDriver:
             self._waiting.clear()
             left, self._open = self._open, {}
             self._changed.notify_all()
-        self._seated.clear()
+        self._scheduled.clear()
         self._slots.clear()
-        for request in left.values():
-            request.listener(Stopped("the server has stopped before the answer was complete"))
+        for opened in left.values():
+            opened.listener(Stopped("the server has stopped before the answer was complete"))
 
 
 def _first_line(error: Exception) -> str:

@@ -18,10 +18,10 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.online import Ask, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.online_driver import OnlineDriver, Request
 from jaxrl.types import Prompts
 
 MODEL = ModelConfig(
@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 )
 CONFIG = EngineConfig(
     slots=8,
-    fewest_rows=8,
+    smallest_bucket=8,
     prefill_prompts=4,
     max_prompt_tokens=24,
     max_response_tokens=40,
@@ -82,18 +82,18 @@ def wait_until(condition, timeout_s=20):
         time.sleep(0.002)
 
 
-def ask_for(seed=0, prompt=(3, 4, 5), **changes) -> Ask:
+def request_of(seed=0, prompt=(3, 4, 5), **changes) -> Request:
     given = {"num_samples": 1, "max_tokens": 40, "temperature": 0.8}
-    return Ask(np.array(prompt, np.int32), seed=seed, **{**given, **changes})
+    return Request(np.array(prompt, np.int32), seed=seed, **{**given, **changes})
 
 
 class Answer:
     """A listener that puts the samples of a request together."""
 
-    def __init__(self, ask: Ask):
-        self.left = ask.num_samples
+    def __init__(self, request: Request):
+        self.left = request.num_samples
         self.error = None
-        self.deltas = [[] for _ in range(ask.num_samples)]
+        self.deltas = [[] for _ in range(request.num_samples)]
         self.ended = threading.Event()
         self.begun = threading.Event()
 
@@ -128,40 +128,42 @@ class Answer:
         return self.deltas[index][-1].finish
 
 
-def answer(driver, ask) -> Answer:
-    listener = Answer(ask)
-    driver.submit(ask, listener)
+def answer(driver, request) -> Answer:
+    listener = Answer(request)
+    driver.submit(request, listener)
     return listener.wait()
 
 
-ASKS = [
-    ask_for(seed=1, num_samples=3),
-    ask_for(seed=2, prompt=range(2, 14), temperature=0.0),
-    ask_for(seed=2, truncation=truncation_of(top_k=3, top_p=0.9, min_p=0.0), temperature=1.5),
-    ask_for(seed=4, prompt=(9,) * 24, max_tokens=3),
-    ask_for(seed=5, prompt=(13,), max_tokens=1),
+REQUESTS = [
+    request_of(seed=1, num_samples=3),
+    request_of(seed=2, prompt=range(2, 14), temperature=0.0),
+    request_of(seed=2, truncation=truncation_of(top_k=3, top_p=0.9, min_p=0.0), temperature=1.5),
+    request_of(seed=4, prompt=(9,) * 24, max_tokens=3),
+    request_of(seed=5, prompt=(13,), max_tokens=1),
 ]
 
 
 @pytest.fixture(scope="module")
 def alone(engine) -> list[Answer]:
-    """Every request of ASKS when nothing else runs."""
+    """Every request of REQUESTS when nothing else runs."""
     with OnlineDriver(engine, weights(), spell) as driver:
-        return [answer(driver, ask) for ask in ASKS]
+        return [answer(driver, request) for request in REQUESTS]
 
 
 def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
-    for ask, online in zip(ASKS, alone, strict=True):
+    for request, online in zip(REQUESTS, alone, strict=True):
         blank = ("",)
-        prompts = Prompts(np.array([ask.seed]), (ask.prompt,), blank, blank, blank)
+        prompts = Prompts(np.array([request.seed]), (request.prompt,), blank, blank, blank)
         backend = OfflineBackend(engine, spell)
         backend.load(weights())
-        options = SamplingOptions(ask.num_samples, 0, 0, ask.temperature, ask.truncation)
+        options = SamplingOptions(
+            request.num_samples, 0, 0, request.temperature, request.truncation
+        )
         offline = backend.generate(prompts, options)
-        for k in range(ask.num_samples):
-            expected = offline.tokens[k][: ask.max_tokens]
+        for k in range(request.num_samples):
+            expected = offline.tokens[k][: request.max_tokens]
             assert online.tokens(k) == expected.tolist()
-            logprob = offline.rollout_logprob[k][: ask.max_tokens]
+            logprob = offline.rollout_logprob[k][: request.max_tokens]
             assert_close(online.logprob(k), logprob, scale=1)
             assert online.text(k) == spell(expected)
             assert online.finish(k) == ("stop" if expected[-1] == 1 else "length")
@@ -171,26 +173,26 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
 @pytest.mark.parametrize("train", ["1-1-1", "1-2-4"])
 def test_requests_of_many_threads_are_answered_as_if_alone(train, engine, alone):
     engine = engine if train == "1-1-1" else build_engine(train)
-    answers = [(i, Answer(ASKS[i])) for _ in range(12) for i in range(len(ASKS))]
+    answers = [(i, Answer(REQUESTS[i])) for _ in range(12) for i in range(len(REQUESTS))]
     with OnlineDriver(engine, weights(), spell) as driver:
 
         def submit(part):
             for i, listener in part:
-                driver.submit(ASKS[i], listener)
+                driver.submit(REQUESTS[i], listener)
 
         threads = [threading.Thread(target=submit, args=(answers[t::4],)) for t in range(4)]
         for thread in threads:
             thread.start()
         for i, listener in answers:
             listener.wait()
-            for k in range(ASKS[i].num_samples):
+            for k in range(REQUESTS[i].num_samples):
                 assert listener.tokens(k) == alone[i].tokens(k)
                 assert_close(listener.logprob(k), alone[i].logprob(k), scale=1)
         assert driver.load == (0, 0)
 
 
 def test_text_comes_dispatch_by_dispatch(driver):
-    long = answer(driver, ask_for(seed=3, truncation=never_stopping()))
+    long = answer(driver, request_of(seed=3, truncation=never_stopping()))
     assert [len(d.tokens) for d in long.deltas[0]] == [4] * 10
     assert all(d.text == spell(d.tokens) == "".join(d.pieces) for d in long.deltas[0])
 
@@ -199,11 +201,11 @@ def never_stopping():
     return truncation_of(top_k=0, top_p=1.0, min_p=0.0, min_tokens=40)
 
 
-def test_a_stop_string_ends_a_sample_and_its_row_is_free(driver):
-    whole = answer(driver, ask_for(seed=3, truncation=never_stopping()))
+def test_a_stop_string_ends_a_sample_and_its_slot_is_free(driver):
+    whole = answer(driver, request_of(seed=3, truncation=never_stopping()))
     stop = whole.text()[5:8]
     end = whole.text().find(stop)
-    cut = answer(driver, ask_for(seed=3, truncation=never_stopping(), stop=(stop, "zz")))
+    cut = answer(driver, request_of(seed=3, truncation=never_stopping(), stop=(stop, "zz")))
     assert cut.text() == whole.text()[:end]
     assert cut.finish() == "stop"
     # The tokens are those of the text and of the stop string.
@@ -211,33 +213,33 @@ def test_a_stop_string_ends_a_sample_and_its_row_is_free(driver):
     assert len(cut.logprob()) == end + 3
 
 
-def test_cancelled_requests_leave_their_rows_to_others(driver):
-    endless = [ask_for(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
-    # More than there are rows: some run, some wait, and all go.
-    listeners = [Answer(ask) for ask in endless]
-    tickets = [driver.submit(ask, a) for ask, a in zip(endless, listeners, strict=True)]
+def test_cancelled_requests_leave_their_slots_to_others(driver):
+    endless = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
+    # More than there are slots: some run, some wait, and all go.
+    listeners = [Answer(request) for request in endless]
+    tickets = [driver.submit(request, a) for request, a in zip(endless, listeners, strict=True)]
     assert listeners[0].begun.wait(60)
     for ticket in tickets:
         driver.cancel(ticket)
     wait_until(lambda: driver.load == (0, 0))
     assert not any(listener.ended.is_set() and listener.error for listener in listeners)
     driver.cancel(tickets[0])
-    assert answer(driver, ASKS[3]).finish() == "length"
+    assert answer(driver, REQUESTS[3]).finish() == "length"
 
 
 def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
     with OnlineDriver(engine, weights(), spell, max_waiting=10_000) as driver:
         done = queue.SimpleQueue()
-        first = [driver.submit(ask_for(seed=s, max_tokens=1), done.put) for s in range(9_999)]
+        first = [driver.submit(request_of(seed=s, max_tokens=1), done.put) for s in range(9_999)]
         with pytest.raises(Overloaded, match="no more than 10000 may"):
             while True:
-                first.append(driver.submit(ask_for(max_tokens=40), done.put))
+                first.append(driver.submit(request_of(max_tokens=40), done.put))
         for ticket in first[200:]:
             driver.cancel(ticket)
         finished = [done.get(timeout=60) for _ in range(100)]
         assert all(not isinstance(event, ServingError) for event in finished)
         wait_until(lambda: driver.load == (0, 0))
-        assert answer(driver, ASKS[0]).tokens(2) == alone[0].tokens(2)
+        assert answer(driver, REQUESTS[0]).tokens(2) == alone[0].tokens(2)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +257,10 @@ def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
 )
 def test_what_can_never_be_served_is_refused(changes, message, driver):
     with pytest.raises(UserError, match=message):
-        driver.submit(ask_for(**changes), print)
+        driver.submit(request_of(**changes), print)
 
 
-def test_an_engine_failure_ends_what_is_in_rows_and_nothing_else(engine, alone, monkeypatch):
+def test_an_engine_failure_ends_what_is_in_slots_and_nothing_else(engine, alone, monkeypatch):
     generate, calls = engine.generate, []
 
     def fails_once(*args):
@@ -268,18 +270,18 @@ def test_an_engine_failure_ends_what_is_in_rows_and_nothing_else(engine, alone, 
         return generate(*args)
 
     monkeypatch.setattr(engine, "generate", fails_once)
-    asks = [ask_for(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
+    requests = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
     with OnlineDriver(engine, weights(), spell) as driver:
-        listeners = [Answer(ask) for ask in asks]
-        driver.submit_all(list(zip(asks, listeners, strict=True)))
+        listeners = [Answer(request) for request in requests]
+        driver.submit_all(list(zip(requests, listeners, strict=True)))
         for listener in listeners:
             listener.ended.wait(60)
         failed = [listener.error is not None for listener in listeners]
-        # 8 rows and as many queued ahead of them: four requests of six.
+        # 8 slots and as many queued ahead of them: four requests of six.
         assert failed == [True] * 4 + [False] * 2
         assert "the engine has failed: RESOURCE_EXHAUSTED" in str(listeners[0].error)
         assert driver.alive
-        assert answer(driver, ASKS[0]).tokens(1) == alone[0].tokens(1)
+        assert answer(driver, REQUESTS[0]).tokens(1) == alone[0].tokens(1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -289,18 +291,18 @@ def test_a_mistake_of_our_own_ends_the_driver_and_leaves_nobody_waiting(engine, 
 
     driver = OnlineDriver(engine, weights(), broken)
     with pytest.raises(Stopped, match="before the answer was complete"):
-        answer(driver, ASKS[0])
+        answer(driver, REQUESTS[0])
     wait_until(lambda: not driver.alive)
     with pytest.raises(Stopped, match="takes no requests"):
-        driver.submit(ASKS[0], print)
+        driver.submit(REQUESTS[0], print)
     driver.close()
 
 
-def test_closing_tells_who_is_waiting(engine):
+def test_closing_answers_who_is_waiting(engine):
     driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(ASKS[0]) for _ in range(40)]
+    listeners = [Answer(REQUESTS[0]) for _ in range(40)]
     for listener in listeners:
-        driver.submit(ASKS[0], listener)
+        driver.submit(REQUESTS[0], listener)
     driver.close()
     assert all(listener.ended.is_set() for listener in listeners)
     assert isinstance(listeners[-1].error, Stopped)
@@ -309,47 +311,10 @@ def test_closing_tells_who_is_waiting(engine):
 
 def test_closing_can_wait_for_what_is_open(engine, alone):
     driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(ASKS[0]) for _ in range(10)]
+    listeners = [Answer(REQUESTS[0]) for _ in range(10)]
     for listener in listeners:
-        driver.submit(ASKS[0], listener)
+        driver.submit(REQUESTS[0], listener)
     driver.close(grace_s=60)
     assert all(listener.wait().tokens(1) == alone[0].tokens(1) for listener in listeners)
     with pytest.raises(Stopped, match="takes no requests"):
-        driver.submit(ASKS[0], print)
-
-
-# Text
-
-
-def utf8(tokens) -> str:
-    return bytes(list(tokens)).decode("utf-8", "replace")
-
-
-@pytest.mark.parametrize("text", ["plain", "naïve 東京 🦜!", "\N{REPLACEMENT CHARACTER}x"])
-def test_a_text_stream_shows_whole_characters_only(text):
-    stream = TextStream(utf8)
-    pieces, shown = zip(*(stream.add(b) for b in text.encode()), strict=True)
-    assert "".join(shown) + stream.flush() == text
-    assert pieces == shown
-    assert all(piece == "" or piece.encode().decode() in text for piece in pieces)
-
-
-def test_bytes_that_are_no_character_do_not_hold_a_text_back():
-    stream = TextStream(utf8)
-    shown = [stream.add(0x80)[1] for _ in range(100)]
-    assert len("".join(shown)) >= 90
-    assert "".join(shown) + stream.flush() == utf8([0x80] * 100)
-
-
-@pytest.mark.parametrize(
-    "stop, expected", [(("cd",), "ab"), (("bcx", "cde"), "ab"), (("de", "c"), "ab"), (("q",), None)]
-)
-def test_nothing_of_a_stop_string_is_shown(stop, expected):
-    stream = TextStream(utf8, stop)
-    shown = ""
-    for byte in b"abcdef":
-        shown += stream.add(byte)[1]
-        if stream.stopped:
-            break
-    assert stream.stopped == (expected is not None)
-    assert shown + ("" if stream.stopped else stream.flush()) == (expected or "abcdef")
+        driver.submit(REQUESTS[0], print)

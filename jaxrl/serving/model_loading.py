@@ -1,0 +1,183 @@
+"""A directory of a model as an engine with weights, for sequences as long as its devices have room for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.checks import MAX_TOKENS
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh, memory_bytes
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface.config_json import read_config, read_config_json
+from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.serving.serve_config import ServeConfig
+
+# Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
+_SHORTEST_CONTEXT = 2048
+# Share of a device's memory that weights and caches may take; the rest is for temporaries of programs.
+_MEMORY_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model, ready to sample from."""
+
+    engine: Engine
+    params: Params
+    tokenizer: Tokenizer
+
+
+def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded:
+    """Reads a model onto its devices.
+
+    Args:
+      config: the server.
+      devices: to choose from; all by default.
+
+    Raises:
+      UserError: something is missing, broken, or does not fit.
+    """
+    directory = pathlib.Path(config.model)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(
+            f"--model {directory} is a file; name the Hugging Face directory it lies in, with config.json, "
+            "tokenizer.json and the weights"
+        )
+    if (directory / "model").is_dir() and not (directory / "config.json").exists():
+        raise UserError(
+            f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
+            f"--path {directory} --to hf --out DIR, and serve DIR"
+        )
+    model, tokenizer = _model_of(directory)
+    layout = ParallelLayout.from_config(LayoutConfig(train=config.mesh))
+    devices = jax.devices() if devices is None else devices
+    if layout.num_devices > len(devices):
+        raise UserError(
+            f"--mesh {config.mesh} needs {layout.num_devices} devices, here are {len(devices)} "
+            f"({devices[0].device_kind}); choose a smaller one"
+        )
+    mesh = build_mesh(layout, devices[: layout.num_devices])
+    check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
+    check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
+    graph, shapes, axes = decoder_graph(model)
+    where = shardings(axes, shapes, GENERATE_RULES, mesh)
+
+    def engine_of(lengths: Lengths) -> Engine:
+        return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
+
+    def fitting() -> int:
+        return _fitting_tokens(config, engine_of(Lengths(1, 1, 2)), shapes, where)
+
+    engine = engine_of(lengths_of(config, _context_of(directory), fitting))
+    params = load_params(directory, model, where, dtype=config.dtype)
+    return Loaded(engine, params, tokenizer)
+
+
+class Lengths(NamedTuple):
+    """Tokens of the longest prompt, of the longest response, and of both together."""
+
+    prompt: int
+    response: int
+    context: int
+
+
+def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) -> Lengths:
+    """The longest sequences of a server.
+
+    Args:
+      config: its limits are taken as they are; without them a prompt and its response share the context.
+      context: tokens that the model has positions for.
+      fitting: returns the tokens for which there is memory where all slots are at their longest. Called where
+        no limit is given.
+
+    Raises:
+      UserError: the limits leave the model's context.
+    """
+    prompt, response = config.max_prompt_tokens, config.max_response_tokens
+    if not prompt and not response:
+        context = min(context, max(fitting(), _SHORTEST_CONTEXT))
+        return Lengths(max(context - 1, 1), max(context - 1, 1), context)
+    prompt = prompt or context - response
+    response = response or context - prompt
+    if min(prompt, response) < 1 or prompt + response > context:
+        raise UserError(
+            f"--max_prompt_tokens {config.max_prompt_tokens} and --max_response_tokens "
+            f"{config.max_response_tokens} do not fit into the {context} positions of the model "
+            "(max_position_embeddings of its config.json); lower them, or leave them out"
+        )
+    return Lengths(prompt, response, prompt + response)
+
+
+def _context_of(directory: pathlib.Path) -> int:
+    """Tokens that a model has positions for."""
+    value = read_config_json(directory).get("max_position_embeddings")
+    if value is None:
+        return _SHORTEST_CONTEXT
+    if type(value) is not int or value < 2:
+        raise UserError(
+            f"{directory / 'config.json'}: max_position_embeddings is {value!r}; it must be a whole number "
+            "of 2 or more: copy the published file again"
+        )
+    return min(value, MAX_TOKENS)
+
+
+def _engine_config(
+    config: ServeConfig, lengths: Lengths, stop_ids: tuple[int, ...]
+) -> EngineConfig:
+    chunk = min(config.prefill_chunk_tokens, lengths.context)
+    return EngineConfig(
+        **config.engine_settings(prefill_chunk_tokens=chunk),
+        max_prompt_tokens=lengths.prompt,
+        max_response_tokens=lengths.response,
+        context_tokens=lengths.context,
+        stop_ids=stop_ids,
+    )
+
+
+def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any) -> int:
+    """Tokens for which every slot has room beside the weights; not positive where these do not fit.
+
+    Args:
+      config: of the server.
+      engine: of the model, of any lengths.
+      shapes, where: of the weights.
+    """
+    weights = sum(
+        math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
+        for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
+    )
+    state = engine.abstract_decode_state()
+    cache = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state.context.cache)
+    )
+    free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
+    # HTTP's cache and, while it grows, the one before; JetStream's, which never grows.
+    caches = 3 if config.grpc else 2
+    return free * state.capacity // (caches * cache)
+
+
+def _model_of(directory: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
+    model = read_config(directory)
+    tokenizer = load_tokenizer(directory)
+    if model.num_scores:
+        raise UserError(f"{directory} holds a model of scores; a server needs a language model")
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; put two files of one model there"
+        )
+    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size), tokenizer

@@ -1,0 +1,254 @@
+"""The OpenAI-compatible endpoint of an online driver, as an ASGI application.
+
+    GET  /health, /v1/models, /v1/models/NAME
+    POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
+
+A body is bounded in size and in the time it takes to arrive. A client that goes away ends its requests, and
+their slots are free. There is no authentication: it is for this machine, or for a proxy that has some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jaxrl.errors import UserError
+from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
+from jaxrl.serving.online_driver import Delta, OnlineDriver
+from jaxrl.serving.openai.answers import Answer, ChatForm, CompletionForm, Form
+from jaxrl.serving.openai.calls import (
+    ApiError,
+    Call,
+    Json,
+    Limits,
+    Tokenizer,
+    check_model,
+    error_of,
+    read_chat,
+    read_completion,
+)
+from jaxrl.serving.openai.protocol import Model, ModelList
+
+# A body that takes longer to arrive is given up.
+_BODY_TIMEOUT_S = 60.0
+# What nginx writes into its log for a client that has gone; nobody reads the response.
+_CLIENT_GONE = 499
+
+Reader: TypeAlias = Callable[[Json, Tokenizer, Limits], Call]
+
+
+class _Inbox:
+    """Deltas of a call, brought from the driver's thread to the server's loop; closing it ends the call."""
+
+    def __init__(self, driver: OnlineDriver, call: Call):
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
+        n = call.requests[0].num_samples
+        requests = [(r, self._listener(i * n)) for i, r in enumerate(call.requests)]
+        self._tickets = driver.submit_all(requests)
+
+    def _listener(self, first: int) -> Callable[[Delta | ServingError], None]:
+        def listen(event: Delta | ServingError) -> None:
+            item = event if isinstance(event, ServingError) else (first + event.index, event)
+            # The loop is closed only when the server has stopped and nobody reads any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+
+        return listen
+
+    async def get(self) -> tuple[int, Delta]:
+        """The next delta and the choice it belongs to; raises ServingError if there will be none."""
+        item = await self._events.get()
+        if isinstance(item, ServingError):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Ends what is not answered yet."""
+        for ticket in self._tickets:
+            self._driver.cancel(ticket)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events that close their inbox, however they end."""
+
+    def __init__(self, inbox: _Inbox, events: AsyncIterator[str]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+        self._inbox = inbox
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._inbox.close()
+
+
+def build_app(
+    driver: OnlineDriver, tokenizer: Tokenizer, limits: Limits, *, max_body_bytes: int
+) -> Starlette:
+    """The endpoint as an ASGI application.
+
+    Args:
+      driver: answers the requests.
+      tokenizer: of the model.
+      limits: of requests.
+      max_body_bytes: larger bodies are refused.
+    """
+
+    async def health(request: Request) -> Response:
+        waiting, running = driver.load
+        body = {"alive": driver.alive, "waiting": waiting, "running": running}
+        return JSONResponse(body, 200 if driver.alive else 503)
+
+    model = Model(
+        id=limits.model, created=int(time.time()), max_model_len=limits.max_context_tokens
+    )
+
+    async def models(request: Request) -> Response:
+        return _json(ModelList(data=[model]).model_dump_json())
+
+    async def one_model(request: Request) -> Response:
+        check_model(request.path_params["name"], limits)
+        return _json(model.model_dump_json())
+
+    def endpoint(read: Reader, form: Form):
+        async def answer(request: Request) -> Response:
+            body = await _body_of(request, max_body_bytes)
+            # A long text or a slow template shall not hold up the answers of others.
+            call = await asyncio.to_thread(read, body, tokenizer, limits)
+            inbox = _Inbox(driver, call)
+            result = Answer(call, form, limits.model)
+            if call.stream:
+                return _Events(inbox, _event_stream(inbox, call, result))
+            try:
+                return await _unless_gone(request, _whole(inbox, result))
+            finally:
+                inbox.close()
+
+        return answer
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            # A name may have slashes, as those of published models do.
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/completions", endpoint(read_completion, CompletionForm()), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(read_chat, ChatForm()), methods=["POST"]),
+        ],
+        exception_handlers={
+            ApiError: _refuse,
+            UserError: _refuse,
+            ServingError: _refuse,
+            HTTPException: _refuse,
+            # Starlette logs these with their traceback, after answering.
+            Exception: _refuse,
+        },
+    )
+
+
+async def _body_of(request: Request, max_bytes: int) -> Json:
+    """The JSON object of a request."""
+    too_large = ApiError(
+        413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                content += part
+                if len(content) > max_bytes:
+                    raise too_large
+    except TimeoutError as error:
+        raise ApiError(408, f"the request did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+    except ClientDisconnect as error:
+        raise ApiError(_CLIENT_GONE, "the client has gone") from error
+    try:
+        body = json.loads(content)
+    # A deeply nested body exhausts the parser's stack.
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+async def _whole(inbox: _Inbox, answer: Answer) -> Response:
+    while not answer.complete:
+        answer.add(*await inbox.get())
+    return _json(answer.whole())
+
+
+async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
+    try:
+        while not answer.complete:
+            index, delta = await inbox.get()
+            answer.add(index, delta)
+            yield _event(answer.event(index))
+    except ServingError as error:
+        # The status has been sent; OpenAI's client raises what it finds here.
+        yield _event(json.dumps(_as_api_error(error).body))
+        return
+    if call.include_usage:
+        yield _event(answer.usage_event())
+    yield "data: [DONE]\n\n"
+
+
+def _json(body: str) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _event(body: str) -> str:
+    return f"data: {body}\n\n"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of `work`, which is cancelled if the client goes away."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    refusal = _as_api_error(error)
+    return JSONResponse(refusal.body, refusal.status)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return error_of(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, f"{error.detail}: see /v1/models and the documentation")
+    if not isinstance(error, ServingError):
+        return ApiError(500, "the server has made a mistake; its log says which")
+    status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, Stopped) else 500
+    return ApiError(status, str(error))
