@@ -60,8 +60,9 @@ def get_config():
     config.data.max_prompt_tokens = 2048
     config.data.overlong = "left"
 
-    # The checkpoint has its shape; this is for planning without it.
+    # The checkpoint and the tokenizer say both; these are for planning without them.
     config.model = model_shapes("qwen2.5-32b")
+    config.model.num_tokens = 151_665
 
     # Weights and moments in float32 over t x fsdp = 128 devices: 3 GB each. Generation in bfloat16 over
     # t_g = 4: 16 GB, which leaves more for the cache than t_g = 2 with 33 GB would.

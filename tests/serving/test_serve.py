@@ -40,7 +40,7 @@ from jaxrl.serving.serve_config import ServeConfig  # noqa: E402
 from jaxrl.serving.server import running  # noqa: E402
 from jaxrl.types import Prompts  # noqa: E402
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "launch" / "serve.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "serve.py"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
