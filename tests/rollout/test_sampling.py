@@ -240,6 +240,53 @@ def test_what_is_kept_is_unchanged():
     np.testing.assert_array_equal(truncate(logits, truncation()), logits)
 
 
+def twin(logits, *, top_k=0, top_p=1.0, min_p=0.0):
+    """The same by sorting, in double precision."""
+    order = np.argsort(-logits, kind="stable")
+    p = np.exp(logits[order].astype(np.float64) - logits.max())
+    p[top_k or len(p) :] = 0
+    p /= p.sum()
+    stays = (p > 0) & (np.cumsum(p) - p < top_p) & (p >= min_p * p[0])
+    return np.sort(order[stays]).tolist()
+
+
+QWEN = 151_936
+
+
+@pytest.mark.parametrize("scale", [5.0, 0.5], ids=["few tokens decide", "all tokens do"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_p": 0.7},
+        {"top_p": 0.99},
+        {"top_k": 50},
+        {"top_k": 1000},
+        {"min_p": 0.02},
+        {"top_k": 300, "top_p": 0.9},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_a_vocabulary_of_152k_is_truncated_as_by_sorting(limits, scale):
+    logits = scale * np.random.default_rng(0).normal(size=QWEN).astype(np.float32)
+    expected = twin(logits, **limits)
+    ours = kept(logits, **limits)
+    # Masses are summed in single precision: at the edge of a long run a token or two may differ.
+    assert abs(len(ours) - len(expected)) <= 1e-5 * len(expected)
+    assert len(set(ours) ^ set(expected)) <= 1e-5 * len(expected)
+
+
+def test_tokens_of_one_probability_stay_or_go_together():
+    assert kept([0.0, 1.0, 1.0, 1.0, -1.0], top_k=2) == [1, 2, 3]
+    assert kept([0.0, 1.0, 1.0, 1.0, -1.0], top_p=0.3) == [1, 2, 3]
+
+
+def test_a_draw_is_the_first_of_the_largest_and_of_nothing_but_nan_a_token():
+    zeros = jnp.zeros((3, 5))
+    logits = jnp.array([[0, 3, 1, 3, 2], [-1e30] * 5, [jnp.nan] * 5])
+    assert sample_tokens(logits, zeros).tolist() == [1, 0, 4]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "limits",
