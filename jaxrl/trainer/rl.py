@@ -10,7 +10,12 @@ from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import CostPhase, Multiplier
-from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.dynamic_sampling import (
+    DynamicSampling,
+    GroupFilter,
+    MixedGroups,
+    SpreadGroups,
+)
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
 from jaxrl.dataflows.lookup import find_dataflow
@@ -42,6 +47,7 @@ from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.roles.reward_model import RewardModel
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.context import (
     RunContext,
     prompt_options,
@@ -252,8 +258,16 @@ class RlStage(TrainingStage):
                 sampler,
                 options.num_prompts,
                 max_generation_batches=options.max_generation_batches,
+                keeps=_group_filter(options),
+                fills_up=options.if_too_few == "fill",
             )
         return sampler
+
+
+def _group_filter(options: RolloutConfig) -> GroupFilter:
+    return (
+        MixedGroups() if options.keep_groups == "correctness" else SpreadGroups(options.min_spread)
+    )
 
 
 def _model_rewards(run: RunContext, roles: Roles) -> list[RewardTerm]:

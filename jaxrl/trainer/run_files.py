@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
+_OF_A_SAMPLE = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
 
@@ -125,11 +126,23 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
 
 def _sample_pairs(config: Config) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the report shows of both evaluations; nothing where one of their files is missing or damaged."""
     paths = [config.run_folder.samples(when) for when in _SAMPLES_KEPT]
     if not all(path.exists() for path in paths):
         return []
-    before, after = (json.loads(path.read_text()) for path in paths)
-    return list(zip(before, after, strict=True))
+    try:
+        before, after = (_samples_of(path) for path in paths)
+        return list(zip(before, after, strict=True))
+    except (ValueError, TypeError, KeyError) as error:
+        files = " or ".join(map(str, paths))
+        logger.warning("%s is damaged (%s): the report has no answers", files, error)
+        return []
+
+
+def _samples_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [
+        {name: sample[name] for name in _OF_A_SAMPLE} for sample in json.loads(path.read_text())
+    ]
 
 
 def _rows(folder: StageFolder) -> Rows:

@@ -124,6 +124,7 @@ MEANT = {
             "run.collapse.reward_loss",
             "rollout.min_p",
             "rollout.min_response_tokens",
+            "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.collapse.reward_loss",
