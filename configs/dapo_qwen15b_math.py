@@ -8,9 +8,9 @@ expect: not run by us, and nobody's number is for these lengths.
 
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):
 
-    models/Qwen2.5-1.5B/               config.json, model.safetensors, tokenizer.json, tokenizer_config.json
-    data/dapo-math-17k.parquet         as published: every problem 100 times, in the paper's prompt, as messages
-    data/aime-2024.parquet             as published beside it
+    models/Qwen2.5-1.5B/          config.json, model.safetensors, tokenizer.json, tokenizer_config.json
+    data/dapo-math-17k.parquet    as published: every problem 100 times, in the paper's prompt, as messages
+    data/aime-2024.parquet        as published beside it
 
 What differs from configs/dapo_qwen32b.py, and why: responses of 4,096 tokens, 64 prompts of 8 answers,
 and 2 updates a step, so that a step takes minutes on one device.

@@ -3,9 +3,8 @@
     python launch/train.py --config configs/grpo_qwen05b_gsm8k.py
     python launch/train.py --config configs/grpo_qwen05b_gsm8k.py --dry_run   # what would it take?
 
-Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Hours: not measured. Score to
-expect: not run by us; published GRPO runs of this model on GSM8K go from about 35 to 55% right and
-more.
+Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Hours and score: not
+run by us.
 
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):
 
