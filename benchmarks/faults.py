@@ -41,7 +41,7 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
+CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
 STEPS = 24
 SETTINGS = {
     "model.vocab_size": 288,
