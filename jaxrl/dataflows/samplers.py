@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
@@ -333,7 +334,9 @@ def _never(group: Scored) -> bool:
 
 def check_same_prompts(prompts: Prompts, step: int) -> None:
     """Ends a run of several processes that hold different prompts. Collective."""
-    hosts.check_same(f"the prompts of step {step + 1}", [*prompts.tokens, *prompts.answers])
+    extras = (json.dumps(extra, sort_keys=True) for extra in prompts.extras)
+    content = [*prompts.tokens, *prompts.answers, *prompts.sources, *extras]
+    hosts.check_same(f"the prompts of step {step + 1}", content)
 
 
 def _checksum(tokens: np.ndarray) -> int:
