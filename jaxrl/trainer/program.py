@@ -56,7 +56,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can fix is missing or does not fit.
     """
-    return _run(config, devices, reinforce, needs=of_reinforcement)
+    return _run(config, devices, reinforce, needs=of_reinforcement, needs_prompts=True)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -68,7 +68,7 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
-    evaluates = bool(config.data.evaluation.path or config.data.evaluation.task)
+    evaluates = any(s.is_named for s in config.data.evaluation_sources.values())
 
     def stage(run: RunContext, stop: StopSignal) -> None:
         actor = fine_tuned(run, stop, samples=evaluates)
@@ -103,6 +103,7 @@ def _run(
     *,
     needs: Needs,
     needs_problems: bool = True,
+    needs_prompts: bool = False,
 ) -> int:
     """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder.path)
@@ -111,7 +112,15 @@ def _run(
     hosts.check_same("the settings", [format_config(shared)])
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
         hosts.on_first(lambda: check_folder(config))
-        run = build_context(config, devices, needs=needs, needs_problems=needs_problems)
+        run = build_context(
+            config,
+            devices,
+            needs=needs,
+            needs_problems=needs_problems,
+            needs_prompts=needs_prompts,
+        )
+        if run.card and hosts.is_first():
+            print(run.card)
         with StopSignal() as stop:
             try:
                 stages(run, stop)

@@ -50,7 +50,6 @@ from jaxrl.roles.reward_model import RewardModel
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.context import (
     RunContext,
-    prompt_options,
     row_limits,
     supervised_stream,
     training_sampling,
@@ -307,7 +306,7 @@ def _pretraining(run: RunContext) -> Pretraining:
     limits = row_limits(config)
     stream = supervised_stream(
         run,
-        solutions_of(run.train),
+        solutions_of(run.problems.train_records),
         examples_per_batch=examples,
         max_tokens=limits.longest,
     )
@@ -319,10 +318,9 @@ def _prompt_stream(run: RunContext, *, groups_wanted: bool) -> PromptStream:
     config, rollout = run.config, run.config.rollout
     per_batch = rollout.generation_prompts if groups_wanted else rollout.num_prompts
     return PromptStream(
-        run.train,
-        run.tokenizer,
+        run.train_prompts,
+        weights=[source.settings.weight for source in run.problems.train],
         # Partial sampling makes batches of what is missing.
         prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
-        **prompt_options(config),
     )

@@ -33,7 +33,7 @@ from jaxrl.config.config_tree import (
     to_config_dict,
 )
 from jaxrl.config.schema import Config
-from jaxrl.data.records import check_task
+from jaxrl.data.records import ReasoningGymRecords
 from jaxrl.errors import UserError
 from jaxrl.mesh.groupings import ZERO
 from jaxrl.mesh.layout import LayoutConfig
@@ -158,6 +158,8 @@ OWN_WORDS = {
     "weights",
     "hardware",
     "tokenizer.path",
+    "data.system_prompt",
+    "data.answer_prefix",
     "rollout.environment",
     "reward.model",
     "reward.judge.model",
@@ -201,7 +203,7 @@ def checked(tree: ml_config_dict.ConfigDict) -> None:
     check_algorithm(config)
     for split in (config.data.train, config.data.evaluation):
         if not split.path:
-            check_task(split.task, split.options)
+            ReasoningGymRecords(split.task, size=1, seed=0, **split.options)
 
 
 def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:
