@@ -32,7 +32,6 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jaxrl.data.jsonl import BadRow, object_of
@@ -107,13 +106,15 @@ class JsonLines:
     def __init__(self, path: pathlib.Path):
         self._path = path
         self._content = _mapped(path)
-        self._spans = list(_lines(self._content))
+        # Three numbers a line, in an array: there may be millions of lines.
+        numbers = itertools.chain.from_iterable(_lines(self._content))
+        self._spans = np.fromiter(numbers, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index: SupportsIndex, /) -> Row:
-        _, start, end = self._spans[index]
+        _, start, end = self._spans[index].tolist()
         return object_of(self._content[start:end])
 
     def keys(self, fields: Sequence[str]) -> None:
@@ -425,16 +426,12 @@ def _leaves(table: pa.Table, field: str) -> list[pa.Array] | None:
     for name in inner:
         if not pa.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
             return None
-        column = pc.struct_field(column, name)
+        column = column.flatten()[column.type.get_field_index(name)]
     if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type):
-        lengths = pc.list_value_length(column)
-        if column.null_count or pc.min_max(lengths).as_py() != {"min": 1, "max": 1}:
+        if column.null_count or (column.value_lengths().to_numpy() != 1).any():
             return None
-        column = pc.list_flatten(column)
-    if pa.types.is_struct(column.type):
-        leaves = [pc.struct_field(column, i) for i in range(column.type.num_fields)]
-    else:
-        leaves = [column]
+        column = column.flatten()
+    leaves = column.flatten() if pa.types.is_struct(column.type) else [column]
     plain = (
         pa.types.is_string,
         pa.types.is_large_string,

@@ -38,6 +38,11 @@ class Problems:
         """All problems to evaluate with."""
         return _records(self.evaluation)
 
+    @property
+    def settings(self) -> dict[str, SourceConfig]:
+        """The settings of each data set, by the name that its problems carry."""
+        return settings_by_name((*self.train, *self.evaluation))
+
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
         """How problems to train on become prompts, by the name of their data set."""
         return {
