@@ -186,7 +186,10 @@ class Tables:
         index = range(len(self))[index]
         piece = bisect.bisect_right(self._starts, index) - 1
         block, row = divmod(index - self._starts[piece], _ROWS_AT_ONCE)
-        return _plain(self._rows(piece, block)[row])
+        value = self._rows(piece, block)[row]
+        if isinstance(value, BadRow):
+            raise value
+        return _plain(value)
 
     def keys(self, fields: Sequence[str]) -> Iterator[Hashable] | None:
         """The values of the columns, if all are text, numbers, or single messages."""
@@ -197,12 +200,11 @@ class Tables:
     def _keys(self, fields: Sequence[str]) -> Iterator[Hashable]:
         for piece in range(len(self._starts) - 1):
             table = self._load_piece(piece)
-            leaves = [_leaves(table, field) for field in fields]
-            columns = [leaf.to_pylist() for of_field in leaves for leaf in of_field or ()]
-            if all(of_field is not None for of_field in leaves):
-                yield from zip(*columns, strict=True)
-            else:  # this piece is not as the first one: no row is known to equal another
+            columns = _columns(table, fields)
+            if columns is None:  # unlike the first piece: no row is known to equal another
                 yield from (object() for _ in range(table.num_rows))
+            else:
+                yield from zip(*columns, strict=True)
 
     def place(self, index: int) -> str:
         """File and row, counted from 0."""
@@ -216,11 +218,11 @@ class Tables:
                 f"{self._path} is broken from row {self._starts[piece]} on ({_short(error)}); {_REMEDY}"
             ) from error
 
-    def _load_rows(self, piece: int, block: int) -> list[Row]:
+    def _load_rows(self, piece: int, block: int) -> list[Row | BadRow]:
         try:
-            table = self._load_piece(piece)
-            return table.slice(block * _ROWS_AT_ONCE, _ROWS_AT_ONCE).to_pylist()
-        except pa.ArrowException as error:  # text that is not UTF-8
+            table = self._load_piece(piece).slice(block * _ROWS_AT_ONCE, _ROWS_AT_ONCE)
+            return _row_by_row(table)
+        except pa.ArrowException as error:
             first = self._starts[piece] + block * _ROWS_AT_ONCE
             raise UserError(
                 f"{self._path} is broken from row {first} on ({_short(error)}); {_REMEDY}"
@@ -413,6 +415,29 @@ def _line_ends(content: mmap.mmap | bytes) -> Iterator[int]:
         chunk = np.frombuffer(content[start : start + _CHUNK_BYTES], np.uint8)
         yield from (start + np.flatnonzero(chunk == ord("\n"))).tolist()
     yield len(content)
+
+
+def _row_by_row(table: pa.Table) -> list[Row | BadRow]:
+    """The rows of a table; a text that is not UTF-8 spoils its own row alone."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError as error:
+        if table.num_rows == 1:
+            return [BadRow(f"text that is not UTF-8 ({error})")]
+    half = table.num_rows // 2
+    return _row_by_row(table.slice(0, half)) + _row_by_row(table.slice(half))
+
+
+def _columns(table: pa.Table, fields: Sequence[str]) -> list[list[Any]] | None:
+    """The values of all columns that some fields come to; None if they cannot be told."""
+    leaves = [_leaves(table, field) for field in fields]
+    known = [of_field for of_field in leaves if of_field is not None]
+    if len(known) < len(leaves):
+        return None
+    try:
+        return [leaf.to_pylist() for of_field in known for leaf in of_field]
+    except UnicodeDecodeError:
+        return None
 
 
 def _leaves(table: pa.Table, field: str) -> list[pa.Array] | None:

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.jsonl import BadRow
 from jaxrl.data.row_files import open_rows
 from jaxrl.data.row_writers import write_rows
+from jaxrl.data.sources import DUPLICATES, MALFORMED, read_source
 from jaxrl.errors import UserError
 
 ROWS = [
@@ -153,6 +155,22 @@ def test_a_broken_row_group_is_one_line(tmp_path):
     rows = open_rows(path)
     with pytest.raises(UserError, match=r"is broken from row .* on"):
         [rows[i] for i in range(len(rows))]
+
+
+def test_text_that_is_not_utf8_spoils_its_own_row(tmp_path):
+    texts = pa.array([b"a", b"\xff", b"c", b"a"]).cast(pa.binary())
+    invalid = pa.Array.from_buffers(pa.string(), 4, texts.buffers())
+    pq.write_table(pa.table({"problem": invalid, "answer": list("1231")}), tmp_path / "a.parquet")
+    rows = open_rows(tmp_path / "a.parquet")
+    assert [rows[i]["problem"] for i in (0, 2, 3)] == ["a", "c", "a"]
+    with pytest.raises(BadRow, match="not UTF-8"):
+        rows[1]
+    source = read_source(SourceConfig(path=str(tmp_path / "a.parquet")), "data.train")
+    assert [record.answer for record in source.records] == ["1", "3"]
+    assert {reason: dropped.count for reason, dropped in source.dropped.items()} == {
+        MALFORMED: 1,
+        DUPLICATES: 1,
+    }
 
 
 @pytest.mark.parametrize(

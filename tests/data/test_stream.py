@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import grain
 import numpy as np
 import pytest
 
@@ -353,6 +354,11 @@ def test_a_mixture_resumes_to_the_same_order():
     for other in (mixture(weights=(1.0, 1.0)), mixture(seed=6)):
         with pytest.raises(UserError, match="in other data"):
             other.restore(state)
+
+
+def test_one_source_is_in_grains_own_order():
+    rows = grain.MapDataset.range(7).shuffle(seed=5).repeat()
+    assert texts(prompts(), 7) == [RECORDS[rows[i]].prompt for i in range(21)]
 
 
 def test_the_state_of_one_source_has_nothing_of_mixtures():
