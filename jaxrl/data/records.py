@@ -67,6 +67,7 @@ class ReasoningGymRecords(Sequence[Record]):
     """
 
     def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
+        _factory_of(task)
         if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
             raise UserError(
                 f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
@@ -125,8 +126,8 @@ def check_task_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"options.{name} {value!r} {fault}")
 
 
-def _create_task(task: str, config: dict[str, Any]) -> Any:
-    """The reasoning-gym data set; its settings are checked here, with near names."""
+def _factory_of(task: str) -> Any:
+    """What makes the data sets of reasoning-gym; UserError if it is not here or has no such task."""
     try:
         from reasoning_gym import factory
     except ModuleNotFoundError as error:
@@ -139,6 +140,12 @@ def _create_task(task: str, config: dict[str, Any]) -> Any:
             f"reasoning-gym has no task {task!r}{_near(task, factory.DATASETS)}; name one of its "
             f"{len(factory.DATASETS)} data sets"
         )
+    return factory
+
+
+def _create_task(task: str, config: dict[str, Any]) -> Any:
+    """The reasoning-gym data set; its settings are checked here, with near names."""
+    factory = _factory_of(task)
     _, config_class = factory.DATASETS[task]
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
     for name, value in config.items():

@@ -91,7 +91,7 @@ def test_files_are_shown_as_text_or_as_the_model_reads_them(capsys, folder):
     assert data("sums.jsonl", "--tokenizer=model", "--chat", "--show=1") == 0
     out = capsys.readouterr().out
     assert "\n<eos>0 + 0:\n[7 tokens, sums]" in out
-    assert "\n  tokens up to" in out and "longest 37" in out
+    assert "\n  tokens up to" in out and "longest 39" in out
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
