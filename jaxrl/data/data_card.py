@@ -73,6 +73,8 @@ def _paragraph(entry: CardEntry, share: str) -> Iterator[str]:
         yield f"  {dropped.count:,} {reason}, left out"
         yield from (f"    {_cut(told)}" for told in dropped.named)
     yield from (f"  {note}" for note in source.notes)
+    if source.own_template:
+        yield "  the file's own words around each problem stay, unless a template is set"
     if encoded is not None:
         yield from _lengths(encoded)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import SEED, at_least, between, check_fields, positive, token_count
-from jaxrl.data.messages import PromptFormat, check_template
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 
 
@@ -64,7 +64,8 @@ class DataConfig:
     Attributes:
       train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on.
       sources, evaluations: further ones, by names of your own.
-      template: text around a problem, which stands for "{prompt}".
+      template: text around a problem, which stands for "{prompt}"; as it is here, words that a file has
+        around each problem stay there.
       chat: send the prompt through the tokenizer's chat template, as one user message; prompts that are
         conversations always go through it.
       system_prompt: what a conversation begins with; without chat, a line before the prompt.
@@ -114,10 +115,17 @@ class DataConfig:
         """Every source to evaluate with, by the name of its setting."""
         return _named("evaluation", self.evaluation, "evaluations", self.evaluations)
 
-    def format_of(self, source: SourceConfig) -> PromptFormat:
-        """How problems of a source become prompts."""
+    def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
+        """How problems of a source become prompts.
+
+        Args:
+          source: its settings.
+          own_template: words that its file has around every problem; they stay where no others are set.
+        """
+        is_set = self.template != PLAIN_FORMAT.template
+        template = self.template if is_set or not own_template else own_template
         return PromptFormat(
-            template=source.template or self.template,
+            template=source.template or template,
             chat=self.chat if source.chat is None else source.chat,
             system_prompt=self.system_prompt,
             chat_options=self.chat_options,

@@ -53,7 +53,8 @@ class RowLayout:
       prompt, answer: dotted names of fields.
       solution: of a field with worked solutions; None where there is none, or none is wanted.
       source: of a field with the name of a data set; None where there is none.
-      prompt_of: takes off what stands around the problem.
+      template: words that the file has around every problem, written as a template; "" has none.
+      prompt_of: takes them off.
       answer_of: takes the truth out of the answer's field; BadRow if it holds none.
     """
 
@@ -62,6 +63,7 @@ class RowLayout:
     answer: str
     solution: str | None = None
     source: str | None = None
+    template: str = ""
     prompt_of: Callable[[Context], Context] = lambda context: context
     answer_of: Callable[[Any], Any] = lambda value: value
 
@@ -115,6 +117,7 @@ def recognise(
         answer=answer,
         solution=solution,
         source=source,
+        template=found.template if found and not prompt_field else "",
         prompt_of=found.prompt_of if found and not prompt_field else RowLayout.prompt_of,
         answer_of=found.answer_of if found and not answer_field else RowLayout.answer_of,
     )
@@ -163,6 +166,7 @@ def _known(rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> RowL
             return dataclasses.replace(
                 verl,
                 name="DAPO-Math-17k as published",
+                template=f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}",
                 prompt_of=_without_dapo_words,
             )
         return verl

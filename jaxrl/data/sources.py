@@ -75,6 +75,7 @@ class Source:
       places: where each of them stands.
       dropped: by reason.
       notes: what else a reader should know.
+      own_template: words that were around every problem of the file, as a template; "" where there were none.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Source:
     places: tuple[str, ...] = ()
     dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    own_template: str = ""
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -214,6 +216,7 @@ class _Reader:
             places,
             self._dropped,
             tuple(_notes(records)),
+            layout.template,
         )
 
     def _first(self, rows: RowFile) -> list[dict[str, Any]]:

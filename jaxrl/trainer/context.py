@@ -288,7 +288,9 @@ def tokenizer_of(
     if directory:
         return load_tokenizer(directory)
     texts = [
-        config.data.format_of(source.settings).around(text_of_context(record.prompt))
+        config.data.format_of(source.settings, source.own_template).around(
+            text_of_context(record.prompt)
+        )
         + (record.solution or record.answer)
         for source in problems.train
         for record in source.records[:_TOKENIZER_RECORDS]

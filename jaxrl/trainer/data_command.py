@@ -124,7 +124,7 @@ def _report(
     for source, prompts in zip(sources, encoded, strict=True):
         if args.show > 0:
             print(f"{_RULE}\n{source.name}, as {'the model sees it' if prompts else 'text'}")
-        template = data.format_of(source.settings)
+        template = data.format_of(source.settings, source.own_template)
         for row in range(min(args.show, len(source.records))):
             if prompts is None or tokenizer is None:
                 record = source.records[row]

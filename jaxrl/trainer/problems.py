@@ -46,7 +46,7 @@ class Problems:
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
         """How problems to train on become prompts, by the name of their data set."""
         return {
-            name: data.format_of(source.settings)
+            name: data.format_of(source.settings, source.own_template)
             for source in self.train
             for name in source.source_names
         }
@@ -151,7 +151,7 @@ def encode(
             source.records,
             tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
-            prompt_format=data.format_of(source.settings),
+            prompt_format=data.format_of(source.settings, source.own_template),
             overlong=data.overlong,
         )
         for source in sources

@@ -9,6 +9,7 @@ import pytest
 from jaxrl.data import PromptStream, train_tokenizer
 from jaxrl.data.data_card import histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
 from jaxrl.trainer.needs import truth_faults
 from jaxrl.trainer.problems import ProblemReader, card_of, encode
@@ -120,3 +121,22 @@ def test_a_source_is_read_once(data, tmp_path):
 def test_lengths_are_counted_by_doubling():
     assert histogram(np.array([1, 64, 65, 300])) == [(64, 2), (128, 1), (256, 0), (512, 1)]
     assert histogram(np.array([70])) == [(128, 1)]
+
+
+def test_dapos_words_stay_unless_others_are_set(tmp_path):
+    words = f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}"
+    row = {
+        "prompt": [{"role": "user", "content": words.replace("{prompt}", "1 + 1?")}],
+        "reward_model": {"ground_truth": "2"},
+    }
+    (tmp_path / "dapo.jsonl").write_text(json.dumps(row))
+    source = SourceConfig(path=str(tmp_path / "dapo.jsonl"))
+
+    def prompt(**settings):
+        data = DataConfig(train=source, max_prompt_tokens=999, **settings)
+        problems = ProblemReader(data).read_training(None)
+        assert problems.train_records[0].prompt == "1 + 1?"
+        return encode(problems.train, data, TOKENIZER)[0].prompts.texts[0]
+
+    assert prompt() == prompt(template=words) == row["prompt"][0]["content"]
+    assert prompt(template="Q: {prompt}") == "Q: 1 + 1?"
