@@ -23,11 +23,13 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.requirements import Lookup
-from jaxrl.rewards.score import check_answers, grader
+from jaxrl.rewards.graders import check_rows
+from jaxrl.rewards.grading import Row
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.run_graders import graders_of
 
 Needs = Callable[[Config], list[Lookup]]
 """What one kind of run will ask for."""
@@ -53,7 +55,7 @@ def of_reinforcement(config: Config) -> list[Lookup]:
 def of_evaluation(config: Config) -> list[Lookup]:
     """A run that answers problems: who grades, and who answers its turns."""
     lookups = of_training(config)
-    lookups.append(Lookup("reward.grader", functools.partial(grader, config.reward.grader)))
+    lookups.append(Lookup("reward.grader", functools.partial(graders_of, config)))
     path = config.rollout.environment
     if path:
         lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))
@@ -112,8 +114,8 @@ def check_fits(
         directory = config.critic.weights
         check_vocabulary(read_config(directory), tokenizer, directory)
     if "reward.grader" in found:
-        answers = ((f"a problem of {r.source!r}", r.answer) for r in records)
-        check_answers(grader(config.reward.grader), answers)
+        rows = ((Row(r.answer, source=r.source), f"a problem of {r.source!r}") for r in records)
+        check_rows(graders_of(config), rows)
 
 
 # Roles that come with weights of their own
