@@ -146,6 +146,10 @@ _BASED = re.compile(
     r"(-?)(?:\\text\s*\{)?\(?([0-9A-Z]+)\)?\}?\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{)?\s*([0-9]+|[a-z]+)\s*\}?\s*\}|([0-9]+))"
 )
+# 110 \text{ base } 2
+_SPELLED_BASE = re.compile(
+    r"\A([0-9A-Z]+)\s*(?:\\text\s*\{)?\s*(?:in\s+)?base\s*\}?\s*-?\s*([0-9]+|[a-z]+)\s*\}?\Z"
+)
 _BASES = {
     "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
     "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16",
@@ -243,7 +247,8 @@ def read_answer(text: str, *, thousands: bool = True) -> Answer:
         return Reals()
     if _NOTHING.match(plain):
         return Empty()
-    based = _BASED.fullmatch(text.replace("$", "").strip())
+    digits_in_base = _SPELLED_BASE.sub(r"\1_{\2}", text.replace("$", "").strip())
+    based = _BASED.fullmatch(digits_in_base)
     if based and (based[2].isdigit() or len(based[2]) > 1):
         sign, digits, base = based[1], based[2], based[3] or based[4]
         base = _BASES.get(base, base)
@@ -485,6 +490,9 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
             return None
         if not inner:
             return Empty()
+        condition = _split(inner, lambda t: _is_op(t, "|", ":"))
+        if len(condition) == 2 and _is_bound(condition[0]):
+            return _answer(condition[1], depth + 1)
         content = _answer(inner, depth + 1)
         items = content.items if isinstance(content, Several) else (content,)
         return Several(items, braces=True)
@@ -510,6 +518,12 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
     if _is_op(first, "{") and _is_op(last, "}") and _whole(tokens):
         return _answer(tokens[1:-1], depth + 1)
     return None
+
+
+def _is_bound(tokens: Sequence[Token]) -> bool:
+    """What stands before the bar in {x | x > 0} and {x \\in R : x > 0}."""
+    kinds = [t.kind for t in tokens[:1]]
+    return kinds == ["sym"] and [t.text for t in tokens[1:]] in ([], ["in", "reals"])
 
 
 def _whole(tokens: Sequence[Token]) -> bool:

@@ -114,20 +114,25 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def value(node: Node, at: Mapping[str, Any]) -> Any:
+def value(node: Node, at: Mapping[str, Any], *, real: bool = False) -> Any:
     """The number that an expression is where its variables have these values, to 50 digits.
+
+    Args:
+      node: the expression.
+      at: values by name.
+      real: no part of it may be anything but a real number, as in the root of a variable below 0.
 
     Raises:
       Undecided: there is none.
     """
     with mpmath.workdps(_DIGITS):
         try:
-            return _value(node, at)
+            return _value(node, at, real)
         except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
             raise Undecided(str(error)) from error
 
 
-def _value(node: Node, at: Mapping[str, Any]) -> Any:
+def _value(node: Node, at: Mapping[str, Any], real: bool) -> Any:
     known = exact(node)
     if known is not None:
         return mpmath.mpf(known.numerator) / known.denominator
@@ -138,10 +143,16 @@ def _value(node: Node, at: Mapping[str, Any]) -> Any:
         if name == "inf":
             raise Undecided("infinity")
         return {"pi": +mpmath.pi, "e": +mpmath.e, "i": mpmath.mpc(0, 1)}[name]
-    parts = [_value(part, at) for part in node.parts]
+    parts = [_value(part, at, real) for part in node.parts]
     result = _operation(node.kind, parts)
     if not mpmath.isfinite(result) or abs(result) > _LARGEST:
         raise Undecided("too large")
+    if (
+        real
+        and isinstance(result, mpmath.mpc)
+        and abs(result.imag) > _TOLERANCE * (1 + abs(result))
+    ):
+        raise Undecided("no real number")
     return result
 
 
@@ -210,16 +221,13 @@ def agree(one: Node, other: Node) -> bool:
     if first is not None and second is not None:
         return first == second
     names = symbols(one) | symbols(other)
-    complex_meant = "i" in _constants(one) | _constants(other)
+    # Roots and logarithms of variables are those of what is taken to be positive.
+    real = bool(names) and "i" not in _constants(one) | _constants(other)
     decided = 0
     for at in points(names) if names else [{}]:
         try:
-            a, b = value(one, at), value(other, at)
+            a, b = value(one, at, real=real), value(other, at, real=real)
         except Undecided:
-            continue
-        real = [abs(mpmath.im(x)) <= _TOLERANCE * (1 + abs(x)) for x in (a, b)]
-        if not complex_meant and names and not all(real):
-            # Roots and logarithms of what is taken to be positive.
             continue
         decided += 1
         if not close(a, b):
