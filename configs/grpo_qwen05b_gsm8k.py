@@ -33,7 +33,7 @@ def get_config():
         '{prompt}\nLet\'s think step by step and output the final answer after "####".'
     )
     config.data.max_prompt_tokens = 320
-    config.reward.grader = "gsm8k"
+    config.reward.grader = "answer"
 
     # 64 prompts, 8 answers each, one update of 512 sequences: strictly on policy.
     config.algorithm.dataflow = "grpo"

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from jaxrl.checks import SEED, check_fields
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, WarmStartConfig
-from jaxrl.data.data_config import DataConfig, TokenizerConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.rewards.score import grader
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
@@ -73,7 +73,7 @@ class Config:
             )
         for name, source in (self.data.training_sources | self.data.evaluation_sources).items():
             if source.grader:
-                _check_grader(name, source.grader)
+                _check_grader(name, source)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.train.row_tokens < longest:
             raise ValueError(
@@ -115,9 +115,9 @@ class Config:
         return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")
 
 
-def _check_grader(name: str, path: str) -> None:
+def _check_grader(name: str, source: SourceConfig) -> None:
     """The grader of a source; data knows none."""
     try:
-        grader(path)
+        check_grader(source.grader, source.grader_options)
     except UserError as error:
         raise UserError(f"{name}.grader: {error}") from error

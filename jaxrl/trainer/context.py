@@ -102,7 +102,10 @@ def build_context(
     lookups = needs(config)
     _check_present(config, devices, [*reader.lookups, *lookups])
     graded = any(lookup.setting == "reward.grader" for lookup in lookups)
-    truths = functools.partial(truth_faults, config.reward.grader) if graded else None
+    truths = None
+    if graded:
+        choice = (config.reward.grader, config.reward.grader_options)
+        truths = functools.partial(truth_faults, choice)
     problems = reader.read(truths) if needs_problems or reader.is_named else Problems()
     demonstrations = _demonstrations(config)
     tokenizer = tokenizer_of(config, problems, demonstrations)

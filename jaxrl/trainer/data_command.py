@@ -83,7 +83,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = load_config(Config, args.config, overrides)
-    truths = functools.partial(truth_faults, config.reward.grader)
+    truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
     problems = ProblemReader(config.data).read(truths)
     _report(problems, config.data, tokenizer_of(config, problems, ()), args)
 
@@ -103,7 +103,7 @@ def _of_files(args: argparse.Namespace) -> None:
         max_prompt_tokens=args.max_prompt_tokens,
         duplicates="keep" if args.keep_duplicates else "drop",
     )
-    truths = functools.partial(truth_faults, args.grader) if args.grader else None
+    truths = functools.partial(truth_faults, (args.grader, {})) if args.grader else None
     problems = ProblemReader(data).read_training(truths)
     if args.chat and not args.tokenizer:
         raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")

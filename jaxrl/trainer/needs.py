@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
@@ -25,11 +24,13 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.requirements import Lookup
-from jaxrl.rewards.score import grader
+from jaxrl.rewards.graders import GraderChoice, Graders
+from jaxrl.rewards.grading import Row
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.run_graders import choices_of, graders_of
 
 Needs = Callable[[Config], list[Lookup]]
 """What one kind of run will ask for."""
@@ -55,7 +56,7 @@ def of_reinforcement(config: Config) -> list[Lookup]:
 def of_evaluation(config: Config) -> list[Lookup]:
     """A run that answers problems: who grades, and who answers its turns."""
     lookups = of_training(config)
-    lookups.append(Lookup("reward.grader", functools.partial(grader, config.reward.grader)))
+    lookups.append(Lookup("reward.grader", functools.partial(graders_of, config)))
     path = config.rollout.environment
     if path:
         lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))
@@ -101,28 +102,15 @@ def check_fits(config: Config, tokenizer: Tokenizer, needs: Needs) -> None:
         check_vocabulary(read_config(directory), tokenizer, directory)
 
 
-def truth_faults(default: str, settings: Mapping[str, SourceConfig]) -> FaultOf:
+def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> FaultOf:
     """Lets the grader of each data set read ground truths, before there is a response to any.
 
     Args:
-      default: grader of data sets without one of their own.
+      default: grader of data sets without one of their own, and its options.
       settings: of each data set, by the name that its problems carry.
     """
-    graders = {name: grader(source.grader or default) for name, source in settings.items()}
-
-    @functools.cache  # many problems share an answer
-    def fault(answer: str, source: str) -> str | None:
-        try:
-            graders[source]("", answer)
-        except UserError as error:
-            return str(error)
-        return None
-
-    def fault_of(answer: str, extra: Mapping[str, Any], source: str) -> str | None:
-        del extra
-        return fault(answer, source)
-
-    return fault_of
+    graders = Graders(default, choices_of(settings))
+    return lambda answer, extra, source: graders.fault_of(Row(answer, extra, source))
 
 
 # Roles that come with weights of their own

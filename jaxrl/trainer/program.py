@@ -27,6 +27,7 @@ from jaxrl.trainer.planning import plan
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
+from jaxrl.trainer.run_graders import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -72,7 +73,9 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 
     def stage(run: RunContext, stop: StopSignal) -> None:
         actor = fine_tuned(run, stop, samples=evaluates)
-        metrics = Evaluation(run)(actor, "after") if evaluates else {}
+        graders = graders_of(run.config, run.problems.settings)
+        metrics = Evaluation(run, graders)(actor, "after") if evaluates else {}
+        graders.close()
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
         actor.close()

@@ -40,8 +40,8 @@ from jaxrl.dataflows.samplers import (
 from jaxrl.dataflows.step import Step
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
+from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
-from jaxrl.rewards.score import grader
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
@@ -59,6 +59,7 @@ from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.run_graders import graders_of
 from jaxrl.trainer.supervised import starting_params
 from jaxrl.trainer.weights import keep_reference, start_from
 
@@ -109,6 +110,7 @@ class RlStage(TrainingStage):
         self._starting_params = starting_params
         self._dataflow = find_dataflow(run.config.algorithm.dataflow)
         self._user_rewards: UserRewards | None = None
+        self._graders: Graders | None = None
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -124,7 +126,8 @@ class RlStage(TrainingStage):
             keep_reference(roles, self._starting_params())
         self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
         self._generation = Generation(roles.actor, training_sampling(run), self._clock)
-        self._rewards = self._build_rewards()
+        self._graders = graders = graders_of(config, run.problems.settings)
+        self._rewards = self._build_rewards(graders)
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
             target=config.algorithm.kl.target,
@@ -138,7 +141,7 @@ class RlStage(TrainingStage):
         self._pretraining = _pretraining(run) if config.cost.pretrain_coef else None
         self._sampler = self._build_sampler()
         self._step = self._build_step()
-        self._evaluation = Evaluation(run)
+        self._evaluation = Evaluation(run, graders)
         if record is not None:
             self._restore(record)
 
@@ -169,9 +172,11 @@ class RlStage(TrainingStage):
         """Waits for what is being sampled, and ends what samples and what scores."""
         if self._user_rewards is not None:
             self._user_rewards.close()
+        if self._graders is not None:
+            self._graders.close()
         self._roles.actor.close()
 
-    def _build_rewards(self) -> Rewards:
+    def _build_rewards(self, graders: Graders) -> Rewards:
         config, clock = self._run.config.reward, self._clock
         paths = {name: function["path"] for name, function in config.functions.items()}
         # Asked on the first host alone; it is a process of its own, which `close` ends.
@@ -186,7 +191,7 @@ class RlStage(TrainingStage):
             for name, path in paths.items()
         ]
         return Rewards(
-            grader(config.grader),
+            graders,
             OverlongPunishment(
                 self._run.config.rollout.max_response_tokens,
                 config.overlong_buffer_tokens,

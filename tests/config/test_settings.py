@@ -115,6 +115,7 @@ MEANT = {
             "preference.options.center_coef",
             "reward.functions.brevity.weight",
             "reward.grader_weight",
+            "reward.grader_workers",
             "reward.judge.failed_score",
             "reward.judge.low",
             "reward.judge.weight",
