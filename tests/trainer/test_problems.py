@@ -52,7 +52,7 @@ def data(tmp_path, monkeypatch) -> DataConfig:
 
 
 def read(data):
-    return ProblemReader(data).read(functools.partial(truth_faults, "answer"))
+    return ProblemReader(data).read(functools.partial(truth_faults, ("answer", {})))
 
 
 def test_every_truth_is_put_to_the_grader_of_its_source(data):
