@@ -26,7 +26,7 @@ LINES = (
     ("roles", "testing", "serving"),
     ("dataflows", "planner"),
     ("tracking",),
-    ("config",),
+    ("config", "evaluation"),
     ("trainer",),
     ("cli",),
     ("launch", "configs"),
