@@ -179,6 +179,11 @@ class Rewards:
         self._grader_weight = grader_weight
         self._terms = tuple(terms)
 
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """Of the rewards that a score is the sum of, in the order of `Scored.term_BK`."""
+        return ("grader", *(term.name for term in self._terms))
+
     def graded(self, completions: Completions) -> Scored:
         """Right or wrong by the grader alone, and punished where too long."""
         return score_completions(completions, grade=self._grade, overlong=self._overlong)

@@ -52,6 +52,7 @@ from jaxrl.trainer.context import (
 from jaxrl.trainer.cross_checks import estimator_of, policy_objective, title_of
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.kept_rollouts import KeptRollouts
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.supervised import starting_params
@@ -104,6 +105,7 @@ class RlStage(TrainingStage):
         self._starting_params = starting_params
         self._dataflow = find_dataflow(run.config.algorithm.dataflow)
         self._user_rewards: UserRewards | None = None
+        self._rollouts: KeptRollouts | None = None
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -120,6 +122,7 @@ class RlStage(TrainingStage):
         self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
         self._generation = Generation(roles.actor, training_sampling(run), self._clock)
         self._rewards = self._build_rewards()
+        self._rollouts = KeptRollouts(run, self._clock, terms=self._rewards.term_names)
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
             target=config.algorithm.kl.target,
@@ -139,6 +142,8 @@ class RlStage(TrainingStage):
 
     def step(self) -> Metrics:
         """One step of the dataflow."""
+        assert self._rollouts is not None, "a stage begins before its first step"
+        self._rollouts.begin_step()
         return self._dataflow(self._step, self._prompts)
 
     def evaluate(self, when: str) -> Metrics:
@@ -162,6 +167,8 @@ class RlStage(TrainingStage):
 
     def close(self) -> None:
         """Waits for what is being sampled, and ends what samples and what scores."""
+        if self._rollouts is not None:
+            self._rollouts.close()
         if self._user_rewards is not None:
             self._user_rewards.close()
         self._roles.actor.close()
@@ -220,6 +227,7 @@ class RlStage(TrainingStage):
                 squared_probabilities=SUM_PI_SQUARED in estimator.inputs,
                 pretraining=self._pretraining,
                 frozen_steps=config.critic.warmup_steps,
+                look=self._rollouts and self._rollouts.look,
             ),
             advantages=Advantages(
                 actor,

@@ -455,3 +455,17 @@ def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
     with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
         program.train(config, devices=one_device())
+
+
+def test_a_run_keeps_samples_to_look_at(whole, tmp_path, problems):
+    rollouts = whole.run_folder.rollouts
+    assert list(rollouts.steps()) == [1]
+    rows = [json.loads(line) for line in rollouts.step(1).read_text().splitlines()]
+    assert len(rows) == 8 * 4 and {row["step"] for row in rows} == {1}
+    for row in rows:
+        pieces = row["token_pieces"]
+        assert len(pieces["text"]) == len(pieces["old_logprob"]) == row["length"]
+        assert "".join(pieces["text"]).removesuffix("<eos>") == row["completion"]
+        # In float32 the sampler and the trainer agree.
+        for ours, theirs in zip(pieces["rollout_logprob"], pieces["old_logprob"], strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-3)
