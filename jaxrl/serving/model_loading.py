@@ -134,7 +134,10 @@ def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None
     Raises:
       UserError: it is no layout, or needs more devices than there are.
     """
-    layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
+    try:
+        layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
+    except UserError as error:
+        raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
     devices = jax.devices() if devices is None else devices
     if layout.num_devices > len(devices):
         raise UserError(

@@ -32,7 +32,7 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda match: _code(ord(match[0])), text)
 
 
-# Beside CONTROL: direction marks, embeddings, overrides and isolates; what has no width or is left blank; line
+# Beside CONTROL: direction marks, embeddings, overrides and isolates; what has no width or is blank; line
 # and paragraph separators; tags, which spell text that nobody sees.
 _UNSEEN = re.compile(
     CONTROL.pattern[:-1]

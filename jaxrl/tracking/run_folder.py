@@ -168,3 +168,37 @@ class RunFolder:
     def preference(self) -> StageFolder:
         """Training on pairs."""
         return StageFolder(self.path / "preference")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationFolder:
+    """What an evaluation without training leaves.
+
+    Attributes:
+      path: <out>, or evaluations/<model>-<checksum>.
+    """
+
+    path: pathlib.Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def settings(self) -> pathlib.Path:
+        """What was asked, of which model."""
+        return self.path / "settings.json"
+
+    @property
+    def samples(self) -> pathlib.Path:
+        """A row for each answer, of `tracking.sample_rows`."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def results(self) -> pathlib.Path:
+        """Statistics of each set."""
+        return self.path / "results.json"
+
+    @property
+    def page(self) -> pathlib.Path:
+        """Results and some answers, to look at."""
+        return self.path / "samples.html"

@@ -27,6 +27,7 @@ from jaxrl.types import Completions, PackedBatch, Scored
 
 # The key that is last in a row.
 PIECES = "token_pieces"
+_BEFORE_PIECES = f',"{PIECES}":'.encode()
 # Digits of a log-probability: enough to see, a third of the bytes.
 _DIGITS = 4
 
@@ -88,6 +89,27 @@ def to_line(row: Mapping[str, Any]) -> bytes:
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Rows as a file of JSONL."""
     return b"".join(map(to_line, rows))
+
+
+def read_head(line: bytes) -> dict[str, Any]:
+    """A row without its pieces, which are most of it.
+
+    Raises:
+      ValueError: it is no JSON object.
+    """
+    # Within a text the quotes would be escaped, so that this is the key itself.
+    head, found, _ = line.partition(_BEFORE_PIECES)
+    try:
+        try:
+            row = json.loads(head + b"}" if found else line)
+        except ValueError:  # somebody else's row, with the key elsewhere
+            row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    row.pop(PIECES, None)
+    return row
 
 
 class TokenPieces:
