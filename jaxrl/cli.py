@@ -30,6 +30,12 @@ COMMANDS = {
     "reward-model": Command(
         "jaxrl.trainer.commands:reward_model", "trains a reward or cost model on pairs"
     ),
+    "evaluate": Command(
+        "jaxrl.evaluation.evaluate_command:main", "how well a model answers sets of problems"
+    ),
+    "browse": Command(
+        "jaxrl.tracking.browse.browse_command:main", "shows the samples of a run or an evaluation"
+    ),
     "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
     "convert": Command(
         "jaxrl.trainer.convert:main", "Hugging Face to Orbax and back; exports what a run trained"

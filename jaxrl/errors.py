@@ -1,6 +1,7 @@
 """The one exception that commands print without a traceback."""
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 class UserError(ValueError):

@@ -26,7 +26,7 @@ LINES = (
     ("roles", "testing", "serving"),
     ("dataflows", "planner"),
     ("tracking",),
-    ("config",),
+    ("config", "evaluation"),
     ("trainer",),
     ("cli",),
     ("launch", "configs"),
@@ -47,6 +47,11 @@ LATE_IMPORTS = {
         "jaxrl/rollout/drivers.py",
         "jaxrl.rollout.jetstream.jetstream_backend",
     ): "extra `jetstream`",
+    ("jaxrl/tracking/browse/browse_command.py", "jaxrl.serving.http_server"): "extra `serve`",
+    (
+        "jaxrl/tracking/browse/browse_command.py",
+        "jaxrl.tracking.browse.browse_app",
+    ): "extra `serve`",
     ("jaxrl/trainer/run_files.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }
 

@@ -28,7 +28,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from jaxrl.config import config_tree
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,6 @@ if typing.TYPE_CHECKING:
 
 C = TypeVar("C", bound="DataclassInstance")
 
-EXIT_INTERRUPTED = 130
 
 _RECIPES = pathlib.Path("configs")
 _MAX_RECIPES_LISTED = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ class ActorPhase:
         squared_probabilities: bool = False,
         pretraining: Pretraining | None = None,
         frozen_steps: int = 0,
+        look: Callable[[Experience], None] | None = None,
     ):
         """Args.
 
@@ -63,6 +64,7 @@ class ActorPhase:
         squared_probabilities: the estimator of advantages wants their sums over the vocabulary.
         pretraining: what it learns beside.
         frozen_steps: in so many first steps only critics learn.
+        look: shown what every step learns from, once its updates are under way.
         """
         self._actor = actor
         self._objective = objective
@@ -72,6 +74,7 @@ class ActorPhase:
         self._squared_probabilities = squared_probabilities
         self._pretraining = pretraining
         self._frozen_steps = frozen_steps
+        self._look = look
 
     def logprobs(self, experience: Experience) -> Experience:
         """Adds the log-probabilities of the start of the step, and corrects for the sampler's."""
@@ -92,7 +95,7 @@ class ActorPhase:
     def update(self, experience: Experience) -> Metrics:
         """All optimiser updates of the step."""
         if self._clock.step < self._frozen_steps:
-            return advantage_metrics(experience.batch)
+            return self._metrics(experience)
         with self._clock.phase("update_actor", shown="update"):
             also = () if self._pretraining is None else (self._pretraining.next(self._actor),)
             metrics = self._actor.update(
@@ -100,7 +103,12 @@ class ActorPhase:
             )
             metrics = self._clock.when_done(prefixed("actor", metrics))
         # Reading them waits, which nothing may do before the updates are under way.
-        return metrics | advantage_metrics(experience.batch)
+        return metrics | self._metrics(experience)
+
+    def _metrics(self, experience: Experience) -> Metrics:
+        if self._look is not None:
+            self._look(experience)
+        return advantage_metrics(experience.batch)
 
     def _reference_weights(self) -> Params | None:
         if self._reference is None or not self._objective.needs_reference:

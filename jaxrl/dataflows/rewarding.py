@@ -221,6 +221,11 @@ class Rewards:
         self._grader_weight = grader_weight
         self._terms = tuple(terms)
 
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """Of the rewards that a score is the sum of, in the order of `Scored.term_BK`."""
+        return ("grader", *(term.name for term in self._terms))
+
     def begin(self, completions: Completions) -> Callable[[], Scored]:
         """Grades beside whatever comes next; what it returns waits for the result, and is collective."""
         verdicts = self._grading.begin(completions)

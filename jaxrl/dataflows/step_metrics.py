@@ -114,33 +114,6 @@ def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def evaluation_metrics(scored: Scored) -> dict[str, float]:
-    """Accuracy by data set, and what the answers look like.
-
-    Of n samples to each problem, `mean@n` is the share that is right (avg@n), and `pass@n` the share of
-    problems with a right one among the n. verl's best@n is another number: it draws n of the n with
-    replacement, and so lies below pass@n.
-    """
-    completions = scored.completions
-    n = completions.num_samples
-    sources = np.array(completions.prompts.sources)
-    metrics: dict[str, float] = {}
-    for source in dict.fromkeys(completions.prompts.sources):
-        correct_NG = scored.correct_NG[sources == source]
-        rows = completions.rows_of(np.flatnonzero(sources == source))
-        metrics[f"val-core/{source}/acc/mean@{n}"] = float(correct_NG.mean())
-        metrics[f"val-aux/{source}/acc/pass@{n}"] = float(correct_NG.any(axis=1).mean())
-        metrics[f"val-aux/{source}/response_length/mean"] = float(
-            completions.lengths_B[rows].mean()
-        )
-        metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions, rows)
-    return metrics
-
-
-def _token_mean(completions: Completions, rows: np.ndarray) -> float:
-    return float(np.concatenate([completions.entropy[row] for row in rows]).mean())
-
-
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {
         f"{name}/mean": float(values.mean()),

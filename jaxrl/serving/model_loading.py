@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl.checks import MAX_TOKENS
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -61,15 +62,8 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
             f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
             f"--path {directory} --to hf --out DIR, and serve DIR"
         )
-    model, tokenizer = _model_of(directory)
-    layout = ParallelLayout.from_config(LayoutConfig(train=config.mesh))
-    devices = jax.devices() if devices is None else devices
-    if layout.num_devices > len(devices):
-        raise UserError(
-            f"--mesh {config.mesh} needs {layout.num_devices} devices, here are {len(devices)} "
-            f"({devices[0].device_kind}); choose a smaller one"
-        )
-    mesh = build_mesh(layout, devices[: layout.num_devices])
+    model, tokenizer = read_model(directory)
+    mesh = build_generation_mesh(config.mesh, devices)
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
     graph, shapes, axes = decoder_graph(model)
@@ -81,7 +75,7 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     def fitting() -> int:
         return _fitting_tokens(config, engine_of(Lengths(1, 1, 2)), shapes, where)
 
-    engine = engine_of(lengths_of(config, _context_of(directory), fitting))
+    engine = engine_of(lengths_of(config, context_of(directory), fitting))
     params = load_params(directory, model, where, dtype=config.dtype)
     return Loaded(engine, params, tokenizer)
 
@@ -121,7 +115,7 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     return Lengths(prompt, response, prompt + response)
 
 
-def _context_of(directory: pathlib.Path) -> int:
+def context_of(directory: pathlib.Path) -> int:
     """Tokens that a model has positions for."""
     value = read_config_json(directory).get("max_position_embeddings")
     if value is None:
@@ -132,6 +126,25 @@ def _context_of(directory: pathlib.Path) -> int:
             "of 2 or more: copy the published file again"
         )
     return min(value, MAX_TOKENS)
+
+
+def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a layout "p-t-d" over the first of the devices, all by default.
+
+    Raises:
+      UserError: it is no layout, or needs more devices than there are.
+    """
+    try:
+        layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
+    except UserError as error:
+        raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
+    devices = jax.devices() if devices is None else devices
+    if layout.num_devices > len(devices):
+        raise UserError(
+            f"--mesh {layout_name} needs {layout.num_devices} devices, here are {len(devices)} "
+            f"({devices[0].device_kind}); choose a smaller one"
+        )
+    return build_mesh(layout, devices[: layout.num_devices])
 
 
 def _engine_config(
@@ -170,11 +183,16 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
     return free * state.capacity // (caches * cache)
 
 
-def _model_of(directory: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
+def read_model(directory: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
+    """The shape of a language model and its tokenizer, from the files of its directory.
+
+    Raises:
+      UserError: a file is missing or broken, the model gives scores, or the tokenizer is another model's.
+    """
     model = read_config(directory)
     tokenizer = load_tokenizer(directory)
     if model.num_scores:
-        raise UserError(f"{directory} holds a model of scores; a server needs a language model")
+        raise UserError(f"{directory} holds a model of scores; name a language model")
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxrl.tracking.metrics import evaluation_accuracy
-from jaxrl.tracking.readable import CONTROL, number
+from jaxrl.tracking.readable import CONTROL, duration, number
 
 _RECENT_STEPS = 20  # the ETA is the median over these
 _TREND_STEPS = 16  # characters of a sparkline
@@ -187,7 +187,7 @@ class Progress:
 
     def _eta_text(self) -> str:
         eta_s = self.eta_s()
-        return "" if eta_s is None else f"eta {_duration(eta_s)}"
+        return "" if eta_s is None else f"eta {duration(eta_s)}"
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True, highlight=False)
@@ -224,7 +224,7 @@ class _PhaseColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Nothing outside of phases."""
         name, seconds = task.fields["phase"], task.get_time() - task.fields["phase_start_s"]
-        return Text(f"{name} {_duration(seconds)}" if name else "", style="cyan")
+        return Text(f"{name} {duration(seconds)}" if name else "", style="cyan")
 
 
 def _phase(name: str) -> dict[str, Any]:
@@ -250,12 +250,3 @@ def _sparkline(values: collections.deque[float]) -> str:
         _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
         for v in values
     )
-
-
-def _duration(seconds: float) -> str:
-    """45s, 3:07 (minutes) or 1:02:03 (hours)."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    if hours:
-        return f"{hours}:{minutes:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}" if minutes else f"{whole}s"

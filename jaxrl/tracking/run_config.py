@@ -24,6 +24,9 @@ class RunConfig:
         folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: evaluation problems whose answers the report shows before and after.
+      rollouts_every: steps between two whose samples are kept to be looked at (`jaxrl browse`); those of the
+        first step are kept too. 0 keeps none.
+      rollouts_prompts: how many prompts of such a step are kept, with all their samples; 0 keeps all.
     """
 
     output: str = "runs"
@@ -34,6 +37,8 @@ class RunConfig:
     resume: Literal["auto", "or_restart", "never"] = "auto"
     wandb_project: str = ""
     report_samples: Annotated[int, count(0)] = 8
+    rollouts_every: Annotated[int, at_least(0)] = 10
+    rollouts_prompts: Annotated[int, count(0)] = 8
 
     def __post_init__(self):
         check_fields(self)

@@ -1,6 +1,7 @@
 """Where everything of a run lies; docs/runs.md has the same as a table.
 
 <output>/<name>/seed<seed>      RunFolder          settings, the model's files, the report
+  rollouts/                     RolloutFolder      samples of some steps, to be looked at
   sft/ rl/ preference/          StageFolder        rows and checkpoints of one training stage
     checkpoints/                CheckpointFolder   with its seals, and what could not be gone on from
 """
@@ -83,6 +84,30 @@ class StageFolder:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutFolder:
+    """Samples of some steps of reinforcement learning.
+
+    Attributes:
+      path: where they lie, a file for each step.
+    """
+
+    path: pathlib.Path
+
+    def step(self, step: int) -> pathlib.Path:
+        """Those of one step, rows of `tracking.sample_rows`."""
+        return self.path / f"step_{step}.jsonl"
+
+    def steps(self) -> dict[int, pathlib.Path]:
+        """Every file by its step, in order of step; files of other names are nobody's."""
+        found = {}
+        for path in self.path.glob("step_*.jsonl"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and path == self.step(int(number)):
+                found[int(number)] = path
+        return dict(sorted(found.items()))
+
+
+@dataclasses.dataclass(frozen=True)
 class RunFolder:
     """What a run leaves.
 
@@ -125,6 +150,11 @@ class RunFolder:
         return self.path / f"samples_{when}.json"
 
     @property
+    def rollouts(self) -> RolloutFolder:
+        """Samples that were trained on."""
+        return RolloutFolder(self.path / "rollouts")
+
+    @property
     def sft(self) -> StageFolder:
         """Supervised fine-tuning."""
         return StageFolder(self.path / "sft")
@@ -138,3 +168,37 @@ class RunFolder:
     def preference(self) -> StageFolder:
         """Training on pairs."""
         return StageFolder(self.path / "preference")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationFolder:
+    """What an evaluation without training leaves.
+
+    Attributes:
+      path: <out>, or evaluations/<model>-<checksum>.
+    """
+
+    path: pathlib.Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def settings(self) -> pathlib.Path:
+        """What was asked, of which model."""
+        return self.path / "settings.json"
+
+    @property
+    def samples(self) -> pathlib.Path:
+        """A row for each answer, of `tracking.sample_rows`."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def results(self) -> pathlib.Path:
+        """Statistics of each set."""
+        return self.path / "results.json"
+
+    @property
+    def page(self) -> pathlib.Path:
+        """Results and some answers, to look at."""
+        return self.path / "samples.html"

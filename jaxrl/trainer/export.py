@@ -12,14 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
-    read_adapter_config,
-    read_config,
     read_config_json,
 )
 from jaxrl.models.huggingface.model_files import (
@@ -30,12 +27,9 @@ from jaxrl.models.huggingface.model_files import (
 )
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.run_folder import RunFolder
+from jaxrl.tracking.run_weights import files_of_run, model_of_run, read_newest_params
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.model_shape import tokenizer_directory
-
-# Later stages first: the newest weights of a run are those of its last stage that has any.
 
 
 def keep_model_files(run: RunContext) -> None:
@@ -86,14 +80,9 @@ def export_run(
       UserError: the folder holds no run or no intact checkpoint, or `out` exists.
     """
     check_new(out)
-    source = RunFolder(run_folder).model
-    if not source.is_dir():
-        raise UserError(
-            f"{source} does not exist; name the folder of a run, which holds model/ and rl/, such as "
-            "runs/dapo_tiny/seed0"
-        )
-    config = _model_of(source)
-    step, params = _newest_params(run_folder, config)
+    source = files_of_run(run_folder)
+    config = model_of_run(source)
+    step, params = read_newest_params(run_folder, _on_host(config))
     if adapter_only:
         save_adapter(params, config, out, dtype=dtype, base=_base_of(source))
         copy_companions(source, out)
@@ -109,38 +98,11 @@ def export_run(
     return step
 
 
-def _model_of(source: pathlib.Path) -> ModelConfig:
-    config = read_config(source)
-    if not (source / ADAPTER_CONFIG_FILE).exists():
-        return config
-    return lora.with_adapters(config, read_adapter_config(source))
-
-
 def _base_of(source: pathlib.Path) -> str:
     """Directory or hub name of the model that the run's adapters sit on."""
     if not (source / ADAPTER_CONFIG_FILE).exists():
         return ""
     return read_config_json(source, ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
-
-
-def _newest_params(run_folder: pathlib.Path, config: ModelConfig) -> tuple[int, Any]:
-    run = RunFolder(run_folder)
-    for stage in (run.rl, run.preference, run.sft):
-        stored = StoredCheckpoints(stage.checkpoints.path)
-        step = stored.newest_intact()
-        while step is not None:
-            try:
-                return step, stored.restore_params(step, "actor", _on_host(config))
-            except (OSError, ValueError):
-                newest = stored.newest_intact()
-                # A run at work may have removed it while it was read; then there is a newer one.
-                if newest == step:
-                    raise
-                step = newest
-    raise UserError(
-        f"{run_folder} has no finished checkpoint that is intact; let the run save one (run.save_every "
-        "steps, or a SIGTERM) and export again"
-    )
 
 
 def _on_host(config: ModelConfig) -> Any:

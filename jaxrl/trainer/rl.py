@@ -57,6 +57,7 @@ from jaxrl.trainer.context import (
 from jaxrl.trainer.cross_checks import estimator_of, policy_objective, title_of
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.kept_rollouts import KeptRollouts
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_graders import graders_of
@@ -111,6 +112,7 @@ class RlStage(TrainingStage):
         self._dataflow = find_dataflow(run.config.algorithm.dataflow)
         self._user_rewards: UserRewards | None = None
         self._graders: Graders | None = None
+        self._rollouts: KeptRollouts | None = None
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -128,6 +130,7 @@ class RlStage(TrainingStage):
         self._generation = Generation(roles.actor, training_sampling(run), self._clock)
         self._graders = graders = graders_of(config, run.problems.settings)
         self._rewards = self._build_rewards(graders)
+        self._rollouts = KeptRollouts(run, self._clock, terms=self._rewards.term_names)
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
             target=config.algorithm.kl.target,
@@ -147,6 +150,8 @@ class RlStage(TrainingStage):
 
     def step(self) -> Metrics:
         """One step of the dataflow."""
+        assert self._rollouts is not None, "a stage begins before its first step"
+        self._rollouts.begin_step()
         return self._dataflow(self._step, self._prompts)
 
     def evaluate(self, when: str) -> Metrics:
@@ -170,6 +175,8 @@ class RlStage(TrainingStage):
 
     def close(self) -> None:
         """Waits for what is being sampled, and ends what samples and what scores."""
+        if self._rollouts is not None:
+            self._rollouts.close()
         if self._user_rewards is not None:
             self._user_rewards.close()
         if self._graders is not None:
@@ -230,6 +237,7 @@ class RlStage(TrainingStage):
                 squared_probabilities=SUM_PI_SQUARED in estimator.inputs,
                 pretraining=self._pretraining,
                 frozen_steps=config.critic.warmup_steps,
+                look=self._rollouts and self._rollouts.look,
             ),
             advantages=Advantages(
                 actor,

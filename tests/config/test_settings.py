@@ -35,6 +35,7 @@ from jaxrl.config.config_tree import (
 from jaxrl.config.schema import Config
 from jaxrl.data.records import ReasoningGymRecords
 from jaxrl.errors import UserError
+from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.mesh.groupings import ZERO
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import RopeScaling
@@ -130,6 +131,8 @@ MEANT = {
             "rollout.top_k",
             "run.collapse.reward_loss",
             "run.report_samples",
+            "run.rollouts_every",
+            "run.rollouts_prompts",
             "seed",
             "train.load_balancing_coef",
             "train.pipeline_microbatches",
@@ -285,7 +288,9 @@ def undeclared(annotation: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("root", [Config, ServeConfig, EngineConfig, JudgeTemplate, RopeScaling])
+@pytest.mark.parametrize(
+    "root", [Config, ServeConfig, EvaluateConfig, EngineConfig, JudgeTemplate, RopeScaling]
+)
 def test_every_number_of_the_settings_declares_its_range(root):
     missing = [
         f"{cls.__name__}.{name}"

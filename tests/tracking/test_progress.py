@@ -94,11 +94,6 @@ def test_the_eta_is_the_median_pace_and_ignores_the_step_that_compiles(clock):
     assert shown.eta_s() == 6 * 3.0
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(45, "45s"), (187, "3:07"), (3723, "1:02:03")])
-def test_durations_read_like_a_clock(seconds, text):
-    assert progress._duration(seconds) == text
-
-
 def test_a_terminal_gets_a_live_view(clock):
     console = _terminal()
     with Progress("DAPO", 4, console=console) as shown:

@@ -92,7 +92,13 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
         train=TrainConfig(rows=4, row_tokens=48),
         optim=OptimConfig(lr=1e-3, lr_warmup_steps=2),
         evaluation=EvaluationConfig(every=2, num_samples=4),
-        run=RunConfig(output=str(folder), num_steps=num_steps, save_every=1, keep_checkpoints=2),
+        run=RunConfig(
+            output=str(folder),
+            num_steps=num_steps,
+            save_every=1,
+            keep_checkpoints=2,
+            rollouts_every=2,
+        ),
     )
     return dataclasses.replace(config, **changes)
 
@@ -112,6 +118,11 @@ def warm(config: Config, whole: Config) -> Config:
 def curve(config: Config) -> list[dict]:
     rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+
+
+def rollouts(config: Config) -> dict[int, bytes]:
+    files = config.run_folder.rollouts.steps()
+    return {step: path.read_bytes() for step, path in files.items()}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +166,7 @@ def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, num_steps=4)
     program.train(config, devices=one_device())
     assert curve(config) == curve(whole)
+    assert rollouts(config) == rollouts(whole)
 
 
 def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog):
@@ -169,6 +181,7 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog)
     program.train(config, devices=one_device())
     assert "checkpoint of step 2 skipped" in caplog.text
     assert curve(config) == curve(whole)
+    assert rollouts(config) == rollouts(whole)
 
 
 def test_all_checkpoints_damaged_is_refused(tmp_path, problems, whole):
@@ -464,3 +477,17 @@ def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
     with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
         program.train(config, devices=one_device())
+
+
+def test_a_run_keeps_samples_to_look_at(whole):
+    files = rollouts(whole)
+    assert list(files) == [1, 2, 4]
+    rows = [json.loads(line) for line in files[4].splitlines()]
+    assert len(rows) == 8 * 4 and {row["step"] for row in rows} == {4}
+    for row in rows:
+        pieces = row["token_pieces"]
+        assert len(pieces["text"]) == len(pieces["old_logprob"]) == row["length"]
+        assert "".join(pieces["text"]).removesuffix("<eos>") == row["completion"]
+        # In float32 the sampler and the trainer agree.
+        for ours, theirs in zip(pieces["rollout_logprob"], pieces["old_logprob"], strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-3)

@@ -1,28 +1,12 @@
-"""What a step and an evaluation are told as."""
+"""What a step is told as."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from jaxrl.dataflows.step_metrics import (
-    batch_metrics,
-    evaluation_metrics,
-    timing_per_token,
-    value_metrics,
-)
+from jaxrl.dataflows.step_metrics import batch_metrics, timing_per_token, value_metrics
 from jaxrl.types import PackedBatch, ValueBatch
-
-
-def test_mean_at_n_and_pass_at_n(make_scored):
-    """Two of four answers to the first problem of one source are right, none to its second."""
-    scored = make_scored([1, 3, 2], num_samples=4)
-    right = np.array([1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1], bool)
-    metrics = evaluation_metrics(scored.replace(correct_B=right))
-    assert metrics["val-core/source 1/acc/mean@4"] == 2 / 8
-    assert metrics["val-aux/source 1/acc/pass@4"] == 1 / 2
-    assert metrics["val-core/source 0/acc/mean@4"] == metrics["val-aux/source 0/acc/pass@4"] == 1
-    assert not any("best@" in name for name in metrics)
 
 
 def targets(value, target, mask) -> ValueBatch:

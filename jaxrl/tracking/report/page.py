@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.readable import CONTROL
+from jaxrl.tracking.readable import visible
 from jaxrl.tracking.report.plots import Plot, plots_of
 from jaxrl.tracking.report.svg import NUM_COLORS, draw_svg
 
@@ -77,7 +77,6 @@ def write_report(
         config_text=config_text,
         num_colors=NUM_COLORS,
     )
-    # A lone surrogate, which a broken decoder may emit, has no UTF-8; it is shown by its number.
     write_atomically(path, page.encode("utf-8", errors="backslashreplace"))
 
 
@@ -89,19 +88,26 @@ def _drawn_plots(section: Section) -> list[tuple[Plot, str]]:
 
 
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("jaxrl.tracking.report", package_path=""),
+    return environment_of("jaxrl.tracking.report").get_template("page.html")
+
+
+def environment_of(package: str) -> jinja2.Environment:
+    """Templates of a package, and this page's style; what is put into them is escaped and can be seen."""
+    return jinja2.Environment(
+        loader=jinja2.ChoiceLoader(
+            [
+                jinja2.PackageLoader(name, package_path="")
+                for name in dict.fromkeys((package, "jaxrl.tracking.report"))
+            ]
+        ),
         autoescape=True,
-        finalize=_show_controls,
+        finalize=_shown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
 
 
-def _show_controls(value: Any) -> Any:
-    """A text with its control characters shown by their codes; anything else as it is."""
-    if type(value) is not str:
-        return value
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", value)
+def _shown(value: Any) -> Any:
+    """A text with what cannot be seen in it shown by its code; anything else as it is."""
+    return visible(value) if type(value) is str else value

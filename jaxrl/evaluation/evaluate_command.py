@@ -1,0 +1,117 @@
+"""Evaluates a model on sets of problems, without a training config.
+
+    python launch/evaluate.py --model DIR --set aime_2024.jsonl --n 32 --temperature 1 --top_p 0.7
+    python launch/evaluate.py --model runs/dapo_tiny/seed0 --set a.jsonl --set b.jsonl --out results/first
+
+DIR is a Hugging Face directory, or the folder of a run, whose newest intact checkpoint is taken. The table of
+results goes to stdout, everything else to stderr; samples, results and a page go to --out, by default to a
+folder of evaluations/ whose name stands for the model and for what is asked of it. An evaluation that was
+interrupted goes on when the same command is started again: problems whose answers are all there are not asked
+again. What the user can fix is one line on stderr and exit status 2. docs/evaluation.md says what the
+statistics are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from jaxrl.evaluation.evaluate_config import EvaluateConfig
+from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
+from jaxrl.evaluation.evaluation_page import write_evaluation_page
+
+_HELP = {
+    "out": "folder of samples.jsonl, results.json and samples.html",
+    "n": "answers to each problem",
+    "temperature": "0 is greedy",
+    "top_p": "only the most probable tokens that have this probability together; 1 is all",
+    "top_k": "only so many of the most probable tokens; 0 is all",
+    "min_p": "only tokens with this share of the most probable one's probability",
+    "seed": "of the samples",
+    "grader": "answer, math, choice, ... or your own: package.module:function or path/to/file.py:function",
+    "grader_workers": "processes for graders that need them; 0 is one for each core",
+    "template": 'text around a problem, with "{prompt}" where it goes (default: the problem alone; of a run '
+    "what it was trained with)",
+    "prompt_field": "of the files; by default recognised",
+    "answer_field": "of the files; by default recognised",
+    "limit": "only the first so many problems of each set; 0 is all",
+    "max_prompt_tokens": "longest prompt; 0: the longest there is",
+    "max_response_tokens": "longest response; 0: what the model's context leaves, up to 8192",
+    "overlong": "prompts that are too long: error, drop, or cut: left, right, middle",
+    "mesh": "p-t-d of the devices to use: pipeline, tensor and data parallel size",
+    "slots": "samples decoded side by side at most",
+    "prefill_prompts": "prompts of one prefill",
+    "tokens_per_dispatch": "tokens decoded between two looks of the host",
+    "dtype": "of weights and activations, float32 or bfloat16",
+    "kv_dtype": "of the cache, float32, bfloat16 or int8 (default: as dtype)",
+}
+_SWITCHES = {
+    "chat": "send prompts through the tokenizer's chat template",
+    "tokens": "keep every token with its log-probability, for jaxrl browse",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluates as the program's name and its arguments say; returns the exit status."""
+    program, *arguments = argv
+    parser = _parser(program)
+    settings: dict[str, Any] = vars(parser.parse_args(arguments))
+    settings["sets"] = tuple(settings["sets"])
+    planned: Planned | None = None
+    try:
+        planned = plan_evaluation(EvaluateConfig(**settings))
+        results = evaluate(planned, say=_say)
+        page = write_evaluation_page(
+            planned.answers.folder, title=planned.found.name, table=table_of(results)
+        )
+    except UserError as error:
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted{_what_is_kept(planned)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(table_of(results))
+    _say(f"{page.parent}: samples.jsonl, results.json, samples.html")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _what_is_kept(planned: Planned | None) -> str:
+    if planned is None:
+        return ""
+    answered, total = len(planned.answers.answers), len(planned.prompts)
+    return (
+        f"; {planned.answers.folder} has the answers to {answered} of {total} problems, and the same command "
+        "goes on from them"
+    )
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory, or folder of a run")
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="JSONL file of problems; may be given several times",
+    )
+    for name, text in _HELP.items():
+        default = getattr(EvaluateConfig, name)
+        shown = f"{text} (default: {default})" if default != "" else text
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=shown)
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    return parser

@@ -1,0 +1,75 @@
+"""An evaluation as metrics, named as verl's users know them.
+
+    val-core/<source>/acc/mean@8            share of right answers (avg@8)
+    val-aux/<source>/acc/std@8              and the other statistics (`evaluation.statistics`)
+    val-aux/<source>/acc/best@4/mean        of draws: their mean, and how far they scatter within a prompt
+    val-aux/<source>/acc/best@4/std
+    val-aux/<source>/acc/mean@8/stderr      standard error over prompts, from two prompts on
+    val-aux/all/...                         the same of all sources together, if there are several
+
+verl calls the mean of best@n and maj@n of all n answers `val-core/...` too. Here `val-core` has the accuracy
+alone, which is what a collapse is found by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl.evaluation.statistics import Estimate, statistics_of
+from jaxrl.types import Completions, Scored
+
+# What sources together are called, unless one of them is.
+ALL = "all"
+
+
+def evaluation_metrics(scored: Scored) -> dict[str, float]:
+    """Statistics of correctness by data set, and what the answers look like."""
+    completions = scored.completions
+    sources = np.array(completions.prompts.sources)
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(completions.prompts.sources):
+        metrics |= _metrics_of(source, scored.take(np.flatnonzero(sources == source)))
+    if len(set(sources)) > 1 and ALL not in sources:
+        metrics |= {
+            name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
+        }
+        # One accuracy for each source is what a collapse is looked for in; theirs together is no further one.
+        core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
+        metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
+    return metrics
+
+
+def statistics_of_scored(scored: Scored) -> dict[str, Estimate]:
+    """Every statistic of correctness, by name."""
+    G = scored.completions.num_samples
+    answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
+    return statistics_of(scored.correct_NG, scored.correct_NG, answers)
+
+
+def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
+    completions = scored.completions
+    metrics = _named(source, statistics_of_scored(scored))
+    metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
+    metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions)
+    return metrics
+
+
+def _named(source: str, statistics: Mapping[str, Estimate]) -> dict[str, float]:
+    metrics = {}
+    for name, estimate in statistics.items():
+        section = "val-core" if name.startswith("mean@") else "val-aux"
+        if estimate.spread is None:
+            metrics[f"{section}/{source}/acc/{name}"] = estimate.value
+        else:
+            metrics[f"{section}/{source}/acc/{name}/mean"] = estimate.value
+            metrics[f"{section}/{source}/acc/{name}/std"] = estimate.spread
+        if math.isfinite(estimate.stderr):
+            metrics[f"val-aux/{source}/acc/{name}/stderr"] = estimate.stderr
+    return metrics
+
+
+def _token_mean(completions: Completions) -> float:
+    return float(np.concatenate(completions.entropy).mean())

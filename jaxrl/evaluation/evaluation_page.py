@@ -1,0 +1,44 @@
+"""The page of an evaluation: its results, and some answers. `jaxrl browse FOLDER` shows all of them."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from typing import Any
+
+from jaxrl.tracking.durable import write_atomically
+from jaxrl.tracking.report.page import environment_of
+from jaxrl.tracking.run_folder import EvaluationFolder
+from jaxrl.tracking.sample_rows import read_head
+
+_PROBLEMS = 50
+_ANSWERS_EACH = 2
+_LONGEST_CHARS = 20_000
+
+
+def write_evaluation_page(folder: EvaluationFolder, *, title: str, table: str) -> pathlib.Path:
+    """Writes samples.html; returns its path.
+
+    Args:
+      folder: with all samples.
+      title: heading of the page.
+      table: of the results.
+    """
+    with folder.samples.open("rb") as file:
+        rows = [read_head(line) for line in itertools.islice(file, 100_000)]
+    problems: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        problem = (row["source"], row["prompt_id"])
+        if problem in problems or len(problems) < _PROBLEMS:
+            problems.setdefault(problem, []).append(row)
+    template = environment_of("jaxrl.evaluation").get_template("evaluation_page.html")
+    page = template.render(
+        title=title,
+        table=table,
+        settings=folder.settings.read_text(),
+        problems=[(answers[0], answers[:_ANSWERS_EACH], answers) for answers in problems.values()],
+        folder=str(folder),
+        longest=_LONGEST_CHARS,
+    )
+    write_atomically(folder.page, page.encode("utf-8", errors="backslashreplace"))
+    return folder.page

@@ -1,0 +1,139 @@
+"""A model to evaluate: a Hugging Face directory, or the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+from jaxrl.files import read_bytes, read_text
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models import lora
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface.weight_loading import check_params, load_params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.serving.model_loading import context_of, read_model
+from jaxrl.tracking.run_folder import RunFolder
+from jaxrl.tracking.run_weights import (
+    files_of_run,
+    model_of_run,
+    newest_weights,
+    read_newest_params,
+)
+
+# What is looked at of a file of weights to know it again: its beginning, middle and end.
+_LOOK_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model whose files are there and fit together; nothing of its weights is loaded.
+
+    Attributes:
+      path: as the user named it.
+      model: its shape, adapters merged.
+      tokenizer: its tokenizer.
+      context_tokens: positions that it has.
+      weights: which weights these are, as a text that others do not have.
+      run: it is the folder of a run.
+    """
+
+    path: pathlib.Path
+    model: ModelConfig
+    tokenizer: Tokenizer
+    context_tokens: int
+    weights: str
+    run: bool
+
+    @property
+    def name(self) -> str:
+        """For people and folders: the directory's name, of a run with that of its recipe."""
+        parts = self.path.resolve().parts
+        return "-".join(parts[-2:]) if self.run else parts[-1]
+
+    def load(self, mesh: Mesh, dtype: Any) -> Params:
+        """The weights in the generation layout.
+
+        Raises:
+          UserError: a file is damaged, or a run's checkpoint is of another model.
+        """
+        where = _where(self.model, mesh)
+        if not self.run:
+            return load_params(self.path, self.model, where, dtype=dtype)
+        trained = model_of_run(files_of_run(self.path))
+        like = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            decoder_graph(trained)[1],
+            _where(trained, mesh),
+        )
+        _, params = read_newest_params(self.path, like)
+
+        def merged(params: Params) -> Params:
+            return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))
+
+        return jax.jit(merged, out_shardings=where)(params)
+
+    def trained_with(self, setting: str) -> Any:
+        """A setting of the config of a run; None of anything else, and where it is not known."""
+        path = RunFolder(self.path).config
+        if not self.run or not path.is_file():
+            return None
+        for line in read_text(path, absent="").splitlines():
+            name, _, value = line.partition(" = ")
+            if name == setting:
+                try:
+                    return ast.literal_eval(value)
+                except (ValueError, SyntaxError):
+                    return None
+        return None
+
+
+def find_model(path: pathlib.Path) -> FoundModel:
+    """The model of a directory, its files looked through.
+
+    Raises:
+      UserError: something is missing or broken, or the directory holds no language model.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(
+            f"--model {path} is a file; name the Hugging Face directory it lies in, with config.json, "
+            "tokenizer.json and the weights, or the folder of a run"
+        )
+    run = (path / "model").is_dir() and not (path / "config.json").exists()
+    directory = files_of_run(path) if run else path
+    model, tokenizer = read_model(directory)
+    if run:
+        newest = newest_weights(path)
+        seal = zlib.crc32(newest.checkpoints.seal(newest.step).read_bytes())
+        stage = newest.checkpoints.path.parent.name
+        weights = f"{stage} step {newest.step}, {seal:08x}"
+    else:
+        check_params(path, model)
+        weights = _fingerprint(path)
+    return FoundModel(path, model, tokenizer, context_of(directory), weights, run)
+
+
+def _where(model: ModelConfig, mesh: Mesh) -> Any:
+    _, shapes, axes = decoder_graph(model)
+    return shardings(axes, shapes, GENERATE_RULES, mesh)
+
+
+def _fingerprint(directory: pathlib.Path) -> str:
+    """A checksum by which other weights are noticed, without reading all of them."""
+    crc = zlib.crc32(read_bytes(directory / "config.json", absent="put the model's there"))
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(size - _LOOK_BYTES, 0)):
+                file.seek(start)
+                crc = zlib.crc32(file.read(_LOOK_BYTES), crc)
+    return f"{crc:08x}"

@@ -1,0 +1,91 @@
+"""The sets of an evaluation: files of problems, read and named."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.messages import PromptFormat
+from jaxrl.data.sources import Source, read_source
+from jaxrl.data.stream import Overlong, encode_prompts
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.grading import Row
+from jaxrl.types import Prompts
+
+
+def read_sets(
+    paths: Sequence[str], *, prompt_field: str, answer_field: str, limit: int, graders: Graders
+) -> dict[str, Source]:
+    """The problems of each set by its name, every truth shown to the grader. A bad row is an error.
+
+    Raises:
+      UserError: there is no set, two share a name, a file is missing or broken, or the grader cannot read a
+        truth.
+    """
+    if not paths:
+        raise UserError("there is nothing to answer; name at least one --set FILE")
+    names = collections.Counter(pathlib.Path(path).stem for path in paths)
+    twice = [name for name, times in names.items() if times > 1]
+    if twice:
+        raise UserError(
+            f"{len(paths)} sets, and several are called {', '.join(map(repr, twice))}, which is what results "
+            "are kept by; rename the files"
+        )
+    sets: dict[str, Source] = {}
+    for path in paths:
+        name = pathlib.Path(path).stem
+        settings = SourceConfig(
+            source=name,
+            path=path,
+            prompt_field=prompt_field,
+            answer_field=answer_field,
+            limit=limit,
+        )
+        source = read_source(settings, f"--set {path}", refuse_bad_rows=True)
+        sets[name] = source.with_readable_truths(
+            lambda answer, extra, origin: graders.fault_of(Row(answer, extra, origin)), refuse=True
+        )
+    return sets
+
+
+def prompts_of(
+    sets: dict[str, Source],
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    chat: bool,
+    max_prompt_tokens: int,
+    overlong: Overlong,
+) -> Prompts:
+    """All problems as prompts, set after set. Ids are row numbers, which two sets share.
+
+    Raises:
+      UserError: a prompt is too long, or the template or the tokenizer cannot make one.
+    """
+    parts = []
+    for name, source in sets.items():
+        try:
+            around = template or source.own_template or "{prompt}"
+            parts.append(
+                encode_prompts(
+                    source.records,
+                    tokenizer,
+                    max_prompt_tokens=max_prompt_tokens,
+                    prompt_format=PromptFormat(around, chat),
+                    overlong=overlong,
+                ).prompts
+            )
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+    return Prompts.concatenate(parts)
+
+
+def longest_of(prompts: Prompts) -> int:
+    """Tokens of the longest prompt."""
+    return int(np.max([len(tokens) for tokens in prompts.tokens]))

@@ -1,0 +1,289 @@
+"""The pages of `jaxrl browse`: a list of samples with filters, and one sample, token by token.
+
+What a model writes is hostile text. Templates escape all of it and show what cannot be seen by its code.
+Pages have no script, and forbid themselves to run any or to load anything but their own style; colours are
+classes, since styles within the page are forbidden too. Only requests that call this machine by its own name
+are answered, so that a page elsewhere cannot reach this one by a name of its own that leads here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.resources
+import math
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxrl.tracking.browse.sample_index import (
+    ORDERS,
+    SEARCHED_CHARS,
+    Filter,
+    SampleIndex,
+    real,
+)
+from jaxrl.tracking.report.page import environment_of
+from jaxrl.tracking.sample_rows import PIECES
+
+_PER_PAGE = 50
+_TOKENS_PER_PAGE = 2000
+_CHARS_PER_PAGE = 40_000
+# Of a prompt, and of what one token spells.
+_MOST_CHARS, _MOST_TOKEN_CHARS = 40_000, 1000
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+# Upper ends of the classes that colours stand for: nats that a token cost, nats between sampler and trainer.
+_LOGPROB_ENDS = (0.1, 0.4, 1.0, 2.0, 4.0)
+_GAP_ENDS = (0.01, 0.05, 0.2, 0.5, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    """A token as the page shows it: its text, its classes, what a pointer on it is told."""
+
+    text: str
+    style: str
+    title: str
+
+
+def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
+    """The application.
+
+    Args:
+      index: of the samples.
+      title: of the pages: whose samples they are.
+    """
+    templates = environment_of("jaxrl.tracking.browse")
+    style = importlib.resources.files("jaxrl.tracking.browse").joinpath("browse.css").read_bytes()
+
+    def rendered(template: str, **values: Any) -> HTMLResponse:
+        text = templates.get_template(template).render(title=title, **values)
+        # Half a surrogate pair has no UTF-8.
+        return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
+
+    # Plain functions: Starlette calls them on threads, where a long search holds nobody up.
+
+    def samples(request: Request) -> Response:
+        # What is not given is empty.
+        given = collections.defaultdict(str, request.query_params)
+        wanted = filter_of(given)
+        overview = index.overview(wanted)
+        pages = max(1, math.ceil(overview.count / _PER_PAGE))
+        number = _page_number(given, pages)
+        total, read = index.progress
+        return rendered(
+            "list.html",
+            given=given,
+            asked=bool(given),
+            overview=overview,
+            rows=index.page(wanted, start=(number - 1) * _PER_PAGE, count=_PER_PAGE),
+            number=number,
+            pages=pages,
+            links=_page_links(given, number, pages),
+            sources=index.sources(),
+            orders=list(ORDERS),
+            unread=1 - read / total if read < total else 0,
+            bad_lines=index.bad_lines,
+            searched=SEARCHED_CHARS,
+        )
+
+    def sample(request: Request) -> Response:
+        found = index.sample(request.path_params["file"], request.path_params["line"])
+        if found is None:
+            raise HTTPException(404, "there is no such sample; go back to the list")
+        place, row = found
+        given = dict(request.query_params)
+        color = given.get("color", "")
+        tokens = tokens_of(row)
+        has_gap = any(t["old_logprob"] is not None for t in tokens)
+        color = color if color in ("logprob", "gap", "none") else "logprob"
+        text = str(row.get("completion", ""))
+        size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
+        pages = max(1, math.ceil(size[0] / size[1]))
+        number = _page_number(given, pages)
+        part = slice((number - 1) * size[1], number * size[1])
+        return rendered(
+            "sample.html",
+            place=place,
+            row=row,
+            prompt=str(row.get("prompt", "")),
+            most_chars=_MOST_CHARS,
+            facts=_facts(row),
+            tokens=[_shown(token, color) for token in tokens[part]],
+            text="" if tokens else text[part],
+            color=color,
+            has_gap=has_gap,
+            number=number,
+            pages=pages,
+            links=_page_links(given, number, pages),
+            group=index.group(place["file"], place["source"], place["prompt_id"]),
+        )
+
+    def css(request: Request) -> Response:
+        del request
+        return Response(style, media_type="text/css")
+
+    return _Guarded(
+        Starlette(
+            routes=[
+                Route("/", samples),
+                Route("/sample/{file:str}/{line:int}", sample),
+                Route("/browse.css", css),
+            ],
+            exception_handlers={HTTPException: _refused},
+        )
+    )
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HTTPException), "what it is registered for"
+    return PlainTextResponse(error.detail, status_code=error.status_code, headers=error.headers)
+
+
+class _Guarded:
+    """An application behind the rules of the module's header, with the headers that browsers keep them by."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        try:
+            host = urllib.parse.urlsplit(f"//{Headers(scope=scope).get('host', '')}")
+            known = host.hostname in _HOSTS
+        except ValueError:
+            known = False
+        app = self._app if known else PlainTextResponse("ask for 127.0.0.1", status_code=421)
+        await app(scope, receive, send_guarded)
+
+
+def filter_of(given: Mapping[str, str]) -> Filter:
+    """The filter that the fields of a form ask for; what is no number asks for nothing."""
+
+    def between(name: str) -> tuple[float | None, float | None]:
+        return _number(given.get(f"{name}_from")), _number(given.get(f"{name}_to"))
+
+    yes_or_no = {"yes": True, "no": False}
+    return Filter(
+        text=given.get("text", "")[:1000],
+        source=given.get("source", ""),
+        correct=yes_or_no.get(given.get("correct", "")),
+        truncated=yes_or_no.get(given.get("truncated", "")),
+        step=between("step"),
+        reward=between("reward"),
+        length=between("length"),
+        order=given.get("order", "newest"),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return real(float(text or ""))
+    except ValueError:
+        return None
+
+
+def _page_number(given: Mapping[str, str], pages: int) -> int:
+    number = _number(given.get("page"))
+    return min(max(int(number or 1), 1), pages)
+
+
+def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple[str, str]]:
+    """(label, query) of the pages around, with everything else as it is."""
+    wanted = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
+    return [
+        (label, "?" + urllib.parse.urlencode({**given, "page": page}, errors="replace"))
+        for label, page in wanted.items()
+        if 1 <= page <= pages and page != number
+    ]
+
+
+def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tokens of a row with what is known of each; empty if the row has none, or not as we write them."""
+    pieces = row.get(PIECES)
+    texts = pieces.get("text") if isinstance(pieces, dict) else None
+    if not isinstance(pieces, dict) or not isinstance(texts, list):
+        return []
+    given = pieces.get("given")
+    places = {x for x in given if isinstance(x, int)} if isinstance(given, list) else set()
+    known = {}
+    for name in ("rollout_logprob", "old_logprob"):
+        values = pieces.get(name)
+        values = (
+            values
+            if isinstance(values, list) and len(values) == len(texts)
+            else [None] * len(texts)
+        )
+        known[name] = [real(value) for value in values]
+    return [
+        {
+            "text": text if isinstance(text, str) else "",
+            "rollout_logprob": known["rollout_logprob"][i],
+            "old_logprob": known["old_logprob"][i],
+            "given": i in places,
+        }
+        for i, text in enumerate(texts)
+    ]
+
+
+def _shown(token: Mapping[str, Any], color: str) -> _Token:
+    text = token["text"][:_MOST_TOKEN_CHARS] or "\N{WHITE VERTICAL RECTANGLE}"
+    sampler, trainer = token["rollout_logprob"], token["old_logprob"]
+    if token["given"]:
+        return _Token(text, "given", "from the environment")
+    title = [] if sampler is None else [f"sampler {sampler:.4f} ({math.exp(min(sampler, 0)):.1%})"]
+    if trainer is not None:
+        title.append(f"trainer {trainer:.4f} ({math.exp(min(trainer, 0)):.1%})")
+    style = ""
+    if color == "logprob" and sampler is not None:
+        style = f"p{_class(-sampler, _LOGPROB_ENDS)}"
+    if sampler is not None and trainer is not None:
+        title.append(f"gap {trainer - sampler:+.4f}")
+        if color == "gap":
+            side = "up" if trainer > sampler else "down"
+            style = f"{side}{_class(abs(trainer - sampler), _GAP_ENDS)}"
+    return _Token(text, style, ", ".join(title))
+
+
+def _class(value: float, ends: Sequence[float]) -> int:
+    return sum(value >= end for end in ends)
+
+
+def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a page says of a sample above its text."""
+    names = ("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward")
+    names += ("score", "shaping", "length", "truncated", "stop_reason", "entropy")
+    facts = [(name, row[name]) for name in names if row.get(name) is not None]
+    parts = row.get("reward_parts")
+    if isinstance(parts, dict):
+        facts += [(f"reward, {name}", value) for name, value in parts.items()]
+    return [(str(name)[:100], str(value)[:1000]) for name, value in facts]

@@ -1,0 +1,104 @@
+"""Shows the samples of a run or of an evaluation as pages, on this machine alone.
+
+    jaxrl browse runs/dapo_tiny/seed0
+    jaxrl browse evaluations/Qwen2.5-0.5B-1f3a5c77
+
+Samples of a run that is at work come in by themselves. The pages are for this machine: to see those of
+another one, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the extra `serve`; Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.tracking.browse.sample_index import SampleIndex
+from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
+
+_HOST = "127.0.0.1"
+_CONNECTIONS = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Shows what the program's name and its arguments say; returns the exit status."""
+    program, *arguments = argv
+    parser = argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=pathlib.Path, help="folder of a run or an evaluation")
+    parser.add_argument(
+        "--http_port", type=int, default=8010, help="0 takes a free one (default: %(default)s)"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        return browse(args.run, port=args.http_port)
+    except UserError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def browse(path: pathlib.Path, *, port: int) -> int:
+    """Serves the pages until SIGTERM or Ctrl-C; returns the exit status.
+
+    Raises:
+      UserError: there are no samples, the extra is not installed, or the port cannot be had.
+    """
+    files = sample_files(path)
+    _require_extra()
+    from jaxrl.serving.http_server import HttpServer
+    from jaxrl.tracking.browse.browse_app import build_app
+
+    if not 0 <= port < 2**16:
+        raise UserError(f"--http_port {port} is no port; choose one from 0 to 65535")
+    ended = threading.Event()
+    with SampleIndex(files) as index:
+        app = build_app(index, title=str(path))
+        server = HttpServer(app, host=_HOST, port=port, max_connections=_CONNECTIONS)
+        previous = {
+            number: signal.signal(number, lambda *_: ended.set())
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            print(f"{path}: http://{_HOST}:{server.port}/", flush=True)
+            ended.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            server.stop()
+    return 0
+
+
+def sample_files(path: pathlib.Path) -> Callable[[], Sequence[pathlib.Path]]:
+    """What finds the files of samples in a folder, newest first, whenever it is asked.
+
+    Raises:
+      UserError: it is no folder of a run or an evaluation.
+    """
+    if path.is_file() and path.suffix == ".jsonl":
+        return lambda: [path]
+    run, evaluation = RunFolder(path), EvaluationFolder(path)
+    if evaluation.samples.exists() or evaluation.settings.exists():
+        return lambda: [evaluation.samples] if evaluation.samples.exists() else []
+    for rollouts in (run.rollouts, RolloutFolder(path)):
+        if rollouts.steps() or (rollouts == run.rollouts and run.config.exists()):
+            return lambda: list(rollouts.steps().values())[::-1]
+    raise UserError(
+        f"{path} has no samples; name the folder of a run, such as runs/dapo_tiny/seed0, or of an "
+        "evaluation. A run keeps samples of every so many steps (run.rollouts_every)"
+    )
+
+
+def _require_extra() -> None:
+    absent = [
+        p for p in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(p) is None
+    ]
+    if absent:
+        raise UserError(f"{', '.join(absent)} not installed; pip install 'jaxrl[serve]'")

@@ -1,0 +1,75 @@
+"""What a step has sampled and learned from, handed to whoever writes it for people to look at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.experience import Experience
+from jaxrl.mesh import hosts
+from jaxrl.tracking.rollout_files import RolloutFiles
+from jaxrl.tracking.sample_rows import TokenPieces, logprobs_by_response, sample_rows
+from jaxrl.trainer.context import RunContext
+from jaxrl.types import PackedBatch, Scored
+
+
+class KeptRollouts:
+    """Keeps the samples of the steps that the config asks for; the first process writes them."""
+
+    def __init__(self, run: RunContext, clock: Clock, *, terms: Sequence[str]):
+        """Args: the run, the loop around its steps, and the names of its rewards."""
+        config = run.config.run
+        self._clock = clock
+        self._terms = tuple(terms)
+        self._most_prompts = config.rollouts_prompts or None
+        # A step that learns from the sampler's log-probabilities asks the trainer for none.
+        self._has_old_logprob = not run.config.algorithm.correction.bypass
+        self._stop_ids = frozenset(run.stop_ids)
+        self._pieces = TokenPieces(run.tokenizer)
+        self._files = RolloutFiles(run.config.run_folder.rollouts, every=config.rollouts_every)
+        self._begun = False
+
+    def begin_step(self) -> None:
+        """Before the first step: files of steps that this run will do again go."""
+        if not self._begun and hosts.is_first():
+            self._files.go_on_from(self._clock.step)
+        self._begun = True
+
+    def look(self, experience: Experience) -> None:
+        """Starts writing the step's samples, if it is one of those that are kept. Collective."""
+        step = self._clock.step + 1
+        if not self._files.is_due(step):
+            return
+        old_logprob = None
+        if self._has_old_logprob:
+            old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
+        packed = PackedBatch(**hosts.fetch(experience.batch.packing()))
+        if hosts.is_first():
+            rows = functools.partial(self._rows, step, experience.scored, packed, old_logprob)
+            self._files.write(step, rows)
+
+    def _rows(
+        self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
+    ) -> Iterator[dict[str, Any]]:
+        """The first prompts' rows; runs beside training."""
+        kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
+        of_response = None
+        if old_logprob is not None:
+            lengths = kept.completions.lengths_B.tolist()
+            of_response = logprobs_by_response(packed, old_logprob, lengths)
+        return sample_rows(
+            kept,
+            self._pieces,
+            stop_ids=self._stop_ids,
+            terms=self._terms,
+            step=step,
+            old_logprob=of_response,
+        )
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        self._files.close()

@@ -1,0 +1,372 @@
+"""jaxrl evaluate: a model on sets of problems, without a training config."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import cli
+from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.evaluation import evaluate_command, evaluating
+from jaxrl.evaluation.eta_line import EtaLine
+from jaxrl.evaluation.evaluate_config import EvaluateConfig
+from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
+from jaxrl.evaluation.policy_loading import find_model
+from jaxrl.models import lora
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json
+from jaxrl.models.huggingface.model_files import write_json
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.roles.learner import TrainState
+from jaxrl.serving.model_loading import build_generation_mesh
+from jaxrl.testing.arithmetic_backend import ArithmeticBackend
+from jaxrl.tracking.checkpoints import Checkpoints
+
+MODEL = ModelConfig(
+    vocab_size=320, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8
+)
+SMALL = {"max_response_tokens": 12, "slots": 8, "prefill_prompts": 2, "dtype": "float32"}
+
+
+def random_params(model, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
+        decoder_graph(model)[1],
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    trained = train_tokenizer(["one two three four: Answer: 7"] * 4, vocab_size=300)
+    chat = ChatTemplate(
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        origin="test",
+        special_tokens=trained.special_tokens,
+    )
+    return dataclasses.replace(trained, chat_template=chat)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, tokenizer) -> pathlib.Path:
+    root = tmp_path_factory.mktemp("evaluate")
+    tokenizer.save(root / "tokenizer")
+    out = root / "tiny-model"
+    save_checkpoint(random_params(MODEL), MODEL, out, dtype="float32", source=root / "tokenizer")
+    return out
+
+
+def run_folder(path, tokenizer, model, steps, **settings) -> pathlib.Path:
+    """The folder of a run that has saved some steps of reinforcement learning."""
+    tokenizer.save(path / "model")
+    write_json(
+        path / "model" / "config.json", config_json(lora.base_config(model), dtype="float32")
+    )
+    if model.lora.rank:
+        write_json(path / "model" / "adapter_config.json", adapter_config_json(model, base="x"))
+    lines = "".join(f"{name.replace('__', '.')} = {value!r}\n" for name, value in settings.items())
+    (path / "config.txt").write_text(lines)
+    checkpoints = Checkpoints(path / "rl" / "checkpoints", keep=None)
+    checkpoints.prepare(None)
+    for step, params in steps.items():
+        state = TrainState(params, {"moments": jnp.zeros(3)}, jnp.int32(step))
+        checkpoints.save(step, {"actor": state}, {})
+        checkpoints.commit()
+    checkpoints.close()
+    return path
+
+
+@pytest.fixture
+def problems(tmp_path) -> list[str]:
+    """Two sets: what the arithmetic model below answers right, and what it does not."""
+    for name, answers in (("right", [7, 7, 7]), ("wrong", [8, 8])):
+        rows = [{"problem": f"one two {i}", "answer": a} for i, a in enumerate(answers)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(tmp_path / "right.jsonl"), str(tmp_path / "wrong.jsonl")]
+
+
+def config_of(directory, sets, out, **changes) -> EvaluateConfig:
+    given = {**SMALL, "n": 4, **changes}
+    return EvaluateConfig(model=str(directory), sets=tuple(sets), out=str(out), **given)
+
+
+def says(tokenizer, *texts):
+    """A backend whose sample k says the text k, and stops."""
+
+    def respond(prompt, index):
+        tokens = tokenizer.encode(texts[index % len(texts)])
+        return np.append(tokens, tokenizer.eos_id).astype(np.int32)
+
+    def build(driver, model, mesh, config, decode_text):
+        return ArithmeticBackend(mesh, config, decode_text, respond)
+
+    return build
+
+
+def quiet(text):
+    del text
+
+
+def rows_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "samples.jsonl").read_bytes().splitlines()]
+
+
+def test_what_is_right_is_counted_by_set(directory, tokenizer, problems, tmp_path):
+    out = tmp_path / "out"
+    planned = plan_evaluation(config_of(directory, problems, out))
+    build = says(tokenizer, "Answer: 7", "Answer: 7", "one two", "Answer: 8")
+    results = evaluate(planned, say=quiet, build=build)
+    assert list(results) == ["right", "wrong", "all"]
+    right, wrong, both = (results[name] for name in results)
+    assert right.problems == 3 and wrong.problems == 2 and both.problems == 5
+    assert right.statistics["mean@4"].value == 1 / 2
+    assert wrong.statistics["mean@4"].value == 1 / 4
+    assert both.statistics["mean@4"].value == pytest.approx((3 * 2 + 2) / 20)
+    assert both.statistics["pass@4"].value == 1 and right.statistics["pass@2"].value == 5 / 6
+    assert right.without_answer == 1 / 4 and right.truncated == 0
+    assert right.entropy == pytest.approx(1)
+    written = json.loads((out / "results.json").read_text())
+    assert written["results"]["right"]["statistics"]["mean@4"]["value"] == 1 / 2
+    assert written["settings"]["n"] == 4
+    rows = rows_of(out)
+    assert len(rows) == 20 and rows[0]["completion"] == "Answer: 7" and rows[0]["correct"]
+    assert "token_pieces" not in rows[0]
+    text = table_of(results)
+    assert "mean@4" in text and "50.0% ± 0.0%" in text and "best@" not in text
+
+
+def test_it_goes_on_from_whole_problems(directory, tokenizer, problems, tmp_path):
+    out = tmp_path / "out"
+    config = config_of(directory, problems, out, tokens=True)
+    build = says(tokenizer, "Answer: 7", "Answer: 8")
+    whole = evaluate(plan_evaluation(config), say=quiet, build=build)
+    before = (out / "samples.jsonl").read_bytes()
+    lines = before.splitlines(keepends=True)
+    # A death within the third problem's answers, and a line that is cut.
+    (out / "samples.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:40])
+    planned = plan_evaluation(config)
+    assert len(planned.answers.answers) == 2
+    told = []
+    assert evaluate(planned, say=told.append, build=build) == whole
+    assert "has the answers to 2 of 5 problems" in told[0]
+    assert (out / "samples.jsonl").read_bytes() == before
+    # Complete: no weights are read.
+    again = plan_evaluation(config)
+
+    def never(*args):
+        raise AssertionError("everything is answered")
+
+    assert evaluate(again, say=quiet, build=never) == whole
+    assert (out / "samples.jsonl").read_bytes() == before
+
+
+def test_another_question_wants_another_folder(directory, tokenizer, problems, tmp_path):
+    out = tmp_path / "out"
+    build = says(tokenizer, "Answer: 7")
+    evaluate(plan_evaluation(config_of(directory, problems, out)), say=quiet, build=build)
+    before = sorted((p.name, p.read_bytes()) for p in out.iterdir())
+    for changes in ({"temperature": 0.5}, {"n": 2}, {"template": "{prompt}?"}, {"limit": 1}):
+        with pytest.raises(UserError, match="were asked for otherwise"):
+            plan_evaluation(config_of(directory, problems, out, **changes))
+    # Where and how fast is nothing that answers depend on.
+    plan_evaluation(config_of(directory, problems, out, slots=4, mesh="1-1-2"))
+    assert sorted((p.name, p.read_bytes()) for p in out.iterdir()) == before
+
+
+def test_other_weights_in_the_same_place_are_noticed(tmp_path, tokenizer):
+    tokenizer.save(tmp_path / "tokenizer")
+    names = []
+    for seed in (0, 1):
+        out = tmp_path / f"model{seed}"
+        params = random_params(MODEL, seed)
+        save_checkpoint(params, MODEL, out, dtype="float32", source=tmp_path / "tokenizer")
+        names.append(find_model(out).weights)
+    assert names[0] != names[1]
+
+
+def test_the_folder_has_a_name_of_its_own_by_default(directory, problems, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        str(plan_evaluation(config_of(directory, problems, "", **changes)).answers.folder)
+        for changes in ({}, {}, {"n": 5}, {"slots": 16})
+    ]
+    assert folders[0] == folders[1] == folders[3] != folders[2]
+    assert folders[0].startswith("evaluations/tiny-model-")
+    assert not (tmp_path / "evaluations").exists()
+
+
+# The folder of a run
+
+
+def test_a_run_is_evaluated_by_its_newest_checkpoint(tmp_path, tokenizer, problems):
+    steps = {step: random_params(MODEL, step) for step in (1, 2)}
+    run = run_folder(tmp_path / "run", tokenizer, MODEL, steps, data__template="Q: {prompt}\n")
+    found = find_model(run)
+    assert found.run and found.weights.startswith("rl step 2, ")
+    mesh = build_generation_mesh("1-1-1")
+    jax.tree.map(np.testing.assert_array_equal, found.load(mesh, "float32"), steps[2])
+    assert {x.dtype for x in jax.tree.leaves(found.load(mesh, "bfloat16"))} == {
+        jnp.dtype("bfloat16")
+    }
+    planned = plan_evaluation(config_of(run, problems, tmp_path / "out"))
+    assert planned.prompts.texts[0] == "Q: one two 0\n"
+    given = plan_evaluation(config_of(run, problems, tmp_path / "out", template="{prompt}!"))
+    assert given.prompts.texts[0] == "one two 0!"
+    # Like in training, a damaged checkpoint is passed over.
+    damaged = next(
+        p for p in (run / "rl/checkpoints/2").rglob("*") if p.is_file() and p.stat().st_size
+    )
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    assert find_model(run).weights.startswith("rl step 1, ")
+
+
+def test_adapters_of_a_run_are_merged(tmp_path, tokenizer):
+    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, targets=("q", "up")))
+    params = random_params(adapted)
+    run = run_folder(tmp_path / "run", tokenizer, adapted, {1: params})
+    found = find_model(run)
+    assert found.model.lora.rank == 0
+    merged = found.load(build_generation_mesh("1-1-1"), "float32")
+    expected = lora.merge(params, adapted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, expected)
+
+
+def test_a_run_and_its_export_answer_alike(tmp_path, tokenizer, directory):
+    run = run_folder(tmp_path / "run", tokenizer, MODEL, {1: random_params(MODEL)})
+    mesh = build_generation_mesh("1-2-1")
+    ours = find_model(run).load(mesh, "float32")
+    theirs = find_model(directory).load(mesh, "float32")
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert all(
+        a.sharding == b.sharding for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True)
+    )
+
+
+# The command, with a real model
+
+
+def run_command(*arguments) -> int:
+    given = [f"--{name}={value}" for name, value in SMALL.items()]
+    return cli.main(["jaxrl", "evaluate", *given, *map(str, arguments)])
+
+
+def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["--model", directory, "--set", problems[0], "--n", 2, "--top_p", 0.7]
+    assert run_command(*asked) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["right"] and "mean@2" in out
+    assert "3 of 3 problems" in err and "eta" not in err.splitlines()[-2]
+    (folder,) = (tmp_path / "evaluations").iterdir()
+    assert {p.name for p in folder.iterdir()} == {
+        "settings.json",
+        "samples.jsonl",
+        "results.json",
+        "samples.html",
+    }
+    before = rows_of(folder)
+    # On another mesh, with other slots: the same answers.
+    assert run_command(*asked, "--out", tmp_path / "other", "--mesh", "1-1-2", "--slots", 4) == 0
+    key = lambda row: (row["prompt_id"], row["sample"])  # noqa: E731
+    assert [r["completion"] for r in sorted(before, key=key)] == [
+        r["completion"] for r in sorted(rows_of(tmp_path / "other"), key=key)
+    ]
+
+
+def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
+    real = evaluating.graded
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(evaluating, "graded", interrupted)
+    asked = ["--model", directory, "--set", problems[0], "--out", tmp_path / "out"]
+    assert run_command(*asked) == 130
+    _, err = capsys.readouterr()
+    assert "has the answers to 2 of 3 problems, and the same command goes on" in err
+    assert run_command(*asked) == 0
+    assert len(rows_of(tmp_path / "out")) == 3
+
+
+def faults(directory, problems, tmp_path):
+    missing = tmp_path / "missing"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "right.jsonl").write_text('{"problem": "x", "answer": "  "}\n')
+    (tmp_path / "empty_answer.jsonl").write_text('{"problem": "x", "answer": "$$"}\n')
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    sets = ["--set", problems[0]]
+    model = ["--model", directory]
+    return {
+        "does not exist": ["--model", missing, *sets],
+        "is a file": ["--model", problems[0], *sets],
+        "config.json does not exist": ["--model", tmp_path / "run", *sets],
+        "missing does not exist": [*model, "--set", missing],
+        "several are called 'right'": [*model, *sets, "--set", other / "right.jsonl"],
+        "no field 'question'": [*model, *sets, "--prompt_field", "question"],
+        "cannot be graded": [*model, "--set", tmp_path / "empty_answer.jsonl"],
+        "no grader is called 'anwser'": [*model, *sets, "--grader", "anwser"],
+        "has no {prompt}": [*model, *sets, "--template", "Say it"],
+        "n 0 is below 1": [*model, *sets, "--n", 0],
+        "top_p 0.0 is not positive": [*model, *sets, "--top_p", 0],
+        "temperature nan is not a number": [*model, *sets, "--temperature", "nan"],
+        "prompts of": [*model, *sets, "--max_response_tokens", 32768],
+        "longer than max_prompt_tokens 2": [*model, *sets, "--max_prompt_tokens", 2],
+        "needs 16 devices": [*model, *sets, "--mesh", "1-1-16"],
+        "--mesh 'nonsense' is not p-t-d": [*model, *sets, "--mesh", "nonsense"],
+        "--slots": [*model, *sets, "--mesh", "1-1-2", "--slots", 3],
+        "cannot write": [*model, *sets, "--out", "/dev/null/x"],
+        "overlong": [*model, *sets, "--overlong", "away"],
+        "dtype": [*model, *sets, "--dtype", "float8"],
+    }
+
+
+def test_what_a_user_can_fix_is_one_line(directory, problems, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def never(*args):
+        raise AssertionError("checked before anything is loaded")
+
+    monkeypatch.setattr(evaluating, "build_backend", never)
+    for message, arguments in faults(directory, problems, tmp_path).items():
+        assert run_command(*arguments) == 2, message
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1, err
+        assert message in err, err
+    assert not (tmp_path / "evaluations").exists()
+
+
+def test_hostile_answers_do_no_harm_to_the_page(directory, tokenizer, problems, tmp_path):
+    text = "</pre><script>alert(1)</script>\x00\u202e"
+    out = tmp_path / "out"
+    planned = plan_evaluation(config_of(directory, problems, out, max_response_tokens=80, n=1))
+    evaluate(planned, say=quiet, build=says(tokenizer, text))
+    page = evaluate_command.write_evaluation_page(planned.answers.folder, title="x<b>", table="t")
+    html = page.read_text()
+    assert "<script" not in html and "x<b>" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x00\\u202e" in html
+
+
+# The line
+
+
+def test_the_line_tells_how_long_it_takes():
+    line = EtaLine(10, before=2)
+    for _ in range(4):
+        line.add(answers=4, correct=1, tokens=100)
+    assert line.text(8.0) == "6 of 10 problems, 25.0% right, 50 tokens/s, eta 8s"
+
+
+def test_the_line_says_nothing_of_what_is_not_known():
+    assert EtaLine(0).text(0.0) == "0 of 0 problems, 0.0% right, 0 tokens/s, in 0s"

@@ -1,0 +1,497 @@
+"""jaxrl browse: samples as pages. What a model writes is hostile, and there may be very many."""
+
+import html.parser
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from extras import import_extra
+
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+
+# Comes with `openai`; Starlette's test client needs it.
+import_extra("dev", "httpx2")
+from starlette.testclient import TestClient  # noqa: E402
+
+from jaxrl import cli  # noqa: E402
+from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.tracking.browse.browse_app import build_app, filter_of, tokens_of  # noqa: E402
+from jaxrl.tracking.browse.browse_command import sample_files  # noqa: E402
+from jaxrl.tracking.browse.sample_index import Filter, SampleIndex  # noqa: E402
+from jaxrl.tracking.sample_rows import to_line  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[2]
+HERE = "http://127.0.0.1"
+HOSTILE = {
+    "script": "<script>alert(1)</script>",
+    "textarea": "</textarea></pre><img src=x onerror=alert(1)>",
+    "attribute": '" onmouseover="alert(1)" x=\'',
+    "template": "{{ 7 * 7 }}{% raw %}",
+    "bidi": "\u202etxt.exe\u2069",
+    "NUL": "a\x00b\x1b[2J",
+    "surrogate": "half \ud83e pair",
+    "comment": "<!-- ]]> <style>*{display:none}</style>",
+    "entity": "&lt;b&gt;&#0;",
+    "link": "javascript:alert(1) https://evil.example/x.png",
+}
+
+
+def row_of(number=0, **changes) -> dict:
+    row = {
+        "step": 10,
+        "source": "sums",
+        "prompt_id": number // 4,
+        "sample": number % 4,
+        "prompt": f"what is {number // 4}?",
+        "answer": "7",
+        "completion": f"it is {number}",
+        "prediction": str(number),
+        "correct": number % 2 == 0,
+        "score": 1.0,
+        "shaping": 0.0,
+        "reward": number / 10,
+        "reward_parts": {"grader": 1.0},
+        "length": number + 1,
+        "truncated": number == 3,
+        "stop_reason": "stop_token",
+        "entropy": 0.1,
+        "token_pieces": {
+            "text": ["it", " is", f" {number}"],
+            "rollout_logprob": [-0.01, -1.5, -9.0],
+            "old_logprob": [-0.01, -1.6, -7.0],
+        },
+    }
+    return row | changes
+
+
+def write(path, rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(row if isinstance(row, bytes) else to_line(row) for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path):
+    write(tmp_path / "run/rollouts/step_10.jsonl", [row_of(i) for i in range(8)])
+    write(
+        tmp_path / "run/rollouts/step_1.jsonl", [row_of(i, step=1, source="<b>") for i in range(2)]
+    )
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def opened():
+    """Opens indices, which are read when they are opened, and closes them in the end."""
+    indices = []
+
+    def open_(path) -> SampleIndex:
+        indices.append(SampleIndex(sample_files(path)))
+        indices[-1].refresh()
+        return indices[-1]
+
+    yield open_
+    for index in indices:
+        index.close()
+
+
+@pytest.fixture
+def index(run, opened):
+    return opened(run)
+
+
+@pytest.fixture
+def client(index):
+    return TestClient(build_app(index, title="a <run>"), base_url=HERE)
+
+
+class Page(html.parser.HTMLParser):
+    """Every tag and attribute of a page, and its text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def cells(self) -> list[str]:
+        return [
+            attrs["href"] for tag, attrs in self.tags if tag == "a" and "/sample/" in attrs["href"]
+        ]
+
+
+def get(client, path) -> Page:
+    response = client.get(path)
+    assert response.status_code == 200, response.text
+    return Page(response.text)
+
+
+def assert_harmless(page: Page) -> None:
+    known = {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "link",
+        "body",
+        "main",
+        "h1",
+        "h2",
+        "a",
+        "form",
+        "label",
+    }
+    known |= {
+        "input",
+        "select",
+        "option",
+        "fieldset",
+        "legend",
+        "button",
+        "p",
+        "b",
+        "s",
+        "div",
+        "table",
+    }
+    known |= {
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "span",
+        "small",
+        "nav",
+        "dl",
+        "dt",
+        "dd",
+        "section",
+    }
+    known |= {"pre", "ul", "li", "bdi"}
+    assert {tag for tag, _ in page.tags} <= known
+    for tag, attrs in page.tags:
+        assert not [name for name in attrs if name.startswith("on") or name in ("style", "src")], (
+            tag
+        )
+        href = attrs.get("href", "/")
+        assert href.startswith(("/", "?", "data:,")) and not href.startswith("//"), href
+
+
+# Lists
+
+
+def test_the_newest_step_comes_first(client):
+    page = get(client, "/")
+    assert page.cells()[:2] == ["/sample/step_10/0", "/sample/step_10/0"]
+    assert page.cells()[-1] == "/sample/step_1/1"
+    assert "10 samples" in re.sub(r"\s+", " ", page.text)
+    assert_harmless(page)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", 10),
+        ("step_from=2", 8),
+        ("step_to=1", 2),
+        ("source=sums", 8),
+        ("source=%3Cb%3E", 2),
+        ("correct=yes", 5),
+        ("correct=no&source=sums", 4),
+        ("truncated=yes", 1),
+        ("reward_from=0.35&reward_to=0.55", 2),
+        ("length_to=1", 2),
+        ("text=WHAT+is+1", 4),
+        ("text=it+is+7", 1),
+        ("text=%25", 0),
+        ("text='--", 0),
+        ("reward_from=abc&page=nan&order=x&correct=maybe", 10),
+        ("step_from=1e999&page=-7&length_from=", 10),
+    ],
+)
+def test_filters(client, query, found):
+    page = get(client, f"/?{query}")
+    assert f"{found} samples" in re.sub(r"\s+", " ", page.text)
+    assert_harmless(page)
+
+
+def test_orders(index):
+    def numbers(order):
+        return [row["reward"] for row in index.page(Filter(order=order), start=0, count=3)]
+
+    assert numbers("reward, highest") == [0.7, 0.6, 0.5]
+    assert numbers("reward, lowest")[:2] == [0.0, 0.0]
+    assert [r["length"] for r in index.page(Filter(order="longest"), start=0, count=2)] == [8, 7]
+    assert index.page(Filter(order="oldest"), start=0, count=1)[0]["step"] == 1
+    assert index.overview(Filter(source="sums")).correct == 1 / 2
+
+
+def test_the_form_keeps_what_was_asked(client):
+    page = get(client, "/?text=%22%3E%3Cscript%3E&reward_from=1&correct=no")
+    inputs = {a["name"]: a.get("value") for tag, a in page.tags if tag == "input"}
+    assert inputs["text"] == '"><script>' and inputs["reward_from"] == "1"
+    assert next(a["value"] for tag, a in page.tags if tag == "option" and "selected" in a) == "no"
+    assert filter_of({"correct": "no"}) == Filter(correct=False)
+
+
+def test_pages_of_a_long_list(tmp_path, opened):
+    write(tmp_path / "samples.jsonl", [row_of(i) for i in range(120)])
+    index = opened(tmp_path / "samples.jsonl")
+    client = TestClient(build_app(index, title="x"), base_url=HERE)
+    page = get(client, "/?text=it&page=2")
+    assert len(page.cells()) == 100 and page.cells()[0] == "/sample/samples/50"
+    links = [a["href"] for tag, a in page.tags if tag == "a" and a["href"].startswith("?")]
+    assert links == [f"?text=it&page={n}" for n in (1, 1, 3, 3)]
+    assert len(get(client, "/?page=99").cells()) == 40
+
+
+# One sample
+
+
+def test_tokens_are_coloured_by_what_they_cost(client):
+    page = get(client, "/sample/step_10/5")
+    spans = [a for tag, a in page.tags if tag == "span" and "title" in a]
+    assert [a["class"] for a in spans] == ["p0", "p3", "p5"]
+    assert spans[1]["title"] == "sampler -1.5000 (22.3%), trainer -1.6000 (20.2%), gap -0.1000"
+    assert "it is 5" in page.text and "what is 1?" in page.text
+    assert_harmless(page)
+
+
+def test_tokens_are_coloured_by_the_gap(client):
+    page = get(client, "/sample/step_10/5?color=gap")
+    assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [
+        "down0",
+        "down2",
+        "up5",
+    ]
+    page = get(client, "/sample/step_10/5?color=none")
+    assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [""] * 3
+
+
+def test_the_other_samples_of_the_prompt_are_near(client):
+    assert get(client, "/sample/step_10/5").cells() == [
+        f"/sample/step_10/{n}?color=logprob" for n in (4, 6, 7)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/sample/step_10/99", "/sample/nothing/0", "/sample/..%2Fconfig/0", "/x", "/sample/a/-1"],
+)
+def test_what_is_not_there(client, path):
+    response = client.get(path)
+    assert response.status_code == 404 and "text/plain" in response.headers["content-type"]
+    assert "content-security-policy" in response.headers
+
+
+# Hostile text
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_text(tmp_path, name, opened):
+    text = HOSTILE[name]
+    row = row_of(
+        **dict.fromkeys(("prompt", "completion", "answer", "prediction", "source"), text),
+        reward_parts={text: 1.0},
+        stop_reason=text,
+        token_pieces={"text": [text, text], "rollout_logprob": [-1, -2]},
+    )
+    path = tmp_path / "samples.jsonl"
+    write(path, [row, {k: v for k, v in row.items() if k != "token_pieces"}])
+    index = opened(path)
+    client = TestClient(build_app(index, title=text), base_url=HERE)
+    for at in ("/", "/sample/samples/0", "/sample/samples/1", "/sample/samples/0?color=gap"):
+        page = get(client, at)
+        assert_harmless(page)
+        raw = client.get(at).content.decode()
+        assert not set("\x00\x1b\u202e\u2069") & set(raw)
+    shown = {"bidi": "\\u202etxt.exe\\u2069", "NUL": "a\\x00b\\x1b[2J", "surrogate": "\\ud83e"}
+    assert shown.get(name, text) in get(client, "/sample/samples/1").text
+    # It is found by what is shown of it.
+    assert index.overview(Filter(text=shown.get(name, text))).count == 2
+    assert index.overview(Filter(source=index.sources()[0])).count == 2
+
+
+def test_a_megabyte_is_shown_in_parts(tmp_path, opened):
+    path = tmp_path / "samples.jsonl"
+    long = "x" * 1_000_000 + " the end"
+    pieces = {"text": ["y"] * 9_999 + ["z" * 500_000], "rollout_logprob": [-1.0] * 10_000}
+    whole = row_of(0, completion=long, prompt=long, token_pieces=pieces)
+    plain = {k: v for k, v in row_of(1, completion=long).items() if k != "token_pieces"}
+    write(path, [whole, plain])
+    index = opened(path)
+    client = TestClient(build_app(index, title="x"), base_url=HERE)
+    for at in ("/", "/sample/samples/0", "/sample/samples/0?page=5", "/sample/samples/1"):
+        start = time.perf_counter()
+        assert len(client.get(at).content) < 400_000
+        assert time.perf_counter() - start < 2
+    assert "the end" in get(client, "/").text
+    assert get(client, "/sample/samples/1?page=26").text.count("the end") == 1
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        None,
+        [],
+        {"text": "abc"},
+        {"text": [1, None, {"a": 1}], "rollout_logprob": ["x", None, 1e999]},
+        {"text": ["a", "b"], "rollout_logprob": [-1.0], "old_logprob": "no", "given": 7},
+        {"text": ["a"], "rollout_logprob": [10**400], "given": [0, "x", None]},
+        {"text": ["a"], "rollout_logprob": [5.0], "old_logprob": [-1e299]},
+    ],
+)
+def test_odd_pieces_are_survived(tmp_path, pieces, opened):
+    path = tmp_path / "samples.jsonl"
+    line = json.dumps(row_of(token_pieces=pieces, reward_parts=7, length="x", step=2**70)).encode()
+    write(path, [line + b"\n"])
+    index = opened(path)
+    client = TestClient(build_app(index, title="x"), base_url=HERE)
+    for at in ("/", "/sample/samples/0", "/sample/samples/0?color=gap"):
+        assert_harmless(get(client, at))
+    assert isinstance(tokens_of({"token_pieces": pieces}), list)
+
+
+def test_lines_that_are_no_samples_are_counted(tmp_path, opened):
+    path = tmp_path / "samples.jsonl"
+    bad = [b"\n", b"{\n", b"[1]\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"prompt": 1}\n']
+    write(path, [*bad, row_of(3), b'{"cut": '])
+    index = opened(path)
+    assert index.bad_lines == len(bad)
+    client = TestClient(build_app(index, title="x"), base_url=HERE)
+    page = get(client, "/")
+    assert "6 lines of the files are no samples" in page.text
+    assert "it is 3" in get(client, "/sample/samples/6").text
+
+
+# Rules of the server
+
+
+def test_pages_forbid_themselves_everything(client):
+    for at in ("/", "/sample/step_10/0", "/browse.css"):
+        headers = client.get(at).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "script" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+    assert client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "[::1", "10.0.0.1:80"]
+)
+def test_another_name_of_this_machine_is_refused(client, host):
+    assert client.get("/", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:8010", "127.0.0.1:80", "[::1]:8010"])
+def test_its_own_names_are_answered(client, host):
+    assert client.get("/", headers={"host": host}).status_code == 200
+
+
+# Files that change
+
+
+def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path, opened):
+    path = tmp_path / "samples.jsonl"
+    write(path, [row_of(0)])
+    index = opened(path)
+    with path.open("ab") as file:
+        file.write(to_line(row_of(1)) + to_line(row_of(2))[:50])
+    index.refresh()
+    assert index.overview(Filter()).count == 2
+    with path.open("ab") as file:
+        file.write(to_line(row_of(2))[50:])
+    index.refresh()
+    assert index.overview(Filter()).count == 3 and index.bad_lines == 0
+    new = tmp_path / "new"
+    write(new, [row_of(5)])
+    os.replace(new, path)
+    assert index.sample("samples", 2) is None
+    index.refresh()
+    assert index.overview(Filter(text="it is 5")).count == index.overview(Filter()).count == 1
+    path.unlink()
+    index.refresh()
+    assert index.overview(Filter()).count == 0 and index.sample("samples", 0) is None
+
+
+def test_steps_come_in_while_it_is_open(run):
+    with SampleIndex(sample_files(run)) as index:
+        write(run / "rollouts/step_20.jsonl", [row_of(0, step=20)])
+        end = time.monotonic() + 30
+        while index.overview(Filter(step=(20, 20))).count == 0:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_it_opens_fast_with_a_hundred_thousand_samples(tmp_path):
+    rows = [to_line(row_of(i, step=None)) for i in range(1000)]
+    for step in range(1, 101):
+        write(tmp_path / f"rollouts/step_{step}.jsonl", rows)
+    with SampleIndex(sample_files(tmp_path / "rollouts")) as index:
+        client = TestClient(build_app(index, title="x"), base_url=HERE)
+        start = time.perf_counter()
+        while not get(client, "/").cells():
+            pass
+        # The newest step is there long before the oldest one is read.
+        assert time.perf_counter() - start < 3
+        assert "still being read" in get(client, "/").text
+        while index.progress[1] < index.progress[0]:
+            time.sleep(0.1)
+        assert index.overview(Filter()).count == 100_000
+        for query in ("", "page=2000", "text=it+is+999", "reward_from=99&order=longest"):
+            start = time.perf_counter()
+            get(client, f"/?{query}")
+            assert time.perf_counter() - start < 3, query
+
+
+# The command
+
+
+def test_what_has_no_samples_is_said(tmp_path, capsys):
+    with pytest.raises(UserError, match="has no samples"):
+        sample_files(tmp_path)
+    assert cli.main(["jaxrl", "browse", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    # A run that has begun is waited for.
+    (tmp_path / "config.txt").touch()
+    assert list(sample_files(tmp_path)()) == []
+    assert cli.main(["jaxrl", "browse", str(tmp_path), "--http_port=70000"]) == 2
+
+
+def test_the_command_serves_this_machine_until_it_is_told_to_stop(run):
+    command = [sys.executable, str(ROOT / "launch" / "browse.py"), str(run), "--http_port=0"]
+    given = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **given) as process:
+        try:
+            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            assert found
+            deadline = time.monotonic() + 60
+            while b"step_10/0" not in page_at(found[0]):
+                assert time.monotonic() < deadline
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def page_at(url) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return answer.read()

@@ -1,0 +1,196 @@
+"""Samples as rows, and the files of those of some steps."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.roles.batches import pack_completions
+from jaxrl.tracking.rollout_files import RolloutFiles
+from jaxrl.tracking.run_folder import RunFolder
+from jaxrl.tracking.sample_rows import (
+    PIECES,
+    TokenPieces,
+    logprobs_by_response,
+    sample_rows,
+    to_line,
+)
+from jaxrl.types import Completions, Prompts, Scored
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["one two three", "two and one"] * 4, vocab_size=280)
+
+
+def scored_of(tokenizer, texts, **changes) -> Scored:
+    """A prompt with an answer for each text; the last one is cut off."""
+    eos = np.array([tokenizer.eos_id], np.int32)
+    tokens = [tokenizer.encode(text) for text in texts]
+    tokens = [*(np.concatenate([t, eos]) for t in tokens[:-1]), tokens[-1]]
+    prompts = Prompts(np.array([7]), (tokenizer.encode("one?"),), ("one?",), ("1",), ("numbers",))
+    completions = Completions(
+        prompts=prompts,
+        num_samples=len(texts),
+        tokens=tuple(tokens),
+        rollout_logprob=tuple(-np.arange(len(t), dtype=np.float32) / 8 for t in tokens),
+        entropy=tuple(np.full(len(t), 0.5, np.float32) for t in tokens),
+        truncated_B=np.arange(len(texts)) == len(texts) - 1,
+        texts=tuple(map(tokenizer.decode, tokens)),
+        mask=changes.pop("mask", ()),
+    )
+    B = len(texts)
+    return Scored(
+        completions=completions,
+        correct_B=np.arange(B) == 0,
+        score_B=np.where(np.arange(B) == 0, 1, -1).astype(np.float32),
+        shaping_B=np.full(B, -0.25, np.float32),
+        predictions=("1", *[None] * (B - 1)),
+        **changes,
+    )
+
+
+def rows_of(tokenizer, scored, **options) -> list[dict]:
+    rows = sample_rows(scored, TokenPieces(tokenizer), stop_ids=tokenizer.stop_ids, **options)
+    return [json.loads(to_line(row)) for row in rows]
+
+
+def test_a_row_has_what_a_person_wants_to_know(tokenizer):
+    first, last = rows_of(tokenizer, scored_of(tokenizer, ["two", "three"]), step=20)
+    pieces = first.pop(PIECES)
+    assert first == {
+        "step": 20,
+        "source": "numbers",
+        "prompt_id": 7,
+        "sample": 0,
+        "prompt": "one?",
+        "answer": "1",
+        "completion": "two",
+        "prediction": "1",
+        "correct": True,
+        "score": 1.0,
+        "shaping": -0.25,
+        "reward": 0.75,
+        "reward_parts": {"grader": 1.0},
+        "length": len(pieces["text"]),
+        "truncated": False,
+        "stop_reason": "stop_token",
+        "entropy": 0.5,
+    }
+    assert "".join(pieces["text"]) == "two<eos>"
+    assert pieces["rollout_logprob"][:2] == [0.0, -0.125]
+    assert "old_logprob" not in pieces and "given" not in pieces
+    assert (last["prediction"], last["correct"], last["truncated"]) == (None, False, True)
+    assert last["stop_reason"] == "length"
+
+
+def test_reward_parts_have_their_names(tokenizer):
+    scored = scored_of(tokenizer, ["two", "three"])
+    scored = scored.replace(term_BK=np.array([[1, 0.5], [-1, np.nan]], np.float32))
+    parts = [row["reward_parts"] for row in rows_of(tokenizer, scored, terms=("grader", "short"))]
+    assert parts == [{"grader": 1.0, "short": 0.5}, {"grader": -1.0, "short": None}]
+
+
+@pytest.mark.parametrize("text", ["naïve 東京 🦜 ok", "\x00\u202e<script>", "two 🦜", "   two  "])
+def test_the_pieces_of_a_text_are_the_text(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces) == text
+
+
+def test_half_a_character_at_the_end_is_shown(tokenizer):
+    tokens = tokenizer.encode("a 🦜")[:-1]
+    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+def test_tokens_of_an_environment_are_marked(tokenizer):
+    text = "two 🦜"
+    mask = np.ones(len(tokenizer.encode(text)), np.float32)
+    mask[1] = 0
+    (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,)))
+    assert row[PIECES]["given"] == [1]
+
+
+def test_the_trainers_logprobs_find_their_tokens(make_scored):
+    completions = make_scored([5, 6, 3], num_samples=2).completions
+    longest = max(len(t) for t in completions.tokens) + 3
+    shape = PackedShape.for_sequences(6, longest=longest, minibatches=2, rows=2, tokens=2 * longest)
+    packed = pack_completions(completions, shape)
+    # A number for each token that says which it is: those of a response are its own tokens.
+    found = logprobs_by_response(
+        packed, packed.tokens.astype(np.float32), completions.lengths_B[:4].tolist()
+    )
+    assert list(found) == [0, 1, 2, 3]
+    for b, value in found.items():
+        np.testing.assert_array_equal(value, completions.tokens[b].astype(np.float32))
+
+
+def test_numbers_that_json_lacks_are_null(tokenizer):
+    scored = scored_of(tokenizer, ["two"])
+    scored.completions.rollout_logprob[0][0] = -math.inf
+    (row,) = rows_of(tokenizer, scored)
+    assert row[PIECES]["rollout_logprob"][0] is None
+
+
+# Files
+
+
+def files_of(folder, **changes) -> RolloutFiles:
+    return RolloutFiles(RunFolder(folder).rollouts, **({"every": 10} | changes))
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "rollouts").iterdir())
+
+
+def test_the_first_step_and_every_tenth_are_kept(tmp_path):
+    files = files_of(tmp_path)
+    assert [step for step in range(1, 31) if files.is_due(step)] == [1, 10, 20, 30]
+    assert not any(files_of(tmp_path, every=0).is_due(step) for step in range(31))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_repeated_step_is_written_once(tmp_path):
+    for _ in range(2):
+        files = files_of(tmp_path)
+        files.go_on_from(0)
+        files.write(10, lambda: [{"a": 1}, {"a": "\ud800"}])
+        files.write(20, lambda: [{"a": 2}])
+        files.close()
+    assert names(tmp_path) == ["step_10.jsonl", "step_20.jsonl"]
+    assert (tmp_path / "rollouts" / "step_10.jsonl").read_bytes() == b'{"a":1}\n{"a":"\\ud800"}\n'
+
+
+def test_steps_that_are_done_again_go_first(tmp_path):
+    files = files_of(tmp_path)
+    for step in (1, 10, 20):
+        files.write(step, lambda: [{}])
+    files.close()
+    (tmp_path / "rollouts" / "step_x.jsonl").touch()
+    (tmp_path / "rollouts" / "step_020.jsonl").touch()
+    files_of(tmp_path).go_on_from(10)
+    assert names(tmp_path) == ["step_020.jsonl", "step_1.jsonl", "step_10.jsonl", "step_x.jsonl"]
+    assert list(RunFolder(tmp_path).rollouts.steps()) == [1, 10]
+
+
+def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "rollouts").write_text("in the way")
+    files = files_of(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        files.write(10, lambda: [{}])
+        files.close()
+    (record,) = caplog.records
+    assert "training goes on without them" in record.getMessage()
+
+
+def test_what_is_wrong_in_our_own_code_is_raised(tmp_path):
+    files = files_of(tmp_path)
+    files.write(10, lambda: [{"x": object()}])
+    with pytest.raises(TypeError):
+        files.close()
