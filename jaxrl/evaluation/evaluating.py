@@ -24,12 +24,12 @@ from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.evaluation.answer_file import AnswerFile, AnswerRow
-from jaxrl.evaluation.answers import EVALUATION_STEP, unpunished
 from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluation_metrics import ALL
 from jaxrl.evaluation.policy_loading import FoundModel, find_model
 from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
+from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders

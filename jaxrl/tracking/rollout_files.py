@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,10 @@ class RolloutFiles:
     def is_due(self, step: int) -> bool:
         """Whether this step's samples are kept: the first one's, and every so many's."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
+
+    def path(self, step: int) -> pathlib.Path:
+        """Where a step's samples go."""
+        return self._folder.step(step)
 
     def go_on_from(self, step: int) -> None:
         """Removes what later steps have left."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.rewarding import Grading
-from jaxrl.evaluation.answers import EVALUATION_STEP, unpunished
 from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
+from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, evaluation_sampling

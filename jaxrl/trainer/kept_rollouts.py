@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,15 @@ class KeptRollouts:
         if hosts.is_first():
             rows = functools.partial(self._rows, step, experience.scored, packed, old_logprob)
             self._files.write(step, rows)
+
+    def look_at_failed(self, scored: Scored) -> pathlib.Path:
+        """Writes what a step sampled that could not be filled; returns where it is."""
+        step = self._clock.step + 1
+        if hosts.is_first():
+            kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
+            settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}
+            self._files.write(step, lambda: sample_rows(kept, self._pieces, **settings))
+        return self._files.path(step)
 
     def _rows(
         self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None

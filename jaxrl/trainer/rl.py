@@ -14,6 +14,7 @@ from jaxrl.dataflows.dynamic_sampling import (
     DynamicSampling,
     GroupFilter,
     MixedGroups,
+    NotEnoughGroups,
     SpreadGroups,
 )
 from jaxrl.dataflows.experience import Metrics
@@ -38,6 +39,7 @@ from jaxrl.dataflows.samplers import (
     Sampling,
 )
 from jaxrl.dataflows.step import Step
+from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rewards.graders import Graders
@@ -152,7 +154,11 @@ class RlStage(TrainingStage):
         """One step of the dataflow."""
         assert self._rollouts is not None, "a stage begins before its first step"
         self._rollouts.begin_step()
-        return self._dataflow(self._step, self._prompts)
+        try:
+            return self._dataflow(self._step, self._prompts)
+        except NotEnoughGroups as error:
+            path = self._rollouts.look_at_failed(error.sampled)
+            raise UserError(f"{error}. What was sampled is in {path}") from error
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts."""

@@ -265,8 +265,12 @@ def test_batch_that_does_not_divide(tmp_path, problems):
 
 def test_data_that_teaches_nothing_ends_with_a_clear_error(tmp_path, problems):
     config = make_config(tmp_path, problems, warm_start=WarmStartConfig(num_steps=0))
-    with pytest.raises(UserError, match=r"10 generation batches .* gave 0 of the 8 groups"):
+    with pytest.raises(
+        UserError, match=r"10 generation batches .* gave 0 of the 8 groups.*What was sampled is in"
+    ):
         program.train(config, devices=one_device())
+    rows = list(map(json.loads, config.run_folder.rollouts.step(1).read_text().splitlines()))
+    assert rows and all(row["step"] == 1 and "completion" in row for row in rows)
 
 
 def test_run_that_may_not_resume(whole):
