@@ -37,12 +37,20 @@ def read_sets(
     sets: dict[str, Sequence[Record]] = {}
     for path in paths:
         name = pathlib.Path(path).stem
-        records = JsonlRecords(
-            path, prompt_field=prompt_field, answer_field=answer_field, source=name
-        )
+        records = _read(path, prompt_field, answer_field)
         sets[name] = records[:limit] if limit else records
         check_answers(grade, ((f"a problem of {path}", record.answer) for record in sets[name]))
     return sets
+
+
+def _read(path: str, prompt_field: str, answer_field: str) -> Sequence[Record]:
+    name = pathlib.Path(path).stem
+    try:
+        return JsonlRecords(path, prompt_field=prompt_field, answer_field=answer_field, source=name)
+    except UserError as error:
+        if "no field" not in str(error):
+            raise
+        raise UserError(f"{error}; name them with --prompt_field and --answer_field") from error
 
 
 def prompts_of(

@@ -284,7 +284,9 @@ def undeclared(annotation: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("root", [Config, ServeConfig, EvaluateConfig, EngineConfig, JudgeTemplate, RopeScaling])
+@pytest.mark.parametrize(
+    "root", [Config, ServeConfig, EvaluateConfig, EngineConfig, JudgeTemplate, RopeScaling]
+)
 def test_every_number_of_the_settings_declares_its_range(root):
     missing = [
         f"{cls.__name__}.{name}"
