@@ -41,7 +41,7 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
+CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
 STEPS = 24
 SETTINGS = {
     "model.vocab_size": 288,
@@ -315,13 +315,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
     commands = parser.add_subparsers(required=True)
-    killing = commands.add_parser("kill")
+    killing = commands.add_parser("kill", parents=[common])
     killing.add_argument("--rounds", type=int, default=8, help="kills in all")
     killing.add_argument("--seed", type=int, default=0)
     killing.set_defaults(run=kill)
-    damaging = commands.add_parser("damage")
+    damaging = commands.add_parser("damage", parents=[common])
     damaging.add_argument("--steps", type=int, default=2, help="of the run that is damaged")
     damaging.add_argument("--each", action="store_true", help="every damage on every file")
     damaging.set_defaults(run=damage)

@@ -12,8 +12,9 @@ Files, relative to where the command is run:
     models/Qwen2.5-32B/        of the base model: config.json, *.safetensors (with their index),
                                tokenizer.json, tokenizer_config.json
     data/dapo_math_17k.jsonl   DAPO-Math-17k, a line {"problem": "In triangle ...", "answer": "34"} for each
-                               problem, without a prompt template
-    data/aime_2024.jsonl       AIME 2024, 30 lines of the same fields
+                               problem, without a prompt template; or as published, with
+                               --config.data.train.path=data/dapo-math-17k.parquet
+    data/aime_2024.jsonl       AIME 2024, 30 lines of the same fields; published Parquet does as well
 
 Score to expect: the paper has 50 on AIME 2024 (avg@32), with half the training steps of
 DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; these are their numbers.

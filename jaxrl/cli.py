@@ -40,6 +40,9 @@ COMMANDS = {
     "convert": Command(
         "jaxrl.trainer.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
     ),
+    "data": Command(
+        "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
+    ),
     "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
 }
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Batch = TypeVar("Batch", bound="PackedBatch")
 
@@ -35,6 +35,8 @@ class Prompts:
       texts: N strings, for people and reports only; never tokenised again.
       answers: N ground truths, in the grader's own notation.
       sources: N names of data sets; metrics are kept apart by them.
+      extras: N mappings, what else the rows of the data hold, for graders and rewards; JSON's types only. If
+        not given, all are empty.
     """
 
     ids_N: np.ndarray
@@ -42,6 +44,11 @@ class Prompts:
     texts: tuple[str, ...]
     answers: tuple[str, ...]
     sources: tuple[str, ...]
+    extras: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self):
+        if not self.extras:
+            object.__setattr__(self, "extras", tuple({} for _ in self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,6 +61,7 @@ class Prompts:
             texts=_pick(self.texts, indices),
             answers=_pick(self.answers, indices),
             sources=_pick(self.sources, indices),
+            extras=_pick(self.extras, indices),
         )
 
     @staticmethod
@@ -65,6 +73,7 @@ class Prompts:
             texts=_join([p.texts for p in parts]),
             answers=_join([p.answers for p in parts]),
             sources=_join([p.sources for p in parts]),
+            extras=_join([p.extras for p in parts]),
         )
 
 

@@ -37,6 +37,8 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
+    ("jaxrl/rewards/pool_functions.py", "jaxrl.rewards.math_equality"): "extra `math`",
+    ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.endpoint"): "extra `serve`",

@@ -13,7 +13,7 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
-from jaxrl.rewards.score import grader
+from jaxrl.rewards import check_grader
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -74,7 +74,7 @@ def test_recipe_loads_and_divides(path):
     assert config.name == path.stem
     assert config.hardware
     assert "{prompt}" in config.data.template
-    grader(config.reward.grader)
+    check_grader(config.reward.grader, config.reward.grader_options)
     mesh = abstract_mesh(ParallelLayout.from_config(config.mesh))
     assert config.train.rows % shards_of("batch", TRAIN_RULES, mesh) == 0
     assert config.train.row_tokens % shards_of("length", TRAIN_RULES, mesh) == 0

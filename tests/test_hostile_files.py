@@ -7,9 +7,10 @@ import shutil
 import jax
 import pytest
 
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.preferences import read_preferences
-from jaxrl.data.records import JsonlRecords
+from jaxrl.data.sources import read_source
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text
@@ -71,8 +72,8 @@ READERS = {
     "model.safetensors.index.json": lambda folder: check_params(folder, MODEL),
     "model-00001-of-00002.safetensors": lambda folder: check_params(folder, MODEL),
     "adapter_model.safetensors": lambda folder: check_adapter(folder, ADAPTED),
-    "problems.jsonl": lambda folder: JsonlRecords(
-        folder / "problems.jsonl", prompt_field="problem", answer_field="answer", source="s"
+    "problems.jsonl": lambda folder: read_source(
+        SourceConfig(path=str(folder / "problems.jsonl")), "data.train", refuse_bad_rows=True
     ),
     "talks.jsonl": lambda folder: read_demonstrations(folder / "talks.jsonl", source="s"),
     "pairs.jsonl": lambda folder: read_preferences(

@@ -69,7 +69,7 @@ def run(
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
     try:
-        overrides, rest = _take_overrides(arguments, config_tree.leaf_types(config_class))
+        overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
         own = _parse_own_flags(program, rest, switches)
         if own["help"].value:
             print(_usage(program, command, config_class, switches))
@@ -104,7 +104,7 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
     kinds = config_tree.leaf_types(config_class)
     tree = load_recipe(recipe, known=list(kinds))
     for name, text in overrides.items():
-        _apply_override(tree, kinds, name, text)
+        _apply_override(tree, kinds | _add_entry(tree, kinds, name), name, text)
     return config_tree.from_config_dict(config_class, tree)
 
 
@@ -140,10 +140,18 @@ def load_recipe(
     return tree.lock()
 
 
-def _take_overrides(
+def take_overrides(
     arguments: Sequence[str], kinds: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[str]]:
-    """Parts `--config.name=value`, the last of each name, from the other arguments."""
+    """Parts `--config.name=value`, the last of each name, from the other arguments.
+
+    Args:
+      arguments: of a command line.
+      kinds: annotation of every setting by dotted name.
+
+    Returns:
+      The text given for each name, and the other arguments.
+    """
     overrides = {}
     rest = []
     pending = iter(arguments)
@@ -209,6 +217,32 @@ def _apply_override(
         raise UserError(
             f"--config.{name}={text}: this entry can only be changed in the recipe"
         ) from error
+
+
+def _add_entry(
+    tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Puts defaults where `name` is about an entry of settings (data.sources.gsm8k.path).
+
+    Returns:
+      The annotations of the entry's settings by dotted name; empty if `name` is something else.
+    """
+    *groups, key, leaf = ["", "", *name.split(".")]
+    path = ".".join(filter(None, groups))
+    entry = config_tree.entry_class(kinds.get(path))
+    if entry is None or not key.isidentifier():
+        return {}
+    leaves = config_tree.leaf_types(entry)
+    if leaf not in leaves:
+        known = {*kinds, *(f"{path}.{key}.{other}" for other in leaves)}
+        raise config_tree.unknown_setting(name, known)
+    entries = config_path.get_value(path, tree)
+    given = entries.get(key, {})
+    # A recipe may have named some of its settings only.
+    entries[key] = config_tree.to_config_dict(entry())
+    for other in given:
+        entries[key][other] = given[other]
+    return {f"{path}.{key}.{other}": kind for other, kind in leaves.items()}
 
 
 def _require_setting(tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str) -> None:

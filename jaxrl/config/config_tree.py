@@ -7,7 +7,8 @@
 Defaults live in the dataclasses and nowhere else. A field may be annotated with bool, int, float,
 str, Literal, Any, another dataclass, tuple[...] or dict[str, ...] of these, and unions of these
 with each other or None, each with its range as the metadata of Annotated (`checks`). A dict is
-free-form: recipes may add entries to it.
+free-form: recipes may add entries to it. An entry that is a dataclass may name some of its settings only; the
+others have their defaults.
 
 Not covered: reading files and command lines (`command_line.py`), and what the values mean together,
 which each dataclass checks in its own `__post_init__`.
@@ -180,8 +181,9 @@ def _stored(annotation: Any, value: Any) -> Any:
         return _group_of(value)
     if _is_dict(annotation):
         # Values of a free-form dict may change type, so the ConfigDict must not watch over them.
-        entries = ml_config_dict.ConfigDict(type_safe=False)
         kind = _dict_value_type(annotation)
+        holder = _Group if group_class(kind) else ml_config_dict.ConfigDict
+        entries = holder(type_safe=False)
         for key, entry in value.items():
             entries[key] = entry if kind is Any else _setting(kind, entry)
         return entries
@@ -266,7 +268,26 @@ def _read_dict(annotation: Any, value: Any, path: str, root: type) -> dict[str, 
     if not _is_mapping(value):
         raise _wrong_type(path, value, annotation)
     kind = _dict_value_type(annotation)
-    return {key: _read(kind, value[key], _join(path, key), root) for key in value}
+    group = group_class(kind)
+    return {
+        key: _read(
+            kind, _filled(group, value[key]) if group else value[key], _join(path, key), root
+        )
+        for key in value
+    }
+
+
+def _filled(group: type[DataclassInstance], entry: Any) -> Any:
+    """An entry of a free-form dict with the defaults of the settings that it does not name."""
+    if not _is_mapping(entry):
+        return entry
+    defaults = _group_of(group())
+    return {**{key: defaults[key] for key in defaults}, **{key: entry[key] for key in entry}}
+
+
+def entry_class(annotation: Any) -> type[DataclassInstance] | None:
+    """The dataclass that entries of a free-form dict are; None if `annotation` is something else."""
+    return group_class(_dict_value_type(annotation)) if _is_dict(annotation) else None
 
 
 def _read_tuple(annotation: Any, value: Any, path: str, root: type) -> tuple:

@@ -12,11 +12,13 @@ from typing import Annotated, Any
 
 from jaxrl.checks import SEED, check_fields
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, WarmStartConfig
-from jaxrl.data.data_config import DataConfig, TokenizerConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
+from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
@@ -69,6 +71,9 @@ class Config:
                 f"adapter {self.adapter} sits on the weights of a base model and is trained as model.lora; "
                 "set weights and model.lora.rank"
             )
+        for name, source in (self.data.training_sources | self.data.evaluation_sources).items():
+            if source.grader:
+                _check_grader(name, source)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.train.row_tokens < longest:
             raise ValueError(
@@ -108,3 +113,11 @@ class Config:
 
     def _folder_of(self, name: str) -> RunFolder:
         return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")
+
+
+def _check_grader(name: str, source: SourceConfig) -> None:
+    """The grader of a source; data knows none."""
+    try:
+        check_grader(source.grader, source.grader_options)
+    except UserError as error:
+        raise UserError(f"{name}.grader: {error}") from error

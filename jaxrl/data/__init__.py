@@ -8,17 +8,21 @@ from jaxrl.data.demonstrations import (
     read_demonstrations,
     solutions_of,
 )
-from jaxrl.data.messages import render_prompt
+from jaxrl.data.messages import PromptFormat, render_context
 from jaxrl.data.preferences import (
     Preference,
     PreferencePair,
     PreferenceStream,
     read_preferences,
 )
-from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
+from jaxrl.data.records import ReasoningGymRecords, Record, disjoint
+from jaxrl.data.row_files import open_rows
+from jaxrl.data.sources import Source, read_source
 from jaxrl.data.stream import (
+    EncodedPrompts,
     Overlong,
     PromptStream,
+    encode_prompts,
     evaluation_prompts,
 )
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -27,22 +31,27 @@ __all__ = [
     "ChatTemplate",
     "Demonstration",
     "DemonstrationStream",
-    "JsonlRecords",
+    "EncodedPrompts",
     "MaskedExample",
     "Overlong",
     "Preference",
     "PreferencePair",
     "PreferenceStream",
+    "PromptFormat",
     "PromptStream",
     "ReasoningGymRecords",
     "Record",
+    "Source",
     "Tokenizer",
     "disjoint",
+    "encode_prompts",
     "evaluation_prompts",
     "load_tokenizer",
+    "open_rows",
     "read_demonstrations",
     "read_preferences",
-    "render_prompt",
+    "read_source",
+    "render_context",
     "solutions_of",
     "train_tokenizer",
 ]

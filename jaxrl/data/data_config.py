@@ -5,37 +5,56 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import SEED, at_least, between, check_fields, token_count
-from jaxrl.data.messages import check_template
+from jaxrl.checks import SEED, at_least, between, check_fields, positive, token_count
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Where problems come from: a JSONL file, or a procedural task of reasoning-gym.
+    """Where problems come from: a file, or a procedural task of reasoning-gym.
 
     Attributes:
-      source: name under which metrics are kept.
-      path: JSONL file; "" takes the task instead.
-      prompt_field, answer_field, solution_field: its fields; solutions are for supervised training only.
+      source: name under which metrics are kept; "" takes what the rows say (data_source), else the file's
+        name.
+      path: JSONL, JSON, Parquet, Arrow or ArrayRecord, or a folder of these; "" takes the task instead.
+      prompt_field, answer_field: its fields, dotted where one lies in another; "" recognises them.
+      solution_field: with worked solutions, for supervised training; None takes one if there is one.
       task, size, seed, options: reasoning-gym data set, how many problems, its seed and its own settings.
       limit: use only the first so many problems; 0 uses all.
+      weight: how often its prompts are drawn, compared with other sources to train on; for evaluation it
+        means nothing.
+      grader, grader_options: who reads its answers, as reward.grader; "" takes that one.
+      template: text around its problems; "" takes data.template.
+      chat: its problems go through the chat template; None takes data.chat.
     """
 
     source: str = ""
     path: str = ""
-    prompt_field: str = "problem"
-    answer_field: str = "answer"
+    prompt_field: str = ""
+    answer_field: str = ""
     solution_field: str | None = None
     task: str = ""
     size: Annotated[int, at_least(0, at_most=MAX_TASK_SIZE)] = 0
     seed: Annotated[int, between(0, MAX_TASK_SEED)] = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     limit: Annotated[int, at_least(0)] = 0
+    weight: Annotated[float, positive()] = 1.0
+    grader: str = ""
+    grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    template: str = ""
+    chat: bool | None = None
 
     def __post_init__(self):
         check_fields(self)
         check_task_options(self.options)
+        if self.template:
+            check_template(self.template)
+
+    @property
+    def is_named(self) -> bool:
+        """There are problems here."""
+        return bool(self.path or self.task)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +63,82 @@ class DataConfig:
 
     Attributes:
       train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on.
-      template: text around a problem, which stands for "{prompt}".
-      chat: send the prompt through the tokenizer's chat template, as one user message.
+      sources, evaluations: further ones, by names of your own.
+      template: text around a problem, which stands for "{prompt}"; as it is here, words that a file has
+        around each problem stay there.
+      chat: send the prompt through the tokenizer's chat template, as one user message; prompts that are
+        conversations always go through it.
+      system_prompt: what a conversation begins with; without chat, a line before the prompt.
+      chat_options: further variables of the chat template, such as {"enable_thinking": False}.
+      answer_prefix: text that every response starts after, such as "<think>\\n"; it belongs to the prompt.
       max_prompt_tokens: longest prompt, template included.
-      overlong: what happens to longer ones: left out, cut from the left, or refused.
+      overlong: what happens to longer ones: left out, cut (from the left, from the right, in the middle), or
+        refused.
+      bad_rows: rows that cannot be used, and truths that their grader cannot read: left out and counted, or
+        refused.
+      duplicates: a problem that stands in a file again: left out and counted, or kept. What tasks draw twice
+        is kept.
       shuffle_seed: of the order of training prompts; None takes the run's seed.
     """
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     evaluation: SourceConfig = dataclasses.field(default_factory=SourceConfig)
+    sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    evaluations: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     template: str = "{prompt}"
     chat: bool = False
+    system_prompt: str = ""
+    chat_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answer_prefix: str = ""
     max_prompt_tokens: Annotated[int, token_count(1)] = 64
-    overlong: Literal["drop", "left", "error"] = "drop"
+    overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
+    bad_rows: Literal["drop", "error"] = "drop"
+    duplicates: Literal["drop", "keep"] = "drop"
     shuffle_seed: Annotated[int, SEED] | None = None
 
     def __post_init__(self):
         check_fields(self)
         check_template(self.template)
+        taken = {"messages", "add_generation_prompt"} & self.chat_options.keys()
+        if taken:
+            raise ValueError(
+                f"chat_options.{min(taken)} is set by the program; name other variables of the chat template"
+            )
+
+    @property
+    def training_sources(self) -> dict[str, SourceConfig]:
+        """Every source to train on, by the name of its setting."""
+        return _named("train", self.train, "sources", self.sources)
+
+    @property
+    def evaluation_sources(self) -> dict[str, SourceConfig]:
+        """Every source to evaluate with, by the name of its setting."""
+        return _named("evaluation", self.evaluation, "evaluations", self.evaluations)
+
+    def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
+        """How problems of a source become prompts.
+
+        Args:
+          source: its settings.
+          own_template: words that its file has around every problem; they stay where no others are set.
+        """
+        is_set = self.template != PLAIN_FORMAT.template
+        template = self.template if is_set or not own_template else own_template
+        return PromptFormat(
+            template=source.template or template,
+            chat=self.chat if source.chat is None else source.chat,
+            system_prompt=self.system_prompt,
+            chat_options=self.chat_options,
+            answer_prefix=self.answer_prefix,
+        )
+
+
+def _named(
+    name: str, source: SourceConfig, group: str, further: dict[str, SourceConfig]
+) -> dict[str, SourceConfig]:
+    # A recipe may have all of its sources in the group.
+    first = {f"data.{name}": source} if source.is_named or not further else {}
+    return first | {f"data.{group}.{key}": value for key, value in further.items()}
 
 
 @dataclasses.dataclass(frozen=True)

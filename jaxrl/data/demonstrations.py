@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,9 @@ import numpy as np
 from jaxrl.data.jsonl import read_jsonl, text_of
 from jaxrl.data.messages import (
     ASSISTANT,
+    PLAIN_FORMAT,
     Context,
+    PromptFormat,
     answered,
     context_of,
     messages_of,
@@ -71,8 +73,8 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
       examples_per_batch: length of each batch.
       seed: of the order, below 2**32.
       max_tokens: longest prompt and response together; longer examples are dropped.
-      template, chat: how a question becomes a prompt, as in `PromptStream`. Conversations always go through
-        the tokenizer's chat template.
+      prompt_format: how a question becomes a prompt.
+      formats: the same for questions of some data sets, by their names.
 
     Raises:
       UserError: an argument breaks its rule, no example is short enough, or all turns of a conversation are
@@ -87,11 +89,15 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         examples_per_batch: int,
         seed: int,
         max_tokens: int,
-        template: str = "{prompt}",
-        chat: bool = False,
+        prompt_format: PromptFormat = PLAIN_FORMAT,
+        formats: Mapping[str, PromptFormat] | None = None,
     ):
         examples = encode_demonstrations(
-            demonstrations, tokenizer, max_tokens=max_tokens, template=template, chat=chat
+            demonstrations,
+            tokenizer,
+            max_tokens=max_tokens,
+            prompt_format=prompt_format,
+            formats=formats or {},
         )
         super().__init__(
             examples,
@@ -157,8 +163,8 @@ def encode_demonstrations(
     tokenizer: Tokenizer,
     *,
     max_tokens: int,
-    template: str,
-    chat: bool,
+    prompt_format: PromptFormat,
+    formats: Mapping[str, PromptFormat],
 ) -> list[MaskedExample]:
     """The demonstrations in tokens, in their order, without those that are too long.
 
@@ -167,7 +173,7 @@ def encode_demonstrations(
     if not len(demonstrations):
         raise UserError("there are no prompts; give a data set with at least one row")
     parts = [
-        _parts(row, demonstration, tokenizer, template=template, chat=chat)
+        _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
         for row, demonstration in enumerate(demonstrations)
     ]
     tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
@@ -178,7 +184,7 @@ def encode_demonstrations(
 
 
 def _parts(
-    row: int, demonstration: Demonstration, tokenizer: Tokenizer, *, template: str, chat: bool
+    row: int, demonstration: Demonstration, tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> list[str]:
     """The text in parts, by turns what stands before an answer and the answer."""
     context = demonstration.context
@@ -186,9 +192,11 @@ def _parts(
     if demonstration.all_turns and not isinstance(context, str):
         said = [i for i, message in enumerate(context) if message["role"] == ASSISTANT]
         steps = [(context[:i], context[i]["content"]) for i in said] + steps
+        # What it says is given whole, in every turn.
+        prompt_format = dataclasses.replace(prompt_format, answer_prefix="")
     parts: list[str] = []
     for before, answer in steps:
-        text = render_context(before, tokenizer, template=template, chat=chat)
+        text = render_context(before, tokenizer, prompt_format)
         so_far = "".join(parts)
         if not text.startswith(so_far):
             raise UserError(

@@ -39,7 +39,7 @@ def read_jsonl(
         if not line.strip():
             continue
         try:
-            rows.append(parse(_object(line)))
+            rows.append(parse(object_of(line)))
         except BadRow as error:
             raise UserError(f"{path}:{number}: {error}") from error
         except RecursionError as error:  # read, but nested too deeply to be shown
@@ -77,6 +77,8 @@ def checked_text(value: Any, what: str) -> str:
             f"{what} has half a surrogate pair ({error}), which no tokenizer reads; "
             "fix or remove the line"
         ) from error
+    if "\0" in value:
+        raise BadRow(f"{what} has a NUL character; fix or remove the line")
     return value
 
 
@@ -85,7 +87,8 @@ def shown(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def object_of(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; BadRow if it is something else."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end

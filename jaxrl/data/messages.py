@@ -8,6 +8,7 @@ Not covered: tool calls and pictures in messages; a message is a role and a text
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,14 +25,23 @@ Context: TypeAlias = str | tuple[Message, ...]
 """What an answer answers: a question, or the conversation so far."""
 
 ASSISTANT = "assistant"
+USER = "user"
+SYSTEM = "system"
 
 
 def context_of(row: dict[str, Any], name: str) -> Context:
     """A field that holds a question, or a list of messages; BadRow if it is neither."""
-    value = field_of(row, name)
-    if isinstance(value, list):
-        return messages_of(value, f"field {name!r}")
-    return checked_text(value, f"field {name!r}")
+    return as_context(field_of(row, name), f"field {name!r}")
+
+
+def as_context(value: Any, what: str) -> Context:
+    """A question or a list of messages, checked; BadRow if it is neither.
+
+    Args:
+      value: from a row.
+      what: it is, for messages.
+    """
+    return messages_of(value, what) if isinstance(value, list) else checked_text(value, what)
 
 
 def messages_of(value: Any, what: str) -> tuple[Message, ...]:
@@ -61,19 +71,52 @@ def answered(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, .
     return tuple(before), last["content"]
 
 
-def render_prompt(prompt: str, tokenizer: Tokenizer, *, template: str, chat: bool) -> str:
-    """The text that the model gets for a question.
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """How a question, or a conversation so far, becomes the text that a model goes on from.
 
-    Args:
-      prompt: the question.
-      tokenizer: of the model.
-      template: text around it, with "{prompt}" where it goes.
-      chat: send the text through the tokenizer's chat template as one user message.
+        template        "Solve it.\n{prompt}"        around the question
+        system_prompt   "You are terse."             before it: a system message or, without chat, a line
+        chat            through the tokenizer's chat template
+        answer_prefix   "Let me think. "             the answer's first words, already said
+
+    Attributes:
+      template: text around a question, with "{prompt}" where it goes; conversations are left as they are.
+      chat: send a question through the tokenizer's chat template, as one user message. Conversations always
+        go through it.
+      system_prompt: what the conversation begins with, unless it begins with a system message of its own.
+      chat_options: further variables of the chat template, such as enable_thinking.
+      answer_prefix: text that the response starts after; it is part of the prompt.
     """
-    check_template(template)
-    # Not str.format: templates write \boxed{} and other braces of their own.
-    text = template.replace("{prompt}", prompt)
-    return tokenizer.render_chat([{"role": "user", "content": text}]) if chat else text
+
+    template: str = "{prompt}"
+    chat: bool = False
+    system_prompt: str = ""
+    chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    answer_prefix: str = ""
+
+    def __post_init__(self):
+        check_template(self.template)
+
+    def around(self, question: str) -> str:
+        """The question in its template."""
+        # Not str.format: templates write \\boxed{} and other braces of their own.
+        return self.template.replace("{prompt}", question)
+
+
+def render_context(context: Context, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
+    """The text that the model gets before an answer."""
+    system = prompt_format.system_prompt
+    if isinstance(context, str):
+        text = prompt_format.around(context)
+        if not prompt_format.chat:
+            return (f"{system}\n" if system else "") + text + prompt_format.answer_prefix
+        context = ({"role": USER, "content": text},)
+    if system and context[0]["role"] != SYSTEM:
+        context = ({"role": SYSTEM, "content": system}, *context)
+    return (
+        tokenizer.render_chat(context, **prompt_format.chat_options) + prompt_format.answer_prefix
+    )
 
 
 def check_template(template: str) -> None:
@@ -82,11 +125,8 @@ def check_template(template: str) -> None:
         raise UserError(f"template {template!r} has no {{prompt}}, so every prompt would be alike")
 
 
-def render_context(context: Context, tokenizer: Tokenizer, *, template: str, chat: bool) -> str:
-    """The text that the model gets before an answer; `template` and `chat` are for questions only."""
-    if isinstance(context, str):
-        return render_prompt(context, tokenizer, template=template, chat=chat)
-    return tokenizer.render_chat(context)
+PLAIN_FORMAT = PromptFormat()
+"""The question alone."""
 
 
 def _message(item: Any, what: str) -> Message:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,8 +25,10 @@ from jaxrl.checks import is_finite
 from jaxrl.data.jsonl import BadRow, checked_text, field_of, read_jsonl, shown
 from jaxrl.data.messages import (
     ASSISTANT,
+    PLAIN_FORMAT,
     Context,
     Message,
+    PromptFormat,
     answered,
     context_of,
     messages_of,
@@ -84,8 +86,8 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
       seed: of the order, below 2**32.
       max_tokens: longest prompt and answer together; pairs with a longer one are dropped. A packed row has to
         hold both answers, each with the prompt, and so twice as much.
-      template, chat: how a question becomes a prompt, as in `PromptStream`. Conversations always go through
-        the tokenizer's chat template.
+      prompt_format: how a question becomes a prompt.
+      formats: the same for questions of some data sets, by their names.
 
     Raises:
       UserError: an argument breaks its rule, or no pair is left.
@@ -99,10 +101,10 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
         pairs_per_batch: int,
         seed: int,
         max_tokens: int,
-        template: str = "{prompt}",
-        chat: bool = False,
+        prompt_format: PromptFormat = PLAIN_FORMAT,
+        formats: Mapping[str, PromptFormat] | None = None,
     ):
-        pairs = _different(_encode(preferences, tokenizer, template=template, chat=chat))
+        pairs = _different(_encode(preferences, tokenizer, prompt_format, formats or {}))
         lengths = np.array([max(_length(pair.chosen), _length(pair.rejected)) for pair in pairs])
         kept = drop_overlong(lengths, max_tokens, what="pairs", setting="max_tokens")
         pairs = [pairs[i] for i in kept]
@@ -218,12 +220,18 @@ def _harm(row: dict[str, Any], name: str | None) -> int:
 
 
 def _encode(
-    preferences: Sequence[Preference], tokenizer: Tokenizer, *, template: str, chat: bool
+    preferences: Sequence[Preference],
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+    formats: Mapping[str, PromptFormat],
 ) -> list[PreferencePair]:
     if not len(preferences):
         raise UserError("there are no pairs; give a data set with at least one row")
     prompts = tokenizer.encode_batch(
-        [render_context(p.context, tokenizer, template=template, chat=chat) for p in preferences]
+        [
+            render_context(p.context, tokenizer, formats.get(p.source, prompt_format))
+            for p in preferences
+        ]
     )
     end = np.array([tokenizer.eos_id], np.int32)
 

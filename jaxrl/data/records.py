@@ -1,8 +1,7 @@
-"""Where problems come from: JSONL files and procedural tasks, each a checked sequence of `Record`.
+"""Problems, and the procedural tasks that make them.
 
-Everything is read and checked at construction, before any model is built; the largest set in
-common use here (17,000 problems) takes a fraction of a second. Answers are kept as written: to
-normalise and compare them is the grader's business.
+Files of problems are read by `sources`. Answers are kept as written: to normalise and compare them is the
+grader's business.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import math
-import pathlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.checks import check_value, finite, is_a
 from jaxrl.data import worked_sums
-from jaxrl.data.jsonl import BadRow, field_of, read_jsonl, shown, text_of
+from jaxrl.data.messages import Context
 from jaxrl.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -37,64 +34,21 @@ class Record:
     """One problem.
 
     Attributes:
-      prompt: the problem's text, before any template.
+      prompt: the problem, before any template; or a conversation that ends where the answer begins.
       answer: the ground truth, in the grader's own notation.
       source: name of the data set; metrics are kept apart by it.
       solution: a worked solution to learn from, if there is one.
+      extra: the other fields of its row, for graders; JSON's types only.
     """
 
-    prompt: str
+    prompt: Context
     answer: str
     source: str
     solution: str | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
-class _Rows(Sequence[Record]):
-    """Records in memory, read by index."""
-
-    def __init__(self, rows: Iterable[Record]):
-        self._rows = tuple(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index):
-        return self._rows[index]
-
-
-class JsonlRecords(_Rows):
-    """The rows of a JSONL file; blank lines are skipped.
-
-    Args:
-      path: the file, UTF-8.
-      prompt_field, answer_field: names of the fields to take. An answer may be a string or a
-        number; a number becomes its shortest text, 4.0 becoming "4".
-      source: name of the data set.
-      solution_field: name of the field with worked solutions, if they are wanted.
-
-    Raises:
-      UserError: the file is missing or empty, or a row is broken ("file:line: ...").
-    """
-
-    def __init__(
-        self,
-        path: str | pathlib.Path,
-        *,
-        prompt_field: str,
-        answer_field: str,
-        source: str,
-        solution_field: str | None = None,
-    ):
-
-        def parse(row: dict[str, Any]) -> Record:
-            solution = None if solution_field is None else text_of(row, solution_field)
-            return Record(text_of(row, prompt_field), _answer(row, answer_field), source, solution)
-
-        wanted = f'{{"{prompt_field}": ..., "{answer_field}": ...}}'
-        super().__init__(read_jsonl(path, parse, wanted=wanted))
-
-
-class ReasoningGymRecords(_Rows):
+class ReasoningGymRecords(Sequence[Record]):
     """Questions and answers of a procedural task of reasoning-gym (extra `demo`).
 
     Only its questions and answers are used: several of its scorers evaluate what the model wrote as
@@ -113,6 +67,7 @@ class ReasoningGymRecords(_Rows):
     """
 
     def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
+        _factory_of(task)
         if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
             raise UserError(
                 f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
@@ -120,7 +75,13 @@ class ReasoningGymRecords(_Rows):
             )
         first_seed = seed * MAX_TASK_SIZE
         items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
-        super().__init__(_task_record(task, items[i], first_seed + i) for i in range(size))
+        self._rows = tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return self._rows[index]
 
 
 def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Record, ...]:
@@ -149,20 +110,13 @@ def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Rec
     return kept
 
 
-def _normalised(prompt: str) -> str:
-    return " ".join(prompt.casefold().split())
+def text_of_context(context: Context) -> str:
+    """All that is said in a question or a conversation, a line each."""
+    return context if isinstance(context, str) else "\n".join(m["content"] for m in context)
 
 
-def _answer(row: dict[str, Any], name: str) -> str:
-    value = field_of(row, name)
-    if isinstance(value, str):
-        return text_of(row, name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
-    # A whole number may be longer than a float holds.
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
-    return str(int(value)) if value == int(value) else str(value)
+def _normalised(prompt: Context) -> str:
+    return " ".join(text_of_context(prompt).casefold().split())
 
 
 def check_task_options(options: Mapping[str, Any]) -> None:
@@ -172,13 +126,8 @@ def check_task_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"options.{name} {value!r} {fault}")
 
 
-def check_task(task: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError unless reasoning-gym knows the task and takes these settings of it."""
-    _create_task(task, dict(options))
-
-
-def _create_task(task: str, config: dict[str, Any]) -> Any:
-    """The reasoning-gym data set; its settings are checked here, with near names."""
+def _factory_of(task: str) -> Any:
+    """What makes the data sets of reasoning-gym; UserError if it is not here or has no such task."""
     try:
         from reasoning_gym import factory
     except ModuleNotFoundError as error:
@@ -191,6 +140,12 @@ def _create_task(task: str, config: dict[str, Any]) -> Any:
             f"reasoning-gym has no task {task!r}{_near(task, factory.DATASETS)}; name one of its "
             f"{len(factory.DATASETS)} data sets"
         )
+    return factory
+
+
+def _create_task(task: str, config: dict[str, Any]) -> Any:
+    """The reasoning-gym data set; its settings are checked here, with near names."""
+    factory = _factory_of(task)
     _, config_class = factory.DATASETS[task]
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
     for name, value in config.items():

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 
+# Encoded side by side; enough to keep many cores at work.
+_TEXTS_AT_ONCE = 8192
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
@@ -66,8 +69,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, ...]:
         """`encode` of every text, on all cores."""
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return tuple(_int32(encoding) for encoding in encodings)
+        ids: list[np.ndarray] = []
+        # The library keeps much more of a token than its id: not all of them at once.
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            part = list(texts[start : start + _TEXTS_AT_ONCE])
+            encodings = self.backend.encode_batch_fast(part, add_special_tokens=False)
+            ids += map(_int32, encodings)
+        return tuple(ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, without special tokens and without ids that are no token."""

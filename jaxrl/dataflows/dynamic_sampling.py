@@ -1,15 +1,19 @@
-"""Dynamic sampling: train only on prompts that the policy answers sometimes right and sometimes wrong.
+"""Dynamic sampling: train only on prompts that the policy answers sometimes better and sometimes worse.
 
 DAPO eq. 11. A group whose answers are all right or all wrong has no advantage and no gradient; such
 groups are dropped and new prompts are sampled until the batch is full.
+
+    MixedGroups     keeps a group with right and wrong answers
+    SpreadGroups    keeps a group whose scores differ, for rewards that are no matter of right and wrong
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,15 +23,58 @@ from jaxrl.errors import UserError
 from jaxrl.types import Scored
 
 
-def keep_mixed_groups(scored: Scored) -> Scored:
-    """The groups with 0 < number correct < G.
+class GroupFilter(Protocol):
+    """Which groups a step is made of."""
 
-    Looks at correctness, not at the spread of rewards: a length penalty makes rewards differ within a
+    def __call__(self, scored: Scored) -> np.ndarray:
+        """Bool [N], the groups that teach something."""
+        ...
+
+    @property
+    def wanted(self) -> str:
+        """What such groups have, for messages."""
+        ...
+
+
+class MixedGroups:
+    """Groups with 0 < number correct < G.
+
+    It looks at correctness, not at the spread of rewards: a length penalty makes rewards differ within a
     group that carries no signal about the answer, and the float deviation of equal rewards need not be 0.
     """
-    correct_N = scored.correct_NG.sum(axis=1)
-    mixed_N = (correct_N > 0) & (correct_N < scored.completions.num_samples)
-    return scored.take(np.flatnonzero(mixed_N))
+
+    wanted = "both right and wrong answers"
+
+    def __call__(self, scored: Scored) -> np.ndarray:
+        """Bool [N]."""
+        correct_N = scored.correct_NG.sum(axis=1)
+        return (correct_N > 0) & (correct_N < scored.completions.num_samples)
+
+
+class SpreadGroups:
+    """Groups whose best and worst scores lie further apart than a limit; what length adds does not count."""
+
+    def __init__(self, limit: float):
+        """Args: in units of the score, 0 for any difference."""
+        self._limit = limit
+        self.wanted = f"scores more than {limit:g} apart"
+
+    def __call__(self, scored: Scored) -> np.ndarray:
+        """Bool [N]."""
+        score_NG = scored.score_B.reshape(-1, scored.completions.num_samples)
+        return np.ptp(score_NG, axis=1) > self._limit
+
+
+class NotEnoughGroups(UserError):
+    """A step could not be filled.
+
+    Attributes:
+      sampled: everything that was sampled for it.
+    """
+
+    def __init__(self, message: str, sampled: Scored):
+        super().__init__(message)
+        self.sampled = sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +86,8 @@ class SamplingStats:
       prompts: prompts sampled.
       accuracy: share of right answers among all samples.
       all_correct, all_wrong: share of prompts dropped for either reason.
-      surplus_prompts: mixed groups beyond the batch, thrown away: by the next step they would be off-policy.
+      surplus_prompts: groups kept beyond the batch, thrown away: by the next step they would be off-policy.
+      filled_prompts: groups that the step was completed with, though they were dropped.
       response_tokens: tokens sampled.
     """
 
@@ -49,11 +97,12 @@ class SamplingStats:
     all_correct: float
     all_wrong: float
     surplus_prompts: int
+    filled_prompts: int
     response_tokens: int
 
     def metrics(self) -> dict[str, float]:
         """Under the names that verl and its DAPO recipe use, where they have one."""
-        return {
+        metrics: dict[str, float] = {
             "train/num_gen_batches": self.generation_batches,
             "train/num_prompts_sampled": self.prompts,
             "train/accuracy": self.accuracy,
@@ -62,45 +111,69 @@ class SamplingStats:
             "training/filter_groups/discarded_surplus_prompts": self.surplus_prompts,
             "train/num_response_tokens_sampled": self.response_tokens,
         }
+        if self.filled_prompts:
+            metrics["training/filter_groups/filled_prompts"] = self.filled_prompts
+        return metrics
 
 
 class GroupBuffer:
     """Collects groups over generation batches until a step's worth is there."""
 
-    def __init__(self, num_prompts: int, *, max_generation_batches: int):
-        """Args: prompts of a step, and how many generation batches a step may take."""
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        max_generation_batches: int,
+        keeps: GroupFilter,
+        fills_up: bool = False,
+    ):
+        """Args.
+
+        num_prompts: groups of a step.
+        max_generation_batches: how many generation batches a step may take.
+        keeps: which groups count.
+        fills_up: a step that stays short of groups after the last batch is completed with the others, as if
+          they had not been dropped.
+        """
         self._num_prompts = num_prompts
         self._max_batches = max_generation_batches
+        self._keeps = keeps
+        self._fills_up = fills_up
         self._sampled: list[Scored] = []
         self._kept: list[Scored] = []
+        self._dropped: list[Scored] = []
 
-    def add(self, scored: Scored, kept: Scored) -> bool:
-        """Takes one generation batch and what was kept of it; True once the step is full.
+    def add(self, scored: Scored) -> bool:
+        """Takes one generation batch; True once the step is full.
 
         Raises:
-          UserError: the last allowed batch is in and the step is still not full.
+          NotEnoughGroups: the last allowed batch is in and the step is still not full.
         """
+        kept_N = self._keeps(scored)
         self._sampled.append(scored)
-        self._kept.append(kept)
+        self._kept.append(scored.take(np.flatnonzero(kept_N)))
+        self._dropped.append(scored.take(np.flatnonzero(~kept_N)))
         if self.missing <= 0:
             return True
-        if len(self._sampled) == self._max_batches:
-            raise UserError(self._too_few())
-        return False
+        if len(self._sampled) < self._max_batches:
+            return False
+        if self._fills_up and self.missing <= _num_groups(self._dropped):
+            return True
+        raise NotEnoughGroups(self._too_few(), Scored.concatenate(self._sampled))
 
     @property
     def missing(self) -> int:
         """Groups that the step still wants."""
-        return self._num_prompts - sum(len(k.completions.prompts) for k in self._kept)
+        return self._num_prompts - _num_groups(self._kept)
 
     def take(self) -> tuple[Scored, SamplingStats]:
         """The first groups of the full buffer, and what it took to find them; empties the buffer."""
-        groups = Scored.concatenate(self._kept)
-        stats = self._stats(surplus=len(groups.completions.prompts) - self._num_prompts)
-        self._sampled, self._kept = [], []
+        stats = self._stats()
+        groups = Scored.concatenate([*self._kept, *self._dropped])
+        self._sampled, self._kept, self._dropped = [], [], []
         return groups.take(np.arange(self._num_prompts)), stats
 
-    def _stats(self, surplus: int) -> SamplingStats:
+    def _stats(self) -> SamplingStats:
         correct_NG = np.concatenate([s.correct_NG for s in self._sampled])
         return SamplingStats(
             generation_batches=len(self._sampled),
@@ -108,49 +181,77 @@ class GroupBuffer:
             accuracy=float(correct_NG.mean()),
             all_correct=float(correct_NG.all(axis=1).mean()),
             all_wrong=float((~correct_NG).all(axis=1).mean()),
-            surplus_prompts=surplus,
+            surplus_prompts=max(0, -self.missing),
+            filled_prompts=max(0, self.missing),
             response_tokens=int(sum(s.completions.lengths_B.sum() for s in self._sampled)),
         )
 
     def _too_few(self) -> str:
-        stats = self._stats(surplus=0)
+        stats = self._stats()
         return (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
-            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with both right and wrong "
-            "answers that a step needs: "
-            f"{stats.all_correct:.0%} of the prompts were answered all right, "
-            f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise "
-            "rollout.num_samples, or raise rollout.max_generation_batches"
+            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
+            f"that a step needs: {stats.all_correct:.0%} of the prompts were answered all right, "
+            f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise rollout.num_samples or "
+            "rollout.max_generation_batches, or go on with what there is by rollout.if_too_few=fill"
         )
 
 
-class DynamicSampling:
-    """Takes generation batches from another sampler until a step's worth of groups is mixed."""
+def _num_groups(parts: Sequence[Scored]) -> int:
+    return sum(len(part.completions.prompts) for part in parts)
 
-    def __init__(self, inner: Sampler, num_prompts: int, *, max_generation_batches: int):
-        """Args: where batches come from, groups of a step, and how many batches a step may take."""
+
+class DynamicSampling:
+    """Takes generation batches from another sampler until a step's worth of groups teaches something."""
+
+    def __init__(
+        self,
+        inner: Sampler,
+        num_prompts: int,
+        *,
+        max_generation_batches: int,
+        keeps: GroupFilter | None = None,
+        fills_up: bool = False,
+    ):
+        """Args: where batches come from; the others as for `GroupBuffer`, `MixedGroups` if not given."""
         self._inner = inner
-        self._num_prompts = num_prompts
-        self._max_batches = max_generation_batches
+        self._keeps = MixedGroups() if keeps is None else keeps
+        self._buffer = functools.partial(
+            GroupBuffer,
+            num_prompts,
+            max_generation_batches=max_generation_batches,
+            keeps=self._keeps,
+            fills_up=fills_up,
+        )
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The first mixed groups, as many as a step needs, and what it took to find them.
+        """The first groups that are kept, as many as a step needs, and what it took to find them.
 
         Raises:
-          UserError: the last allowed batch is in and the step is still not full.
+          NotEnoughGroups: the last allowed batch is in and the step is still not full.
         """
         assert enough is None, "dynamic sampling is what says when there is enough"
-        buffer = GroupBuffer(self._num_prompts, max_generation_batches=self._max_batches)
+        buffer = self._buffer()
         metrics: Metrics = {}
         counts: Counter[str] = Counter()
         full = False
         while not full:
-            sampled = self._inner.sample(prompts, enough=_fills(buffer.missing))
+            sampled = self._inner.sample(prompts, enough=self._fills(buffer.missing))
             metrics |= sampled.metrics
             counts.update(sampled.counts)
-            full = buffer.add(sampled.scored, keep_mixed_groups(sampled.scored))
+            full = buffer.add(sampled.scored)
         groups, stats = buffer.take()
         return Sampled(groups, {**metrics, **stats.metrics()}, counts)
+
+    def _fills(self, missing: int) -> Enough:
+        """Says of each group that is finished whether the step will be full with it."""
+
+        def enough(group: Scored) -> bool:
+            nonlocal missing
+            missing -= int(self._keeps(group).sum())
+            return missing <= 0
+
+        return enough
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """That of the other sampler: between two steps nothing is kept."""
@@ -159,14 +260,3 @@ class DynamicSampling:
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
         """Goes on from a record."""
         self._inner.restore(record, prompts)
-
-
-def _fills(missing: int) -> Enough:
-    """Says of each group that is finished whether the step will be full with it."""
-
-    def enough(group: Scored) -> bool:
-        nonlocal missing
-        missing -= len(keep_mixed_groups(group).completions.prompts)
-        return missing <= 0
-
-    return enough

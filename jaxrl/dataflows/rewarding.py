@@ -5,9 +5,10 @@ Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +21,10 @@ from jaxrl.data.packing import RowLimits
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.mesh import hosts
+from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
-from jaxrl.rewards.score import Grader, score_completions
+from jaxrl.rewards.score import score_completions, verdicts_of
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.rewards.worker import Interrupted
@@ -160,20 +163,59 @@ class OverlongPunishment:
         return np.asarray(penalty_B)
 
 
+class Grading:
+    """The graders of a run, asked on the first host alone.
+
+    One that runs out of time on one host would part them.
+    """
+
+    def __init__(self, graders: Graders):
+        self._graders = graders
+        self._failures: collections.Counter[str] = collections.Counter()
+
+    def begin(self, completions: Completions) -> Callable[[], list[Verdict]]:
+        """Grades beside whatever comes next; what it returns waits for the verdicts, and is collective."""
+        graders = self._graders
+        asked = (
+            graders.submit(lambda: verdicts_of(graders, completions)) if hosts.is_first() else None
+        )
+
+        def record() -> dict[str, Any]:
+            assert asked is not None, "this is the first host"
+            verdicts = asked.result()
+            return {
+                "verdicts": [(v.score, v.correct, v.prediction) for v in verdicts],
+                "failures": graders.take_failures(),
+            }
+
+        def collected() -> list[Verdict]:
+            found = hosts.on_first(record)
+            self._failures.update(found["failures"])
+            return [Verdict(*fields) for fields in found["verdicts"]]
+
+        return collected
+
+    def take_metrics(self, prefix: str) -> dict[str, float]:
+        """How often graders have failed since the last call, all together and by kind."""
+        failures, self._failures = self._failures, collections.Counter()
+        metrics = {f"{prefix}/failed": float(failures.total())}
+        return metrics | {f"{prefix}/failed_{kind}": float(n) for kind, n in failures.items()}
+
+
 class Rewards:
     """All rewards of a run."""
 
     def __init__(
         self,
-        grade: Grader,
+        graders: Graders,
         overlong: OverlongPunishment,
         clock: Clock,
         *,
         grader_weight: float = 1.0,
         terms: Sequence[RewardTerm] = (),
     ):
-        """Args: the grader with its weight, what length costs, the clock, and the rewards beside."""
-        self._grade = grade
+        """Args: the graders with their weight, what length costs, the clock, and the rewards beside."""
+        self._grading = Grading(graders)
         self._overlong = overlong
         self._clock = clock
         self._grader_weight = grader_weight
@@ -184,9 +226,14 @@ class Rewards:
         """Of the rewards that a score is the sum of, in the order of `Scored.term_BK`."""
         return ("grader", *(term.name for term in self._terms))
 
+    def begin(self, completions: Completions) -> Callable[[], Scored]:
+        """Grades beside whatever comes next; what it returns waits for the result, and is collective."""
+        verdicts = self._grading.begin(completions)
+        return lambda: score_completions(completions, verdicts(), overlong=self._overlong)
+
     def graded(self, completions: Completions) -> Scored:
         """Right or wrong by the grader alone, and punished where too long."""
-        return score_completions(completions, grade=self._grade, overlong=self._overlong)
+        return self.begin(completions)()
 
     def __call__(
         self, completions: Completions, *, graded: Mapping[int, Scored] | None = None
@@ -201,19 +248,23 @@ class Rewards:
           UserError: a reward is not a finite number for each response, or processes disagree.
         """
         with self._clock.phase("reward"):
-            if graded is None:
-                scored = self.graded(completions)
-            else:
-                ids = completions.prompts.ids_N.tolist()
-                scored = Scored.concatenate([graded[prompt_id] for prompt_id in ids])
-            terms = [grader_term(scored, weight=self._grader_weight)]
+            # Graders that have processes of their own work while models and functions do.
+            grading = self.begin(completions) if graded is None else None
+            others: list[Term] = []
             metrics: dict[str, Any] = {}
             for term in self._terms:
                 score_B, measured = term.scores(completions)
-                terms.append(Term(term.name, term.weight, score_B))
+                others.append(Term(term.name, term.weight, score_B))
                 metrics |= measured
+            if grading is not None:
+                scored = grading()
+            else:
+                assert graded is not None, "the groups are graded, or it was begun above"
+                ids = completions.prompts.ids_N.tolist()
+                scored = Scored.concatenate([graded[prompt_id] for prompt_id in ids])
+            terms = [grader_term(scored, weight=self._grader_weight), *others]
+            metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)
-            # A grader that runs into its time limit on one host alone would part them here.
             hosts.check_same(
                 f"the rewards of step {self._clock.step + 1}",
                 [scored.correct_B, scored.reward_B, *completions.tokens],

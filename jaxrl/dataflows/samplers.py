@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
@@ -273,14 +274,16 @@ class PartialSampling:
         step = generation.clock.step
         unfinished = self._num_unfinished
         batch = self._fill_up(prompts, unfinished)
-        graded: dict[int, Scored] = {}
-
-        asked = enough or _never
+        grading: dict[int, Callable[[], Scored]] = {}
 
         def has_enough(group: Completions) -> bool:
-            scored = self._rewards.graded(group)
-            graded[int(group.prompts.ids_N[0])] = scored
-            # A grader that runs into its time limit on one host alone would part them here.
+            prompt_id, collect = int(group.prompts.ids_N[0]), self._rewards.begin(group)
+            if enough is None:
+                # Nothing hangs on it yet: it is graded beside the generation that goes on.
+                grading[prompt_id] = collect
+                return False
+            scored, asked = collect(), enough
+            grading[prompt_id] = lambda: scored
             return hosts.on_first(lambda: asked(scored))
 
         with generation.clock.phase("gen", shown="generate", may_stop=True):
@@ -296,6 +299,7 @@ class PartialSampling:
             self._unfinished = rollout.unfinished
             generation.learn_lengths(rollout.completions)
         stale = sum(int((version < step).sum()) for version in rollout.versions)
+        graded = {prompt_id: collect() for prompt_id, collect in grading.items()}
         sampled = self._rewards(rollout.completions, graded=graded)
         counts = {"rollout/unfinished_groups": unfinished, "rollout/stale_tokens": stale}
         return dataclasses.replace(sampled, counts=counts)
@@ -326,14 +330,11 @@ class PartialSampling:
         self._unfinished = None if stored is None else UnfinishedGroups.of_record(stored)
 
 
-def _never(group: Scored) -> bool:
-    del group
-    return False
-
-
 def check_same_prompts(prompts: Prompts, step: int) -> None:
     """Ends a run of several processes that hold different prompts. Collective."""
-    hosts.check_same(f"the prompts of step {step + 1}", [*prompts.tokens, *prompts.answers])
+    extras = (json.dumps(extra, sort_keys=True) for extra in prompts.extras)
+    content = [*prompts.tokens, *prompts.answers, *prompts.sources, *extras]
+    hosts.check_same(f"the prompts of step {step + 1}", content)
 
 
 def _checksum(tokens: np.ndarray) -> int:

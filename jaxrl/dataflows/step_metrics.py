@@ -15,7 +15,9 @@ import numpy as np
 from jaxrl.algos.moments import Moments
 from jaxrl.algos.value_loss import explained_variance
 from jaxrl.mesh.hosts import fetch
-from jaxrl.types import Scored, TrainBatch, ValueBatch
+from jaxrl.types import Completions, Scored, TrainBatch, ValueBatch
+
+_PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
@@ -33,7 +35,38 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         "perf/total_num_tokens": float(
             response_lengths.sum() + prompt_lengths.sum() * completions.num_samples
         ),
+        "perf/response_num_tokens": float(response_lengths.sum()),
+        **_turns(completions),
         "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
+    }
+
+
+def _turns(completions: Completions) -> dict[str, float]:
+    """Turns of a conversation, the prompt counted as one, and how many of them an environment has said."""
+    answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
+    resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
+    turns = 2 + np.array(answered) + np.array(resumed)
+    return {
+        **_spread("num_turns", turns),
+        **_spread("tool_call_counts", np.array(answered)),
+    }
+
+
+def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds a token of each phase: of sampling over what was sampled, of others over the whole batch.
+
+    Args:
+      metrics: of a step, with its `timing_s`; without counts of tokens there are none of these.
+    """
+    trained = metrics.get("perf/total_num_tokens", 0.0)
+    sampled = metrics.get(
+        "train/num_response_tokens_sampled", metrics.get("perf/response_num_tokens", 0.0)
+    )
+    tokens = dict.fromkeys(_PER_TOKEN_PHASES, trained) | {"gen": sampled}
+    return {
+        f"timing_per_token_ms/{phase}": 1000 * metrics[f"timing_s/{phase}"] / number
+        for phase, number in tokens.items()
+        if number and f"timing_s/{phase}" in metrics
     }
 
 

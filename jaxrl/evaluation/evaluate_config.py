@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import SEED, at_least, between, count, token_count
 from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
@@ -16,21 +16,22 @@ class EvaluateConfig(EngineSettings):
 
     Attributes:
       model: Hugging Face directory, or the folder of a run.
-      sets: JSONL files of problems; each is called by its name without the ending.
+      sets: files of problems in any format and layout of docs/data.md; each is called by its name without the
+        ending.
       out: folder of samples and results; "" makes a name of the model and of what is asked of it.
       n: answers to each problem.
       temperature: 0 is greedy.
       top_p, top_k, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
       seed: of the samples.
-      grader: a name of `rewards.score.GRADERS`, or "package.module:function" or "path/to/file.py:function".
-      template: text around a problem, which stands for "{prompt}"; "" is the problem alone, and of a run the
-        template that it was trained with.
+      grader, grader_options, grader_workers: as of `reward` in a training config.
+      template: text around a problem, which stands for "{prompt}"; "" is that of the file's layout or the
+        problem alone, and of a run the template that it was trained with.
       chat: send the prompt through the tokenizer's chat template; a run does if it was trained so.
-      prompt_field, answer_field: of the files.
+      prompt_field, answer_field: of the files; "" recognises them.
       limit: only the first so many problems of each set; 0 takes all.
       max_prompt_tokens: longest prompt; 0 is the longest there is.
       max_response_tokens: longest response; 0 is what the model's context leaves, up to 8,192.
-      overlong: what happens to prompts that are too long: refused, left out, or cut from the left.
+      overlong: what happens to prompts that are too long, as of `data.overlong`.
       tokens: keep what every token was, with its log-probability.
       mesh: "p-t-d" of the devices, the first of those that are here.
     """
@@ -45,14 +46,16 @@ class EvaluateConfig(EngineSettings):
     min_p: Annotated[float, MIN_P] = 0.0
     seed: Annotated[int, SEED] = 0
     grader: str = "answer"
+    grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grader_workers: Annotated[int, at_least(0)] = 0
     template: str = ""
     chat: bool = False
-    prompt_field: str = "problem"
-    answer_field: str = "answer"
+    prompt_field: str = ""
+    answer_field: str = ""
     limit: Annotated[int, at_least(0)] = 0
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
-    overlong: Literal["error", "drop", "left"] = "error"
+    overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
     tokens: bool = False
     slots: Annotated[int, count(1)] = 64
     smallest_bucket: Annotated[int, count(1)] = 8

@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.data.messages import check_template
 from jaxrl.errors import UserError
 from jaxrl.evaluation.answer_file import AnswerFile, AnswerRow
+from jaxrl.evaluation.answers import EVALUATION_STEP, unpunished
 from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluation_metrics import ALL
-from jaxrl.evaluation.grading import EVALUATION_STEP, graded
 from jaxrl.evaluation.policy_loading import FoundModel, find_model
 from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
-from jaxrl.rewards.score import Grader, grader
+from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.score import verdicts_of
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
@@ -83,7 +83,7 @@ class Planned:
       prompts: of all sets.
       engine: shapes of the rollout programs.
       mesh: where it samples.
-      grade: the grader.
+      graders: the grader, with its processes.
       options: how it samples.
       answers: the folder, with what an earlier start has left.
     """
@@ -93,7 +93,7 @@ class Planned:
     prompts: Prompts
     engine: EngineConfig
     mesh: Mesh
-    grade: Grader
+    graders: Graders
     options: SamplingOptions
     answers: AnswerFile
 
@@ -108,18 +108,17 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     Raises:
       UserError: something is missing, broken, or does not fit.
     """
-    grade = grader(config.grader)
+    graders = Graders((config.grader, config.grader_options), workers=config.grader_workers)
     sets = read_sets(
         config.sets,
         prompt_field=config.prompt_field,
         answer_field=config.answer_field,
         limit=config.limit,
-        grade=grade,
+        graders=graders,
     )
     found = find_model(pathlib.Path(config.model))
-    template = config.template or found.trained_with("data.template") or "{prompt}"
+    template = config.template or found.trained_with("data.template") or ""
     chat = config.chat or bool(found.trained_with("data.chat"))
-    check_template(template)
     prompts = prompts_of(
         sets,
         found.tokenizer,
@@ -142,7 +141,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     settings = _settings(config, found, prompts, engine, template=template, chat=chat)
     folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
     answers = AnswerFile(folder, settings, config.n)
-    return Planned(config, found, prompts, engine, mesh, grade, options, answers)
+    return Planned(config, found, prompts, engine, mesh, graders, options, answers)
 
 
 def evaluate(
@@ -185,6 +184,7 @@ def evaluate(
             finally:
                 line.close()
                 backend.close()
+                planned.graders.close()
         results = results_of(answers, prompts)
         answers.write_results(
             {
@@ -201,7 +201,7 @@ def _sample(planned: Planned, backend: RolloutBackend, prompts: Prompts, line: E
     pieces = TokenPieces(tokenizer) if planned.config.tokens else None
 
     def take(group: Completions) -> bool:
-        scored = graded(group, planned.grade)
+        scored = unpunished(group, verdicts_of(planned.graders, group))
         rows = sample_rows(scored, pieces, stop_ids=tokenizer.stop_ids)
         planned.answers.add(scored, rows)
         line.add(

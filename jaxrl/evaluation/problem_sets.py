@@ -8,22 +8,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.data.records import JsonlRecords, Record
-from jaxrl.data.stream import Overlong, evaluation_prompts
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.messages import PromptFormat
+from jaxrl.data.sources import Source, read_source
+from jaxrl.data.stream import Overlong, encode_prompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.rewards.score import Grader, check_answers
+from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.grading import Row
 from jaxrl.types import Prompts
 
 
 def read_sets(
-    paths: Sequence[str], *, prompt_field: str, answer_field: str, limit: int, grade: Grader
-) -> dict[str, Sequence[Record]]:
-    """The problems of each set by its name, and every answer shown to the grader.
+    paths: Sequence[str], *, prompt_field: str, answer_field: str, limit: int, graders: Graders
+) -> dict[str, Source]:
+    """The problems of each set by its name, every truth shown to the grader. A bad row is an error.
 
     Raises:
-      UserError: there is no set, two share a name, a file is missing or broken, or the grader cannot read an
-        answer.
+      UserError: there is no set, two share a name, a file is missing or broken, or the grader cannot read a
+        truth.
     """
     if not paths:
         raise UserError("there is nothing to answer; name at least one --set FILE")
@@ -34,27 +37,25 @@ def read_sets(
             f"{len(paths)} sets, and several are called {', '.join(map(repr, twice))}, which is what results "
             "are kept by; rename the files"
         )
-    sets: dict[str, Sequence[Record]] = {}
+    sets: dict[str, Source] = {}
     for path in paths:
         name = pathlib.Path(path).stem
-        records = _read(path, prompt_field, answer_field)
-        sets[name] = records[:limit] if limit else records
-        check_answers(grade, ((f"a problem of {path}", record.answer) for record in sets[name]))
+        settings = SourceConfig(
+            source=name,
+            path=path,
+            prompt_field=prompt_field,
+            answer_field=answer_field,
+            limit=limit,
+        )
+        source = read_source(settings, f"--set {path}", refuse_bad_rows=True)
+        sets[name] = source.with_readable_truths(
+            lambda answer, extra, origin: graders.fault_of(Row(answer, extra, origin)), refuse=True
+        )
     return sets
 
 
-def _read(path: str, prompt_field: str, answer_field: str) -> Sequence[Record]:
-    name = pathlib.Path(path).stem
-    try:
-        return JsonlRecords(path, prompt_field=prompt_field, answer_field=answer_field, source=name)
-    except UserError as error:
-        if "no field" not in str(error):
-            raise
-        raise UserError(f"{error}; name them with --prompt_field and --answer_field") from error
-
-
 def prompts_of(
-    sets: dict[str, Sequence[Record]],
+    sets: dict[str, Source],
     tokenizer: Tokenizer,
     *,
     template: str,
@@ -68,17 +69,17 @@ def prompts_of(
       UserError: a prompt is too long, or the template or the tokenizer cannot make one.
     """
     parts = []
-    for name, records in sets.items():
+    for name, source in sets.items():
         try:
+            around = template or source.own_template or "{prompt}"
             parts.append(
-                evaluation_prompts(
-                    records,
+                encode_prompts(
+                    source.records,
                     tokenizer,
                     max_prompt_tokens=max_prompt_tokens,
-                    template=template,
-                    chat=chat,
+                    prompt_format=PromptFormat(around, chat),
                     overlong=overlong,
-                )
+                ).prompts
             )
         except UserError as error:
             raise UserError(f"{name}: {error}") from error

@@ -74,8 +74,8 @@ def training_memory(
 ) -> list[Holding]:
     """What the actor keeps from one update to the next."""
     rank = actor.model.lora.rank
-    adapters = f", adapters of rank {rank} included" if rank else ""
-    trained = f"float32, {train_name(layout)}{adapters}"
+    adapters = f", adapters of rank {rank} in float32 included" if rank else ""
+    trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
     of_optimizer = f"float32, {train_name(layout)}, {_OFFLOADED if offload else like}"
     return [

@@ -10,29 +10,12 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
-from jaxrl.data.records import JsonlRecords
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
 from jaxrl.mesh.layout import ParallelLayout
 
 _WEIGHTS = "*.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class DataFile:
-    """A JSONL file of problems.
-
-    Attributes:
-      path: where it should be.
-      prompt_field, answer_field: fields that every row needs.
-      solution_field: another one, or None.
-    """
-
-    path: str
-    prompt_field: str
-    answer_field: str
-    solution_field: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +39,6 @@ def require(
     weights: str,
     tokenizer: str,
     needs_chat_template: bool,
-    data: Sequence[DataFile],
     lookups: Sequence[Lookup] = (),
 ) -> None:
     """Raises one UserError that lists all that `missing` finds; returns if that is nothing."""
@@ -67,7 +49,6 @@ def require(
         weights=weights,
         tokenizer=tokenizer,
         needs_chat_template=needs_chat_template,
-        data=data,
         lookups=lookups,
     )
     if faults:
@@ -87,7 +68,6 @@ def missing(
     weights: str,
     tokenizer: str,
     needs_chat_template: bool,
-    data: Sequence[DataFile],
     lookups: Sequence[Lookup] = (),
 ) -> list[str]:
     """What a run lacks, a phrase each with its remedy, in the order in which a user would fetch it.
@@ -98,14 +78,12 @@ def missing(
       weights: Hugging Face directory to start from; "" starts from random weights and needs none.
       tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
       needs_chat_template: prompts go through the tokenizer's chat template.
-      data: files of problems.
-      lookups: everything else, whoever looks it up.
+      lookups: everything else, files of problems first, whoever looks it up.
     """
     return [
         *_missing_devices(layouts, num_devices, device_kind),
         *(_missing_weights(pathlib.Path(weights)) if weights else ()),
         *(_missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template) if tokenizer else ()),
-        *(fault for file in data for fault in _missing_data(file)),
         *(fault for lookup in lookups for fault in _not_found(lookup)),
     ]
 
@@ -160,20 +138,6 @@ def _missing_tokenizer(folder: pathlib.Path, needs_chat_template: bool) -> list[
         f"tokenizer: {folder}/ has no {' and no '.join(absent)}; put the model's Hugging Face files there, "
         "or set tokenizer.path to their folder"
     ]
-
-
-def _missing_data(file: DataFile) -> list[str]:
-    try:
-        JsonlRecords(
-            file.path,
-            prompt_field=file.prompt_field,
-            answer_field=file.answer_field,
-            solution_field=file.solution_field,
-            source="",
-        )
-    except UserError as error:
-        return [f"data: {error}"]
-    return []
 
 
 def _not_found(lookup: Lookup) -> list[str]:

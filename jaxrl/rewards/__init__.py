@@ -6,6 +6,16 @@ from jaxrl.rewards.answer import (
     gsm8k_answer,
     normalize_answer,
 )
+from jaxrl.rewards.graders import GRADERS, Graders, check_grader, check_rows
+from jaxrl.rewards.grading import (
+    Failure,
+    FunctionGrader,
+    Grader,
+    Row,
+    Sample,
+    TextGrader,
+    Verdict,
+)
 from jaxrl.rewards.judge import (
     JudgeTemplate,
     judge_prompts,
@@ -13,31 +23,42 @@ from jaxrl.rewards.judge import (
     parse_verdicts,
     score_parser,
 )
-from jaxrl.rewards.score import GRADERS, Grader, grader, score_completions
+from jaxrl.rewards.score import rows_of, samples_of, score_completions, verdicts_of
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
 
 __all__ = [
     "GRADERS",
+    "Failure",
+    "FunctionGrader",
     "Grade",
     "Grader",
+    "Graders",
     "JudgeTemplate",
     "Responses",
     "RewardFunction",
+    "Row",
+    "Sample",
     "Term",
+    "TextGrader",
     "UserRewards",
+    "Verdict",
+    "check_grader",
+    "check_rows",
     "extract_answer",
     "grade_answer",
     "grade_gsm8k",
-    "grader",
     "grader_term",
     "gsm8k_answer",
     "judge_prompts",
     "judge_scores",
     "normalize_answer",
     "parse_verdicts",
+    "rows_of",
+    "samples_of",
     "score_completions",
     "score_parser",
     "user_reward",
+    "verdicts_of",
     "weighted_sum",
 ]

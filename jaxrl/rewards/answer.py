@@ -94,13 +94,21 @@ def extract_answer(response: str) -> str | None:
 
     After "####" it has to be a number. Only the last 300 characters are read; None if there is nothing.
     """
-    tail = response[-_WINDOW_CHARS:]
-    answers = [
-        match["said"] or match["marked"]
-        for match in _ANSWER.finditer(tail)
+    span = answer_span(response)
+    if span is not None:
+        return response[slice(*span)].strip()
+    return _last_box(response[-_WINDOW_CHARS:])
+
+
+def answer_span(response: str) -> tuple[int, int] | None:
+    """From where to where the last "Answer:" or "#### " is followed by an answer; None if there is none."""
+    before = max(0, len(response) - _WINDOW_CHARS)
+    spans = [
+        match.span("said" if match["said"] else "marked")
+        for match in _ANSWER.finditer(response[before:])
         if match["said"] or _is_number(match["marked"])
     ]
-    return answers[-1].strip() if answers else _last_box(tail)
+    return (before + spans[-1][0], before + spans[-1][1]) if spans else None
 
 
 def normalize_answer(text: str) -> str:

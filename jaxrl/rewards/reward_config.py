@@ -7,8 +7,8 @@ import threading
 from typing import Annotated, Any
 
 from jaxrl.checks import at_least, check_fields, check_value, count, finite, positive, token_count
+from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
-from jaxrl.rewards.score import grader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,11 @@ class RewardConfig:
     """Rewards.
 
     Attributes:
-      grader: a name of `rewards.score.GRADERS`, or "package.module:function" or "path/to/file.py:function".
+      grader: a name of `rewards.graders.GRADERS`, or "package.module:function" or "path/to/file.py:function".
+      grader_options: of that grader, by name.
+      grader_workers: processes for graders that need some (math, regex, code, reasoning_gym, your own); 0
+        takes one for each core, and at most 8.
+      grader_timeout_s: processor time that grading one response may take in such a process.
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
@@ -66,6 +70,9 @@ class RewardConfig:
     """
 
     grader: str = "answer"
+    grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grader_workers: Annotated[int, count(0)] = 0
+    grader_timeout_s: Annotated[float, positive(at_most=3600)] = 4.0
     grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
@@ -78,7 +85,7 @@ class RewardConfig:
 
     def __post_init__(self):
         check_fields(self)
-        grader(self.grader)
+        check_grader(self.grader, self.grader_options)
         for name, function in self.functions.items():
             if name in ("grader", "model", "judge"):
                 raise ValueError(

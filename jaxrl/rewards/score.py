@@ -1,102 +1,75 @@
-"""Completions -> Scored: the grader's verdict as a reward, plus what the length costs.
-
-A grader compares two texts, the response and the ground truth. Those with a name live in `GRADERS`; a user's
-own is named by where it is (`user_code`).
-"""
+"""Completions -> Scored: the graders' verdicts as rewards, plus what the length costs."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.answer import Grade, grade_answer, grade_gsm8k
-from jaxrl.types import Completions, Scored
-from jaxrl.user_code import load_function
-
-Grader = Callable[[str, str], Grade]
-"""(response, ground truth) -> Grade. It raises UserError for a ground truth it cannot read, and
-never for what a response holds."""
-
-GRADERS: dict[str, Grader] = {"answer": grade_answer, "gsm8k": grade_gsm8k}
+from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.grading import Row, Sample, Verdict
+from jaxrl.types import Completions, Prompts, Scored
 
 
-def grader(name: str) -> Grader:
-    """The grader called `name`, or the user's function at that path.
-
-    Raises:
-      UserError: there is none; the message has the known names.
-    """
-    if ":" in name:
-        return load_function(name, "grader", takes=("response", "answer"))
-    if name in GRADERS:
-        return GRADERS[name]
-    near = difflib.get_close_matches(name, GRADERS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UserError(
-        f"no grader is called {name!r}{hint}; use one of {', '.join(sorted(GRADERS))}, "
-        "or your own as package.module:function or path/to/file.py:function"
-    )
+def rows_of(prompts: Prompts) -> list[Row]:
+    """What graders see of N prompts."""
+    return [
+        Row(answer, extra, source)
+        for answer, extra, source in zip(
+            prompts.answers, prompts.extras, prompts.sources, strict=True
+        )
+    ]
 
 
-def check_answers(grade: Grader, answers: Iterable[tuple[str, str]]) -> None:
-    """Lets a grader read ground truths before there is a response to any.
+def samples_of(completions: Completions) -> list[Sample]:
+    """What graders see of B responses."""
+    rows = rows_of(completions.prompts)
+    return [
+        Sample(text, tokens, rows[n])
+        for text, tokens, n in zip(
+            completions.texts, completions.tokens, completions.prompt_index_B, strict=True
+        )
+    ]
 
-    Args:
-      grade: the grader.
-      answers: of each problem what to call it in errors, and its ground truth.
+
+def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
+    """The graders' verdicts on B responses.
 
     Raises:
-      UserError: the grader cannot read one; the message names the problem.
+      UserError: a ground truth is empty or its grader cannot read it; the message names the prompt.
     """
-    # Many problems share an answer.
-    for answer, where in {answer: where for where, answer in answers}.items():
-        try:
-            grade("", answer)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+    prompts = completions.prompts
+    try:
+        return graders.grade(samples_of(completions))
+    except UserError as error:
+        for n, row in enumerate(rows_of(prompts)):
+            if fault := graders.fault_of(row):
+                where = f"prompt {prompts.ids_N[n]} of {row.source!r}"
+                raise UserError(f"{where}: {fault}") from error
+        raise
 
 
 def score_completions(
     completions: Completions,
+    verdicts: Sequence[Verdict],
     *,
-    grade: Grader,
     overlong: Callable[[np.ndarray], np.ndarray],
 ) -> Scored:
-    """Grades every response: +1 if right, else -1 (DAPO eq. 7), and shapes by length (eq. 13).
+    """Makes verdicts scores: +1 if right, -1 if wrong (DAPO eq. 7), shaped by length (eq. 13).
 
     Args:
       completions: B responses.
-      grade: compares a response with its prompt's ground truth.
+      verdicts: on each of them.
       overlong: response lengths in tokens, int64 [B], to the shaping added to the score, [B].
-
-    Raises:
-      UserError: a ground truth is empty or the grader cannot read it; the message names the
-        prompt.
     """
-    grades = [_grade_row(completions, row, grade) for row in range(len(completions))]
-    correct_B = np.array([g.correct for g in grades], np.bool_)
+    correct_B = np.array([v.correct for v in verdicts], np.bool_)
     shaping_B = np.asarray(overlong(completions.lengths_B), np.float32)
     assert shaping_B.shape == correct_B.shape, "overlong returns one value for each response"
     return Scored(
         completions=completions,
         correct_B=correct_B,
-        score_B=np.where(correct_B, np.float32(1), np.float32(-1)),
+        score_B=np.array([v.score for v in verdicts], np.float32),
         shaping_B=shaping_B,
-        predictions=tuple(g.prediction for g in grades),
+        predictions=tuple(v.prediction for v in verdicts),
     )
-
-
-def _grade_row(completions: Completions, row: int, grade: Grader) -> Grade:
-    prompts, n = completions.prompts, row // completions.num_samples
-    where = f"prompt {prompts.ids_N[n]} of {prompts.sources[n]!r}"
-    if not prompts.answers[n].strip():
-        raise UserError(
-            f"{where} has an empty ground truth; every prompt needs one: fix or drop it"
-        )
-    try:
-        return grade(completions.texts[row], prompts.answers[n])
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl.errors import UserError
 from jaxrl.rewards.terms import checked_scores
-from jaxrl.rewards.worker import Worker
+from jaxrl.rewards.worker import Worker, WorkerFault
 from jaxrl.types import Completions
 from jaxrl.user_code import load_function
 
@@ -141,4 +142,8 @@ class UserRewards:
           Interrupted: the wait was ended.
         """
         assert self._worker is not None, "made without functions"
-        return self._worker.call(path, Responses.of(completions), interrupted=self._interrupted)
+        try:
+            return self._worker.call(path, Responses.of(completions), interrupted=self._interrupted)
+        except WorkerFault as fault:
+            remedy = "; bound its work, or raise reward.functions_timeout_s"
+            raise UserError(f"{fault}{remedy if fault.kind == 'timeout' else ''}") from fault

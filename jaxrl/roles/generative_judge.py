@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxrl.data.messages import render_prompt
+from jaxrl.data.messages import PromptFormat, render_context
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.types import Prompts
@@ -38,7 +37,7 @@ class GenerativeJudge:
         self._backend = backend
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
-        self._prompting: dict[str, Any] = {"template": template, "chat": chat}
+        self._prompt_format = PromptFormat(template=template, chat=chat)
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ class GenerativeJudge:
 
     def answer(self, texts: Sequence[str]) -> tuple[str, ...]:
         """The likeliest answer to each text. Prompts that are too long keep their end."""
-        rendered = [render_prompt(text, self._tokenizer, **self._prompting) for text in texts]
+        rendered = [render_context(text, self._tokenizer, self._prompt_format) for text in texts]
         tokens = tuple(
             ids[-self._max_prompt_tokens :] for ids in self._tokenizer.encode_batch(rendered)
         )

@@ -69,7 +69,7 @@ class TrainState:
     """Everything learning changes.
 
     Attributes:
-      params: float32 master weights, adapters among them.
+      params: master weights, float32; what is frozen below adapters is in the type of activations.
       opt_state: optax state of the trained weights, in their layout.
       step: int32, finished steps.
     """
@@ -220,7 +220,7 @@ class Learner(PackedModel, abc.ABC):
     def init(self) -> None:
         """Random weights, born sharded."""
         make = jax.jit(
-            lambda key: self._fresh_state(init_params(self.model, key)),
+            lambda key: self._fresh_state(self._in_own_types(init_params(self.model, key))),
             out_shardings=self.state_shardings(),
         )
         self.state = make(jax.random.key(self._seed))
@@ -234,10 +234,13 @@ class Learner(PackedModel, abc.ABC):
         def make(params: Params, key: jax.Array) -> TrainState:
             if self.model.lora.rank and not lora.split(params)[0]:
                 params = lora.join(lora.fresh_adapters(self.model, key), params)
-            return self._fresh_state(params)
+            return self._fresh_state(self._in_own_types(params))
 
         make = jax.jit(make, out_shardings=self.state_shardings(), donate_argnums=0)
         self.state = make(params, jax.random.key(self._seed))
+
+    def _in_own_types(self, params: Params) -> Params:
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
 
     # Learning
 

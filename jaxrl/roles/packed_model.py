@@ -24,6 +24,7 @@ from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
+from jaxrl.models import lora
 from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
@@ -45,7 +46,7 @@ class TrainConfig:
       rows: R, rows of a microbatch over the whole mesh.
       row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
-      dtype: of activations; master weights are float32.
+      dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
       unroll: layers per iteration of the layer scan.
       pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
@@ -86,6 +87,10 @@ class PackedModel:
         self.mesh = mesh
         self.graph, self.shapes, self.axes = decoder_graph(model)
         self.train = train
+        # What no update changes needs no more digits than it is computed with.
+        self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
+        if model.lora.rank:
+            self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
         self.tables = tables
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(

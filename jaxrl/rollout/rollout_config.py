@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxrl.checks import at_least, count, positive, token_count
 from jaxrl.rollout.drivers import check_driver
@@ -19,7 +19,12 @@ class RolloutConfig(EngineSettings):
       num_prompts: prompts of a step.
       num_samples: G, answers to each.
       generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
-      max_generation_batches: how many of these a step may take to find enough mixed groups.
+      max_generation_batches: how many of these a step may take to find enough groups.
+      keep_groups: what dynamic sampling keeps, groups with right and wrong answers ("correctness") or whose
+        scores differ ("score"), as rewards without right and wrong need it.
+      min_spread: of the latter, how far apart a group's best and worst score must be, and more.
+      if_too_few: after the last of these batches, end the run ("error") or complete the step with groups that
+        were dropped ("fill").
       max_response_tokens: limit of a response, end-of-sequence included.
       temperature: divides the logits, in sampling and in training.
       top_k, top_p, min_p, min_response_tokens, repetition_penalty: which tokens may be drawn, as of
@@ -38,6 +43,9 @@ class RolloutConfig(EngineSettings):
     num_samples: Annotated[int, count(1)] = 8
     generation_prompts: Annotated[int, count(1)] = 48
     max_generation_batches: Annotated[int, count(1)] = 10
+    keep_groups: Literal["correctness", "score"] = "correctness"
+    min_spread: Annotated[float, at_least(0)] = 0.0
+    if_too_few: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
     temperature: Annotated[float, positive(at_most=1000)] = 1.0
     top_k: Annotated[int, TOP_K] = 0

@@ -150,7 +150,7 @@ class UnfinishedGroups:
         np.savez_compressed(packed, **arrays)
         return {
             "num_samples": self.num_samples,
-            **{name: list(getattr(prompts, name)) for name in _TEXTS},
+            **{name: list(getattr(prompts, name)) for name in _OF_PROMPT},
             "arrays": base64.b64encode(packed.getvalue()).decode(),
         }
 
@@ -161,7 +161,7 @@ class UnfinishedGroups:
             prompts = Prompts(
                 ids_N=arrays["ids"],
                 tokens=tuple(_cut(arrays["prompt_tokens"], arrays["prompt_lengths"])),
-                **{name: tuple(record[name]) for name in _TEXTS},
+                **{name: tuple(record[name]) for name in _OF_PROMPT},
             )
             of_sample = zip(*(arrays[name].tolist() for name in _OF_SAMPLE), strict=True)
             of_token = (_cut(arrays[name], arrays["lengths"]) for name in _OF_TOKEN)
@@ -172,7 +172,7 @@ class UnfinishedGroups:
         return UnfinishedGroups(prompts, record["num_samples"], samples)
 
 
-_TEXTS = ("texts", "answers", "sources")
+_OF_PROMPT = ("texts", "answers", "sources", "extras")
 _OF_SAMPLE = ("prompt", "index", "step", "finished", "truncated")
 _OF_TOKEN = ("tokens", "logprob", "entropy", "mask", "version")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,25 +14,25 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
-from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import RowLimits
 from jaxrl.data.preferences import PreferenceStream
-from jaxrl.data.records import JsonlRecords, ReasoningGymRecords, Record, disjoint
-from jaxrl.data.stream import evaluation_prompts
+from jaxrl.data.records import text_of_context
+from jaxrl.data.stream import EncodedPrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.requirements import DataFile, Lookup, require
+from jaxrl.planner.requirements import Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.trainer.model_shape import model_for, tokenizer_directory
-from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of
+from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
+from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
 from jaxrl.trainer.user_environment import environment_of
 from jaxrl.types import Prompts
 
@@ -46,20 +47,24 @@ class RunContext:
     Attributes:
       config: of the run.
       tokenizer: of the policy.
-      train: problems to train on; none of them is among the evaluation.
+      problems: to train on and to evaluate with; none is in both.
       evaluation_prompts: prompts of the evaluation.
       placement: which role has which devices.
       model: the config's model, with the number of ids that the tokenizer has.
       demonstrations: of the warm start's file, if it has one.
+      train_prompts: the problems to train on as prompts, source by source, where the run asks for them.
+      card: what was read and what was left out, to be shown once.
     """
 
     config: Config
     tokenizer: Tokenizer
-    train: Sequence[Record]
+    problems: Problems
     evaluation_prompts: Prompts
     placement: Placement
     model: ModelConfig
     demonstrations: tuple[Demonstration, ...] = ()
+    train_prompts: tuple[Prompts, ...] = ()
+    card: str = ""
 
     def mesh_of(self, role: str) -> Mesh:
         """The mesh a role lives on."""
@@ -77,6 +82,7 @@ def build_context(
     *,
     needs: Needs,
     needs_problems: bool = True,
+    needs_prompts: bool = False,
 ) -> RunContext:
     """Reads data and tokenizer, takes the devices, and checks that everything fits together.
 
@@ -85,21 +91,28 @@ def build_context(
       devices: which to use; all of them by default.
       needs: what the run will ask for later, looked up now.
       needs_problems: False lets a config have none, neither to train on nor to evaluate with.
+      needs_prompts: the run samples answers to the problems that it trains on.
 
     Raises:
       UserError: something is missing (all of it is named at once), broken, or does not fit.
     """
     check_algorithm(config)
     devices = jax.devices() if devices is None else devices
-    _check_present(config, devices, needs(config))
-    has_problems = any(
-        source.path or source.task for source in (config.data.train, config.data.evaluation)
-    )
-    train, evaluation = _records(config) if needs_problems or has_problems else ((), ())
+    reader = ProblemReader(config.data)
+    lookups = needs(config)
+    _check_present(config, devices, [*reader.lookups, *lookups])
+    graded = any(lookup.setting == "reward.grader" for lookup in lookups)
+    truths = None
+    if graded:
+        choice = (config.reward.grader, config.reward.grader_options)
+        truths = functools.partial(truth_faults, choice)
+    problems = reader.read(truths) if needs_problems or reader.is_named else Problems()
     demonstrations = _demonstrations(config)
-    tokenizer = _tokenizer(config, train, demonstrations)
+    tokenizer = tokenizer_of(config, problems, demonstrations)
     _check_stop_ids(config, tokenizer)
-    check_fits(config, tokenizer, (*train, *evaluation), needs)
+    check_fits(config, tokenizer, needs)
+    train = encode(problems.train, config.data, tokenizer) if needs_prompts else ()
+    evaluation = encode(problems.evaluation, config.data, tokenizer)
     placement = take_devices(pools_of(config), devices)
     sampler = "rollout" if "rollout" in roles_of(config) else "actor"
     for pool in placement.pools:
@@ -109,29 +122,20 @@ def build_context(
     return RunContext(
         config=config,
         tokenizer=tokenizer,
-        train=train,
-        evaluation_prompts=_evaluation_prompts(config, evaluation, tokenizer),
+        problems=problems,
+        evaluation_prompts=_evaluation_prompts(evaluation),
         placement=placement,
         model=model_for(config, tokenizer),
         demonstrations=demonstrations,
+        train_prompts=tuple(encoded.prompts for encoded in train),
+        card=card_of(problems, train, evaluation),
     )
 
 
-def _evaluation_prompts(config: Config, records: Sequence[Record], tokenizer: Tokenizer) -> Prompts:
-    if not records:
+def _evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
+    if not sources:
         return Prompts(np.zeros(0, np.int64), (), (), (), ())
-    return evaluation_prompts(records, tokenizer, **prompt_options(config))
-
-
-def prompt_options(config: Config) -> dict[str, Any]:
-    """How a problem becomes a prompt, as keywords of the streams."""
-    data = config.data
-    return {
-        "max_prompt_tokens": data.max_prompt_tokens,
-        "template": data.template,
-        "chat": data.chat,
-        "overlong": data.overlong,
-    }
+    return evaluation_prompts(sources)
 
 
 def pools_of(config: Config) -> tuple[Pool, ...]:
@@ -154,8 +158,8 @@ def supervised_stream(
         examples_per_batch=examples_per_batch,
         seed=config.seed,
         max_tokens=max_tokens,
-        template=config.data.template,
-        chat=config.data.chat,
+        prompt_format=config.data.format_of(config.data.train),
+        formats=run.problems.formats(config.data),
     )
 
 
@@ -173,7 +177,8 @@ def preference_stream(
     if path:
         preferences = pairs_of(config, path)
     else:
-        records = _read(config.data.evaluation, "data.evaluation") if evaluation else run.train
+        problems = run.problems
+        records = problems.evaluation_records if evaluation else problems.train_records
         preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
     return PreferenceStream(
         preferences,
@@ -181,8 +186,8 @@ def preference_stream(
         pairs_per_batch=pairs_per_batch,
         seed=config.seed,
         max_tokens=config.train.row_tokens // 2,
-        template=config.data.template,
-        chat=config.data.chat,
+        prompt_format=config.data.format_of(config.data.train),
+        formats=run.problems.formats(config.data),
     )
 
 
@@ -255,48 +260,21 @@ def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
-    data = [
-        DataFile(s.path, s.prompt_field, s.answer_field, s.solution_field)
-        for s in (config.data.train, config.data.evaluation)
-        if s.path
-    ]
     require(
         layouts=[pool.layout for pool in pools_of(config)],
         num_devices=len(devices),
         device_kind=devices[0].device_kind,
         weights=config.weights,
         tokenizer=tokenizer_directory(config),
-        needs_chat_template=config.data.chat,
-        data=data,
+        needs_chat_template=any(
+            config.data.format_of(source).chat
+            for source in (
+                *config.data.training_sources.values(),
+                *config.data.evaluation_sources.values(),
+            )
+        ),
         lookups=lookups,
     )
-
-
-def _records(config: Config) -> tuple[Sequence[Record], Sequence[Record]]:
-    evaluation = _read(config.data.evaluation, "data.evaluation")
-    train = _read(config.data.train, "data.train")
-    return disjoint(train, evaluation), evaluation
-
-
-def _read(source: SourceConfig, setting: str) -> Sequence[Record]:
-    if bool(source.path) == bool(source.task):
-        raise UserError(
-            f"{setting} names {'both a file and a task' if source.path else 'neither a file nor a task'}; "
-            f"set {setting}.path to a JSONL file or {setting}.task to a reasoning-gym data set"
-        )
-    if source.path:
-        records: Sequence[Record] = JsonlRecords(
-            source.path,
-            prompt_field=source.prompt_field,
-            answer_field=source.answer_field,
-            solution_field=source.solution_field,
-            source=source.source,
-        )
-    else:
-        records = ReasoningGymRecords(
-            source.task, size=source.size, seed=source.seed, **source.options
-        )
-    return records[: source.limit] if source.limit else records
 
 
 def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
@@ -305,19 +283,28 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
     return demonstrations_of(config)
 
 
-def _tokenizer(
-    config: Config, train: Sequence[Record], demonstrations: Sequence[Demonstration]
+def tokenizer_of(
+    config: Config, problems: Problems, demonstrations: Sequence[Demonstration]
 ) -> Tokenizer:
+    """The tokenizer that a config names, or one that is trained on its problems and demonstrations."""
     directory = tokenizer_directory(config)
     if directory:
         return load_tokenizer(directory)
     texts = [
-        config.data.template.replace("{prompt}", record.prompt) + (record.solution or record.answer)
-        for record in train[:_TOKENIZER_RECORDS]
+        config.data.format_of(source.settings, source.own_template).around(
+            text_of_context(record.prompt)
+        )
+        + (record.solution or record.answer)
+        for source in problems.train
+        for record in source.records[:_TOKENIZER_RECORDS]
     ]
     texts += texts_of(demonstrations[:_TOKENIZER_RECORDS])
     tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
-    if all(isinstance(demonstration.context, str) for demonstration in demonstrations):
+    contexts = [
+        *(demonstration.context for demonstration in demonstrations),
+        *(record.prompt for record in (*problems.train_records, *problems.evaluation_records)),
+    ]
+    if all(isinstance(context, str) for context in contexts):
         return tokenizer
     template = ChatTemplate(
         PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens

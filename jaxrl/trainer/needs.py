@@ -11,23 +11,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from jaxrl.config.schema import Config
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
-from jaxrl.data.records import Record, check_task
+from jaxrl.data.sources import FaultOf
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.requirements import Lookup
-from jaxrl.rewards.score import check_answers, grader
+from jaxrl.rewards.graders import GraderChoice, Graders
+from jaxrl.rewards.grading import Row
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.run_graders import choices_of, graders_of
 
 Needs = Callable[[Config], list[Lookup]]
 """What one kind of run will ask for."""
@@ -53,7 +56,7 @@ def of_reinforcement(config: Config) -> list[Lookup]:
 def of_evaluation(config: Config) -> list[Lookup]:
     """A run that answers problems: who grades, and who answers its turns."""
     lookups = of_training(config)
-    lookups.append(Lookup("reward.grader", functools.partial(grader, config.reward.grader)))
+    lookups.append(Lookup("reward.grader", functools.partial(graders_of, config)))
     path = config.rollout.environment
     if path:
         lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))
@@ -74,7 +77,7 @@ def of_preferences(config: Config) -> list[Lookup]:
 
 
 def of_training(config: Config) -> list[Lookup]:
-    """Every run: packages that it asks for, the tasks of its problems, and what its warm start imitates."""
+    """Every run: packages that it asks for, and what its warm start imitates."""
     lookups = []
     for setting, package in (
         ("run.wandb_project", "wandb" if config.run.wandb_project else ""),
@@ -82,28 +85,14 @@ def of_training(config: Config) -> list[Lookup]:
     ):
         if package:
             lookups.append(Lookup(setting, functools.partial(_package, package)))
-    for setting, source in (
-        ("data.train", config.data.train),
-        ("data.evaluation", config.data.evaluation),
-    ):
-        if source.task and not source.path:
-            look = functools.partial(check_task, source.task, source.options)
-            lookups.append(Lookup(setting, look))
     if config.warm_start.num_steps and config.warm_start.path:
         look = functools.partial(demonstrations_of, config)
         lookups.append(Lookup("warm_start.path", look))
     return lookups
 
 
-def check_fits(
-    config: Config, tokenizer: Tokenizer, records: Iterable[Record], needs: Needs
-) -> None:
-    """Holds what a run needs against its tokenizer and its problems.
-
-    Raises:
-      UserError: a model that reads the policy's tokens does not have all of them, or the grader cannot read
-        the answer to a problem.
-    """
+def check_fits(config: Config, tokenizer: Tokenizer, needs: Needs) -> None:
+    """Raises UserError if a model that reads the policy's tokens does not have all of them."""
     found = {lookup.setting for lookup in needs(config)}
     for setting, directory in _score_models(config).items():
         if setting in found:
@@ -111,9 +100,17 @@ def check_fits(
     if "critic.weights" in found:
         directory = config.critic.weights
         check_vocabulary(read_config(directory), tokenizer, directory)
-    if "reward.grader" in found:
-        answers = ((f"a problem of {r.source!r}", r.answer) for r in records)
-        check_answers(grader(config.reward.grader), answers)
+
+
+def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> FaultOf:
+    """Lets the grader of each data set read ground truths, before there is a response to any.
+
+    Args:
+      default: grader of data sets without one of their own, and its options.
+      settings: of each data set, by the name that its problems carry.
+    """
+    graders = Graders(default, choices_of(settings))
+    return lambda answer, extra, source: graders.fault_of(Row(answer, extra, source))
 
 
 # Roles that come with weights of their own

@@ -27,6 +27,7 @@ from jaxrl.trainer.planning import plan
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
+from jaxrl.trainer.run_graders import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -56,7 +57,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can fix is missing or does not fit.
     """
-    return _run(config, devices, reinforce, needs=of_reinforcement)
+    return _run(config, devices, reinforce, needs=of_reinforcement, needs_prompts=True)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -68,11 +69,13 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
-    evaluates = bool(config.data.evaluation.path or config.data.evaluation.task)
+    evaluates = any(s.is_named for s in config.data.evaluation_sources.values())
 
     def stage(run: RunContext, stop: StopSignal) -> None:
         actor = fine_tuned(run, stop, samples=evaluates)
-        metrics = Evaluation(run)(actor, "after") if evaluates else {}
+        graders = graders_of(run.config, run.problems.settings)
+        metrics = Evaluation(run, graders)(actor, "after") if evaluates else {}
+        graders.close()
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
         actor.close()
@@ -103,6 +106,7 @@ def _run(
     *,
     needs: Needs,
     needs_problems: bool = True,
+    needs_prompts: bool = False,
 ) -> int:
     """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
     ensure_writable(config.run_folder.path)
@@ -111,7 +115,15 @@ def _run(
     hosts.check_same("the settings", [format_config(shared)])
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
         hosts.on_first(lambda: check_folder(config))
-        run = build_context(config, devices, needs=needs, needs_problems=needs_problems)
+        run = build_context(
+            config,
+            devices,
+            needs=needs,
+            needs_problems=needs_problems,
+            needs_prompts=needs_prompts,
+        )
+        if run.card and hosts.is_first():
+            print(run.card)
         with StopSignal() as stop:
             try:
                 stages(run, stop)

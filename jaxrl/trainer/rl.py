@@ -10,7 +10,12 @@ from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import CostPhase, Multiplier
-from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.dynamic_sampling import (
+    DynamicSampling,
+    GroupFilter,
+    MixedGroups,
+    SpreadGroups,
+)
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
 from jaxrl.dataflows.lookup import find_dataflow
@@ -35,16 +40,16 @@ from jaxrl.dataflows.samplers import (
 from jaxrl.dataflows.step import Step
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
+from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
-from jaxrl.rewards.score import grader
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import clipped_values, likelihood
 from jaxrl.roles.reward_model import RewardModel
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.context import (
     RunContext,
-    prompt_options,
     row_limits,
     supervised_stream,
     training_sampling,
@@ -55,6 +60,7 @@ from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.kept_rollouts import KeptRollouts
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.run_graders import graders_of
 from jaxrl.trainer.supervised import starting_params
 from jaxrl.trainer.weights import keep_reference, start_from
 
@@ -105,6 +111,7 @@ class RlStage(TrainingStage):
         self._starting_params = starting_params
         self._dataflow = find_dataflow(run.config.algorithm.dataflow)
         self._user_rewards: UserRewards | None = None
+        self._graders: Graders | None = None
         self._rollouts: KeptRollouts | None = None
 
     @property
@@ -121,7 +128,8 @@ class RlStage(TrainingStage):
             keep_reference(roles, self._starting_params())
         self._prompts = _prompt_stream(run, groups_wanted=self._dataflow.dynamic_sampling)
         self._generation = Generation(roles.actor, training_sampling(run), self._clock)
-        self._rewards = self._build_rewards()
+        self._graders = graders = graders_of(config, run.problems.settings)
+        self._rewards = self._build_rewards(graders)
         self._rollouts = KeptRollouts(run, self._clock, terms=self._rewards.term_names)
         self._kl = KlCoefficient(
             config.algorithm.kl.reward_coef,
@@ -136,7 +144,7 @@ class RlStage(TrainingStage):
         self._pretraining = _pretraining(run) if config.cost.pretrain_coef else None
         self._sampler = self._build_sampler()
         self._step = self._build_step()
-        self._evaluation = Evaluation(run)
+        self._evaluation = Evaluation(run, graders)
         if record is not None:
             self._restore(record)
 
@@ -171,9 +179,11 @@ class RlStage(TrainingStage):
             self._rollouts.close()
         if self._user_rewards is not None:
             self._user_rewards.close()
+        if self._graders is not None:
+            self._graders.close()
         self._roles.actor.close()
 
-    def _build_rewards(self) -> Rewards:
+    def _build_rewards(self, graders: Graders) -> Rewards:
         config, clock = self._run.config.reward, self._clock
         paths = {name: function["path"] for name, function in config.functions.items()}
         # Asked on the first host alone; it is a process of its own, which `close` ends.
@@ -188,7 +198,7 @@ class RlStage(TrainingStage):
             for name, path in paths.items()
         ]
         return Rewards(
-            grader(config.grader),
+            graders,
             OverlongPunishment(
                 self._run.config.rollout.max_response_tokens,
                 config.overlong_buffer_tokens,
@@ -260,8 +270,16 @@ class RlStage(TrainingStage):
                 sampler,
                 options.num_prompts,
                 max_generation_batches=options.max_generation_batches,
+                keeps=_group_filter(options),
+                fills_up=options.if_too_few == "fill",
             )
         return sampler
+
+
+def _group_filter(options: RolloutConfig) -> GroupFilter:
+    return (
+        MixedGroups() if options.keep_groups == "correctness" else SpreadGroups(options.min_spread)
+    )
 
 
 def _model_rewards(run: RunContext, roles: Roles) -> list[RewardTerm]:
@@ -301,7 +319,7 @@ def _pretraining(run: RunContext) -> Pretraining:
     limits = row_limits(config)
     stream = supervised_stream(
         run,
-        solutions_of(run.train),
+        solutions_of(run.problems.train_records),
         examples_per_batch=examples,
         max_tokens=limits.longest,
     )
@@ -313,10 +331,9 @@ def _prompt_stream(run: RunContext, *, groups_wanted: bool) -> PromptStream:
     config, rollout = run.config, run.config.rollout
     per_batch = rollout.generation_prompts if groups_wanted else rollout.num_prompts
     return PromptStream(
-        run.train,
-        run.tokenizer,
+        run.train_prompts,
+        weights=[source.settings.weight for source in run.problems.train],
         # Partial sampling makes batches of what is missing.
         prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
-        **prompt_options(config),
     )

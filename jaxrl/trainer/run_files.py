@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
+_OF_A_SAMPLE = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
 
@@ -125,11 +126,23 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
 
 def _sample_pairs(config: Config) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the report shows of both evaluations; nothing where one of their files is missing or damaged."""
     paths = [config.run_folder.samples(when) for when in _SAMPLES_KEPT]
     if not all(path.exists() for path in paths):
         return []
-    before, after = (json.loads(path.read_text()) for path in paths)
-    return list(zip(before, after, strict=True))
+    try:
+        before, after = (_samples_of(path) for path in paths)
+        return list(zip(before, after, strict=True))
+    except (ValueError, TypeError, KeyError) as error:
+        files = " or ".join(map(str, paths))
+        logger.warning("%s is damaged (%s): the report has no answers", files, error)
+        return []
+
+
+def _samples_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [
+        {name: sample[name] for name in _OF_A_SAMPLE} for sample in json.loads(path.read_text())
+    ]
 
 
 def _rows(folder: StageFolder) -> Rows:
@@ -148,17 +161,19 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
     config = run.config
     rl = rows[title_of(config)]
     # A run that only imitates may have no problems.
-    keys = [
-        f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
-        for source in run.evaluation_prompts.sources[:1]
-    ]
-    accuracy = [row[key] for key in keys for row in rl if key in row]
+    sources = list(dict.fromkeys(run.evaluation_prompts.sources))
+    accuracies: dict[str, list[float]] = {}
+    for source in sources:
+        key = f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
+        of = "" if len(sources) == 1 else f" on {source}"
+        accuracies[of] = [row[key] for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
     kind = run.mesh_of("actor").devices.flat[0].device_kind
     lines = []
-    if accuracy:
-        lines.append(("evaluation accuracy before", f"{accuracy[0]:.1%}"))
-        lines.append(("evaluation accuracy after", f"{accuracy[-1]:.1%}"))
+    for of, accuracy in accuracies.items():
+        if accuracy:
+            lines.append((f"evaluation accuracy{of} before", f"{accuracy[0]:.1%}"))
+            lines.append((f"evaluation accuracy{of} after", f"{accuracy[-1]:.1%}"))
     if entropy:
         lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
     lines += [

@@ -85,7 +85,7 @@ class SupervisedStage(TrainingStage):
             self._actor.start_from(load_or_init(run))
         self._stream = supervised_stream(
             run,
-            run.demonstrations or solutions_of(run.train),
+            run.demonstrations or solutions_of(run.problems.train_records),
             examples_per_batch=run.config.warm_start.examples_per_step,
             max_tokens=self._limits.longest,
         )

@@ -33,11 +33,12 @@ def load_or_init(run: RunContext) -> Params:
     config, model = run.config, run.model
     pool = run.placement.pool_of("actor")
     tables = state_tables(pool.config.sharding)
-    where = PackedModel(model, pool.mesh, train=config.train, tables=tables).train_shardings
+    packed = PackedModel(model, pool.mesh, train=config.train, tables=tables)
+    where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:
         return jax.jit(init_params, static_argnums=0, out_shardings=where)(model, key)
-    params = load_params(config.weights, model, where)
+    params = load_params(config.weights, model, where, dtype=packed.frozen_dtype)
     if config.adapter:
         return lora.join(load_adapter(config.adapter, model, where), params)
     if model.lora.rank:

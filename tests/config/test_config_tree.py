@@ -238,3 +238,15 @@ def test_the_printed_config_is_one_line_a_setting_and_stable():
         "extra = None",
         "pools.main.devices = 8",
     ]
+
+
+def test_an_entry_of_settings_may_name_some_of_them_only():
+    tree = config_tree.to_config_dict(Config())
+    tree.pools.extra = {}
+    tree.pools.more = Pool(4)
+    tree.pools.more.devices = 5
+    config = config_tree.from_config_dict(Config, tree)
+    assert config.pools == {"main": Pool(8), "extra": Pool(), "more": Pool(5)}
+    tree.pools.extra = {"devcies": 3}
+    with pytest.raises(UserError, match=r'unknown setting "pools\.extra\.devcies"'):
+        config_tree.from_config_dict(Config, tree)

@@ -33,7 +33,7 @@ from jaxrl.config.config_tree import (
     to_config_dict,
 )
 from jaxrl.config.schema import Config
-from jaxrl.data.records import check_task
+from jaxrl.data.records import ReasoningGymRecords
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.mesh.groupings import ZERO
@@ -116,6 +116,7 @@ MEANT = {
             "preference.options.center_coef",
             "reward.functions.brevity.weight",
             "reward.grader_weight",
+            "reward.grader_workers",
             "reward.judge.failed_score",
             "reward.judge.low",
             "reward.judge.weight",
@@ -125,6 +126,7 @@ MEANT = {
             "run.collapse.reward_loss",
             "rollout.min_p",
             "rollout.min_response_tokens",
+            "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.collapse.reward_loss",
@@ -160,6 +162,8 @@ OWN_WORDS = {
     "weights",
     "hardware",
     "tokenizer.path",
+    "data.system_prompt",
+    "data.answer_prefix",
     "rollout.environment",
     "reward.model",
     "reward.judge.model",
@@ -203,7 +207,7 @@ def checked(tree: ml_config_dict.ConfigDict) -> None:
     check_algorithm(config)
     for split in (config.data.train, config.data.evaluation):
         if not split.path:
-            check_task(split.task, split.options)
+            ReasoningGymRecords(split.task, size=1, seed=0, **split.options)
 
 
 def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:

@@ -15,6 +15,7 @@ from jaxrl.data import (
     train_tokenizer,
 )
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.messages import PromptFormat
 from jaxrl.errors import UserError
 
 QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"
@@ -107,10 +108,10 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, message):
 
 
 def test_a_question_and_its_answer():
-    example = encoded("1+1=", "2!", TOKENIZER, template="<{prompt}>")
+    example = encoded("1+1=", "2!", TOKENIZER, prompt_format=PromptFormat("<{prompt}>"))
     assert spelt(TOKENIZER, example.prompt) == "<1+1=>"
     assert learnt(TOKENIZER, example) == ["2!<eos>"]
-    example = encoded("1+1=", "2!", MARKED, chat=True)
+    example = encoded("1+1=", "2!", MARKED, prompt_format=PromptFormat(chat=True))
     assert spelt(MARKED, example.prompt) == "u:1+1=<eos>a:"
     assert learnt(MARKED, example) == ["2!<eos>"]
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.data import Preference, PreferenceStream, read_preferences, train_tokenizer
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.messages import PromptFormat
 from jaxrl.errors import UserError
 
 CHAT = ChatTemplate(
@@ -167,7 +168,7 @@ def test_a_missing_file_says_what_to_put_there(tmp_path):
 
 
 def test_both_answers_have_the_prompt_and_an_end():
-    batch = next(stream(template="{prompt} ", pairs_per_batch=6))
+    batch = next(stream(prompt_format=PromptFormat("{prompt} "), pairs_per_batch=6))
     for pair, words in zip(batch, texts(batch), strict=True):
         a = int(2 * pair.margin)
         prompt = f"{a}+{a}= "
@@ -182,7 +183,10 @@ def test_questions_and_conversations_go_through_the_chat_template():
         Preference("1+1=", "2", "3", "s"),
         Preference((user("1"), assistant("2"), user("3")), "4", "5", "s"),
     ]
-    (prompts, *_) = zip(*texts(next(stream(pairs, CHAT_TOKENIZER, chat=True))), strict=True)
+    (prompts, *_) = zip(
+        *texts(next(stream(pairs, CHAT_TOKENIZER, prompt_format=PromptFormat(chat=True)))),
+        strict=True,
+    )
     assert set(prompts) == {"u:1+1=|a:", "u:1|a:2|u:3|a:"}
     # A question is a question with or without; a conversation needs the template.
     (prompts, *_) = zip(*texts(next(stream(pairs, CHAT_TOKENIZER))), strict=True)
@@ -240,7 +244,6 @@ def test_pairs_that_prefer_nothing_or_are_too_long_are_dropped_and_counted(caplo
         ({"pairs": [Preference("?", "2", "2", "s")]}, "in all 1 pairs the chosen answer is the"),
         ({"max_tokens": 6}, "all 6 pairs are longer than max_tokens 6, the shortest has 7 tokens"),
         ({"pairs_per_batch": 0}, "batch of 0"),
-        ({"template": "?"}, "has no {prompt}"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

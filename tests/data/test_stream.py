@@ -1,17 +1,22 @@
 import collections
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 import threading
 
+import grain
 import numpy as np
 import pytest
 
 from jaxrl.data import (
+    ChatTemplate,
     DemonstrationStream,
+    PromptFormat,
     PromptStream,
     Record,
+    encode_prompts,
     evaluation_prompts,
     load_tokenizer,
     solutions_of,
@@ -26,8 +31,17 @@ RECORDS = [Record(f"{a} + {a} =", str(2 * a), "sums", f"{2 * a}") for a in range
 
 
 def prompts(records=RECORDS, **settings):
-    defaults = {"prompts_per_batch": 3, "seed": 5, "max_prompt_tokens": 100}
-    return PromptStream(records, TOKENIZER, **{**defaults, **settings})
+    """A stream of one source; settings of the stream, of its prompts, and of their format."""
+    order = {"prompts_per_batch": 3, "seed": 5}
+    of_stream = {**order, **{k: settings.pop(k) for k in list(settings) if k in order}}
+    return PromptStream([encoded(records, **settings).prompts], **of_stream)
+
+
+def encoded(records=RECORDS, *, tokenizer=TOKENIZER, **settings):
+    fields = [field.name for field in dataclasses.fields(PromptFormat)]
+    prompt_format = PromptFormat(**{k: settings.pop(k) for k in list(settings) if k in fields})
+    limits = {"max_prompt_tokens": 100, **settings}
+    return encode_prompts(records, tokenizer, prompt_format=prompt_format, **limits)
 
 
 def examples(records=RECORDS, **settings):
@@ -186,7 +200,7 @@ def test_long_prompts_may_be_an_error():
         ({"records": []}, "there are no prompts"),
         ({"max_prompt_tokens": 6}, "all 7 prompts are longer than max_prompt_tokens 6"),
         ({"max_prompt_tokens": 0, "overlong": "left"}, "leaves no prompt"),
-        ({"overlong": "cut"}, "choose one of drop, left, error"),
+        ({"overlong": "cut"}, "choose one of drop, left, right, middle, error"),
         ({"prompts_per_batch": 0}, "batch of 0"),
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 2**32}, "out of range"),
@@ -205,12 +219,10 @@ def test_chat_prompts_are_one_user_message(tmp_path):
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    stream = PromptStream(
+    stream = prompts(
         [Record("{x} + 1 =", "?", "s")],
-        load_tokenizer(tmp_path),
+        tokenizer=load_tokenizer(tmp_path),
         prompts_per_batch=1,
-        seed=0,
-        max_prompt_tokens=100,
         template=r"{prompt} \boxed{}",
         chat=True,
     )
@@ -219,15 +231,16 @@ def test_chat_prompts_are_one_user_message(tmp_path):
 
 def test_evaluation_prompts_keep_rows_and_order():
     rows = [RECORDS[0], Record("100 + 100 =", "200", "s"), *RECORDS[1:]]
-    evaluation = evaluation_prompts(rows, TOKENIZER, max_prompt_tokens=7, limit=3)
+    sets = [encoded(rows, max_prompt_tokens=7), encoded(RECORDS[:2])]
+    evaluation = evaluation_prompts(sets)
 
-    np.testing.assert_array_equal(evaluation.ids_N, [0, 2, 3])
-    assert evaluation.answers == ("0", "2", "4")
-    assert len(evaluation_prompts(rows, TOKENIZER, max_prompt_tokens=7)) == 7
+    np.testing.assert_array_equal(evaluation.ids_N, [0, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert evaluation.answers[:3] == ("0", "2", "4")
+    np.testing.assert_array_equal(evaluation_prompts(sets[:1]).ids_N, sets[0].prompts.ids_N)
 
 
 def test_examples_are_prompt_and_solution_with_an_end():
-    stream = examples(template="Sum: {prompt}")
+    stream = examples(prompt_format=PromptFormat(template="Sum: {prompt}"))
     for prompt, response, _ in [example for _ in range(4) for example in next(stream)]:
         number = int(TOKENIZER.decode(response))
         assert TOKENIZER.decode(prompt) == f"Sum: {number // 2} + {number // 2} ="
@@ -244,3 +257,109 @@ def test_long_examples_are_dropped(caplog):
 def test_a_missing_solution_is_named():
     with pytest.raises(UserError, match="row 1 of sums has no solution"):
         examples([RECORDS[0], Record("1 + 1 =", "2", "sums")])
+
+
+# Formats, lengths, mixtures.
+
+CHAT = (
+    "{% if enable_thinking is defined and not enable_thinking %}(quick) {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant:"
+)
+TALKER = dataclasses.replace(
+    TOKENIZER, chat_template=ChatTemplate(CHAT, origin="this test", special_tokens={})
+)
+TALK = tuple({"role": role, "content": role} for role in ("user", "assistant", "user"))
+
+
+@pytest.mark.parametrize(
+    ("context", "settings", "text"),
+    [
+        ("1?", {}, "1?"),
+        ("1?", {"template": "Q: {prompt}\n", "answer_prefix": "So"}, "Q: 1?\nSo"),
+        ("1?", {"system_prompt": "Be terse."}, "Be terse.\n1?"),
+        ("1?", {"chat": True, "template": "<{prompt}>"}, "user: <1?>|assistant:"),
+        (
+            "1?",
+            {"chat": True, "system_prompt": "Be terse.", "answer_prefix": " So"},
+            "system: Be terse.|user: 1?|assistant: So",
+        ),
+        (
+            "1?",
+            {"chat": True, "chat_options": {"enable_thinking": False}},
+            "(quick) user: 1?|assistant:",
+        ),
+        (TALK, {"template": "<{prompt}>"}, "user: user|assistant: assistant|user: user|assistant:"),
+        (TALK[:1], {"system_prompt": "S"}, "system: S|user: user|assistant:"),
+        (
+            ({"role": "system", "content": "own"}, *TALK[:1]),
+            {"system_prompt": "S"},
+            "system: own|user: user|assistant:",
+        ),
+    ],
+)
+def test_a_format_is_what_the_model_reads(context, settings, text):
+    batch = encoded([Record(context, "1", "s")], tokenizer=TALKER, **settings).prompts
+    assert batch.texts == (text,)
+    assert TOKENIZER.decode(batch.tokens[0]) == text
+
+
+@pytest.mark.parametrize(
+    ("overlong", "kept"), [("left", "+ 23 ="), ("right", "100 + "), ("middle", "1003 =")]
+)
+def test_long_prompts_may_be_cut(overlong, kept):
+    sets = encoded([Record("100 + 23 =", "123", "s")], max_prompt_tokens=6, overlong=overlong)
+    assert TOKENIZER.decode(sets.prompts.tokens[0]).replace(" ", "") == kept.replace(" ", "")
+    assert (sets.num_cut, sets.num_dropped, sets.lengths.tolist()) == (1, 0, [10])
+
+
+def test_other_fields_come_along():
+    rows = [Record(f"{i}?", "1", "s", extra={"level": i}) for i in range(3)]
+    batch = next(prompts(rows))
+    assert [extra["level"] for extra in batch.extras] == [int(t[0]) for t in batch.texts]
+
+
+def mixture(weights=(1.0, 3.0), seed=5, **settings):
+    other = [Record(f"{a} - {a} =", "0", "differences") for a in range(40)]
+    sets = [encoded(RECORDS).prompts, encoded(other).prompts]
+    defaults = {"prompts_per_batch": 8}
+    return PromptStream(sets, weights=weights, seed=seed, **{**defaults, **settings})
+
+
+def test_sources_are_mixed_by_weight():
+    stream = mixture()
+    sources = [source for _ in range(50) for source in next(stream).sources]
+    assert collections.Counter(sources) == {"sums": 100, "differences": 300}
+    # Of any stretch each has its share.
+    assert all(sources[i : i + 40].count("sums") in (9, 10, 11) for i in range(0, 360, 7))
+
+
+def test_each_source_has_its_own_epochs():
+    drawn = texts(mixture(weights=(0.25, 0.75)), 40)
+    for of_source, count in ((" + ", 7), (" - ", 40)):
+        own = [text for text in drawn if of_source in text]
+        epochs = [own[i : i + count] for i in range(0, len(own) - count, count)]
+        assert len(epochs) >= 2
+        assert all(len(set(epoch)) == count for epoch in epochs)
+        assert len(set(map(tuple, epochs))) == len(epochs)
+
+
+def test_a_mixture_resumes_to_the_same_order():
+    stream = mixture()
+    take(stream, 3)
+    state = json.loads(json.dumps(stream.state()))
+    expected = take(stream, 4)
+    restored = mixture()
+    restored.restore(state)
+    assert take(restored, 4) == expected
+    for other in (mixture(weights=(1.0, 1.0)), mixture(seed=6)):
+        with pytest.raises(UserError, match="in other data"):
+            other.restore(state)
+
+
+def test_one_source_is_in_grains_own_order():
+    rows = grain.MapDataset.range(7).shuffle(seed=5).repeat()
+    assert texts(prompts(), 7) == [RECORDS[rows[i]].prompt for i in range(21)]
+
+
+def test_the_state_of_one_source_has_nothing_of_mixtures():
+    assert prompts().state().keys() == {"num_rows", "seed", "checksum", "next_index"}

@@ -1,4 +1,4 @@
-"""Dynamic sampling. A prompt's id says which answers are right: see `make_scored`; 0 and 15 are hopeless."""
+"""Dynamic sampling. A prompt's id says which answers are right: see `make_scored`; 0 and 15 teach nothing."""
 
 import dataclasses
 
@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.dataflows.dynamic_sampling import GroupBuffer, keep_mixed_groups
-from jaxrl.errors import UserError
+from jaxrl.dataflows.dynamic_sampling import GroupBuffer, MixedGroups, NotEnoughGroups, SpreadGroups
 
 MIXED = range(1, 15)
 
@@ -17,8 +16,18 @@ def ids_of(scored) -> list[int]:
     return scored.completions.prompts.ids_N.tolist()
 
 
+def keep_mixed_groups(scored):
+    return scored.take(np.flatnonzero(MixedGroups()(scored)))
+
+
+def buffer_of(num_prompts: int, batches: int, keeps=None, **options) -> GroupBuffer:
+    return GroupBuffer(
+        num_prompts, max_generation_batches=batches, keeps=keeps or MixedGroups(), **options
+    )
+
+
 def fill(buffer: GroupBuffer, *batches) -> list[bool]:
-    return [buffer.add(batch, keep_mixed_groups(batch)) for batch in batches]
+    return [buffer.add(batch) for batch in batches]
 
 
 # Which groups are kept
@@ -52,11 +61,29 @@ def test_an_only_sample_is_never_mixed(make_scored):
     assert ids_of(keep_mixed_groups(make_scored([0, 1], num_samples=1))) == []
 
 
+def test_scores_that_differ_keep_a_group_whatever_is_right(make_scored):
+    scored = make_scored([0, 15, 5])
+    score_NG = np.array([[0.1, 0.1, 0.4, 0.1], [0.9, 0.9, 0.9, 0.9], [0.0, 0.2, 0.2, 0.2]])
+    scored = dataclasses.replace(scored, score_B=score_NG.reshape(-1).astype(np.float32))
+    assert SpreadGroups(0.0)(scored).tolist() == [True, False, True]
+    assert SpreadGroups(0.25)(scored).tolist() == [True, False, False]
+
+
 # The buffer
 
 
+def test_a_short_step_is_filled_with_what_was_dropped_if_asked(make_scored):
+    buffer = buffer_of(3, 2, fills_up=True)
+    assert fill(buffer, make_scored([0, 6, 15]), make_scored([15, 0, 0])) == [False, True]
+    groups, stats = buffer.take()
+    assert ids_of(groups) == [6, 0, 15], "what is kept comes first"
+    assert stats.metrics()["training/filter_groups/filled_prompts"] == 2
+    with pytest.raises(NotEnoughGroups):
+        fill(buffer_of(3, 1, fills_up=True), make_scored([1, 0]))
+
+
 def test_the_buffer_fills_over_several_batches(make_scored):
-    buffer = GroupBuffer(3, max_generation_batches=4)
+    buffer = buffer_of(3, 4)
     batches = [make_scored([0, 6, 15]), make_scored([15, 15, 0]), make_scored([9, 2, 15])]
     assert fill(buffer, *batches) == [False, False, True]
     groups, stats = buffer.take()
@@ -66,7 +93,7 @@ def test_the_buffer_fills_over_several_batches(make_scored):
 
 
 def test_a_batch_that_is_full_at_once_and_its_surplus(make_scored):
-    buffer = GroupBuffer(2, max_generation_batches=1)
+    buffer = buffer_of(2, 1)
     assert fill(buffer, make_scored([3, 0, 4, 5, 6])) == [True]
     groups, stats = buffer.take()
     assert ids_of(groups) == [3, 4]
@@ -74,12 +101,12 @@ def test_a_batch_that_is_full_at_once_and_its_surplus(make_scored):
 
 
 def test_the_step_may_become_full_with_the_last_batch_allowed(make_scored):
-    buffer = GroupBuffer(2, max_generation_batches=2)
+    buffer = buffer_of(2, 2)
     assert fill(buffer, make_scored([1]), make_scored([2])) == [False, True]
 
 
 def test_taking_empties_the_buffer(make_scored):
-    buffer = GroupBuffer(2, max_generation_batches=2)
+    buffer = buffer_of(2, 2)
     fill(buffer, make_scored([1, 2, 3]))
     buffer.take()
     # The surplus is gone, and the count of batches starts again.
@@ -94,7 +121,7 @@ def test_taking_empties_the_buffer(make_scored):
     wanted=st.integers(1, 8),
 )
 def test_a_full_step_is_the_first_mixed_groups_in_the_order_they_came(make_scored, batches, wanted):
-    buffer = GroupBuffer(wanted, max_generation_batches=100)
+    buffer = buffer_of(wanted, 100)
     sampled = []
     for ids in batches:
         sampled += ids
@@ -113,7 +140,7 @@ def test_a_full_step_is_the_first_mixed_groups_in_the_order_they_came(make_score
 
 
 def test_stats_are_of_everything_sampled(make_scored):
-    buffer = GroupBuffer(2, max_generation_batches=3)
+    buffer = buffer_of(2, 3)
     batches = [make_scored([0, 15, 1]), make_scored([0, 7])]
     fill(buffer, *batches)
     _, stats = buffer.take()
@@ -134,11 +161,12 @@ def test_stats_are_of_everything_sampled(make_scored):
     assert metrics["train/num_response_tokens_sampled"] == tokens
 
 
-def test_hopeless_prompts_end_with_what_was_seen_and_what_to_do(make_scored):
-    buffer = GroupBuffer(3, max_generation_batches=2)
+def test_too_few_groups_end_with_what_was_seen_and_what_to_do(make_scored):
+    buffer = buffer_of(3, 2)
     fill(buffer, make_scored([0, 15, 0, 0]))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(NotEnoughGroups) as error:
         fill(buffer, make_scored([0, 0, 15, 6]))
+    assert ids_of(error.value.sampled) == [0, 15, 0, 0, 0, 0, 15, 6]
     message = str(error.value)
     assert "2 generation batches (8 prompts) gave 1 of the 3 groups" in message
     assert "25% of the prompts were answered all right, 62% all wrong" in message
@@ -146,5 +174,6 @@ def test_hopeless_prompts_end_with_what_was_seen_and_what_to_do(make_scored):
         "easier or harder prompts",
         "rollout.num_samples",
         "rollout.max_generation_batches",
+        "rollout.if_too_few=fill",
     ):
         assert remedy in message

@@ -15,6 +15,7 @@ from jaxrl.dataflows.samplers import (
     Sampling,
 )
 from jaxrl.errors import UserError
+from jaxrl.rewards import FunctionGrader, Graders
 from jaxrl.rollout.backend import SamplingOptions
 
 OPTIONS = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
@@ -34,7 +35,8 @@ class Bench:
         self.policy = SamplingPolicy(make_backend())
         self.generation = Generation(self.policy, OPTIONS, self.clock)
         self.grader = grader or CountingGrader()
-        self.rewards = Rewards(self.grader, NO_PUNISHMENT, self.clock)
+        graders = Graders.of(FunctionGrader(self.grader))
+        self.rewards = Rewards(graders, NO_PUNISHMENT, self.clock)
         self.prompts = NumberedPrompts(per_batch)
         self.sampler = kind(self.generation, self.rewards, **settings)
 

@@ -281,7 +281,7 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
 
 
 def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
-    real = evaluating.graded
+    real = evaluating.unpunished
     calls = []
 
     def interrupted(*args):
@@ -290,7 +290,7 @@ def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys,
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(evaluating, "graded", interrupted)
+    monkeypatch.setattr(evaluating, "unpunished", interrupted)
     asked = ["--model", directory, "--set", problems[0], "--out", tmp_path / "out"]
     assert run_command(*asked) == 130
     _, err = capsys.readouterr()
@@ -314,7 +314,7 @@ def faults(directory, problems, tmp_path):
         "config.json does not exist": ["--model", tmp_path / "run", *sets],
         "missing does not exist": [*model, "--set", missing],
         "several are called 'right'": [*model, *sets, "--set", other / "right.jsonl"],
-        "the row has 'problem', 'answer'; name them with --prompt_field": [
+        "no field 'question'": [
             *model,
             *sets,
             "--prompt_field",

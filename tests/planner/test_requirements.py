@@ -1,15 +1,25 @@
 """What a run lacks is told all at once."""
 
+import functools
 import json
 import pathlib
 
 import pytest
 
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.sources import read_source
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.planner.requirements import DataFile, missing, require
+from jaxrl.planner.requirements import Lookup, missing, require
 
 SHARED = pathlib.Path(__file__).parents[2] / "../shared/data"
+
+
+def problems(path: str | pathlib.Path) -> Lookup:
+    """A file of problems to train on."""
+    source = SourceConfig(path=str(path))
+    read = functools.partial(read_source, source, "data.train", refuse_bad_rows=True)
+    return Lookup("data.train", read)
 
 
 @pytest.fixture
@@ -32,7 +42,7 @@ def complete(tmp_path, monkeypatch):
         "weights": "model",
         "tokenizer": "model",
         "needs_chat_template": True,
-        "data": [DataFile("train.jsonl", "problem", "answer")],
+        "lookups": [problems("train.jsonl")],
     }
 
 
@@ -51,10 +61,7 @@ def test_a_laptop_hears_everything_at_once(tmp_path, monkeypatch):
             weights="models/Qwen2.5-32B",
             tokenizer="models/Qwen2.5-32B",
             needs_chat_template=True,
-            data=[
-                DataFile("data/dapo_math_17k.jsonl", "problem", "answer"),
-                DataFile("data/aime_2024.jsonl", "problem", "answer"),
-            ],
+            lookups=[problems("data/dapo_math_17k.jsonl"), problems("data/aime_2024.jsonl")],
         )
     message = str(caught.value)
     assert message.startswith("this run lacks 5 things: (1) devices")
@@ -70,7 +77,7 @@ def test_a_laptop_hears_everything_at_once(tmp_path, monkeypatch):
 
 
 def test_random_weights_and_an_own_tokenizer_need_no_files(complete, tmp_path):
-    complete |= {"weights": "", "tokenizer": "", "needs_chat_template": False, "data": []}
+    complete |= {"weights": "", "tokenizer": "", "needs_chat_template": False, "lookups": []}
     assert missing(**complete) == []
 
 
@@ -80,7 +87,7 @@ def test_random_weights_and_an_own_tokenizer_need_no_files(complete, tmp_path):
         ("model/config.json", "weights: model/ has no config.json;"),
         ("model/b.safetensors", "weights: model/ has no b.safetensors of the 2 files"),
         ("model/tokenizer.json", "tokenizer: model/ has no tokenizer.json;"),
-        ("train.jsonl", "data: train.jsonl does not exist"),
+        ("train.jsonl", "data.train: train.jsonl does not exist"),
     ],
 )
 def test_each_file_is_missed(complete, tmp_path, removed, fault):
@@ -107,7 +114,8 @@ def test_a_chat_template_is_missed_only_if_needed(complete, tmp_path):
 
 def test_a_broken_row_is_told_with_its_line(complete, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"problem": "1 + 1", "answer": 2}\n{"problem": "2"}\n')
-    assert missing(**complete) == ["data: train.jsonl:2: no field 'answer'; the row has 'problem'"]
+    (fault,) = missing(**complete)
+    assert fault == "data.train: train.jsonl:2: no field 'answer'; the row has 'problem' (text)"
 
 
 def test_broken_json_beside_the_weights_is_left_to_its_reader(complete, tmp_path):
@@ -117,10 +125,7 @@ def test_broken_json_beside_the_weights_is_left_to_its_reader(complete, tmp_path
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the developers' data is not here")
 def test_the_published_files_have_the_fields():
-    files = [
-        DataFile(str(SHARED / name), "problem", "answer")
-        for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl")
-    ]
+    files = [problems(SHARED / name) for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl")]
     assert (
         missing(
             layouts=[ParallelLayout.from_config(LayoutConfig())],
@@ -129,7 +134,7 @@ def test_the_published_files_have_the_fields():
             weights="",
             tokenizer=str(SHARED / "tokenizers/qwen2.5"),
             needs_chat_template=True,
-            data=files,
+            lookups=files,
         )
         == []
     )

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import GRADERS, Grade, grade_answer, grader, score_completions
+from jaxrl.rewards import (
+    FunctionGrader,
+    Grade,
+    Graders,
+    grade_answer,
+    score_completions,
+    verdicts_of,
+)
 from jaxrl.types import Completions, Prompts
 
 
@@ -32,13 +39,16 @@ def no_shaping(lengths_B):
     return np.zeros(lengths_B.shape)
 
 
+def scored_by(function, completions, overlong=no_shaping):
+    verdicts = verdicts_of(Graders.of(FunctionGrader(function)), completions)
+    return score_completions(completions, verdicts, overlong=overlong)
+
+
 def test_right_is_one_wrong_is_minus_one_and_length_is_kept_apart():
     completions = completions_of(
         ["42", "7"], ["Answer: 42", "Answer: 7", "Answer: 007", "no idea"], [3, 5, 9, 1]
     )
-    scored = score_completions(
-        completions, grade=grade_answer, overlong=lambda lengths_B: -lengths_B / 10
-    )
+    scored = scored_by(grade_answer, completions, lambda lengths_B: -lengths_B / 10)
     np.testing.assert_array_equal(scored.correct_NG, [[True, False], [True, False]])
     np.testing.assert_array_equal(scored.score_B, [1, -1, 1, -1])
     np.testing.assert_allclose(scored.shaping_B, [-0.3, -0.5, -0.9, -0.1])
@@ -51,11 +61,7 @@ def test_right_is_one_wrong_is_minus_one_and_length_is_kept_apart():
 
 def test_a_grader_is_any_function_of_two_texts():
     completions = completions_of(["ab"], ["ab", "ba"], [1, 1])
-    scored = score_completions(
-        completions,
-        grade=lambda response, answer: Grade(response == answer, response),
-        overlong=no_shaping,
-    )
+    scored = scored_by(lambda response, answer: Grade(response == answer, response), completions)
     assert scored.correct_B.tolist() == [True, False]
     assert scored.predictions == ("ab", "ba")
 
@@ -64,30 +70,10 @@ def test_a_grader_is_any_function_of_two_texts():
 def test_an_empty_ground_truth_names_its_prompt(answer):
     completions = completions_of(["1", answer], ["Answer: 1"] * 4, [1] * 4)
     with pytest.raises(UserError, match="prompt 101 of 'toy'"):
-        score_completions(completions, grade=grade_answer, overlong=no_shaping)
+        verdicts_of(Graders(("answer", {})), completions)
 
 
 def test_a_ground_truth_the_grader_cannot_read_names_its_prompt():
     completions = completions_of(["42"], ["Answer: 42"], [1])
     with pytest.raises(UserError, match=r"prompt 100 of 'toy'.*####"):
-        score_completions(completions, grade=grader("gsm8k"), overlong=no_shaping)
-
-
-def test_a_grader_of_ones_own_by_its_path(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from jaxrl.rewards import Grade\n"
-        "def grade(response, answer):\n"
-        "    return Grade(response == answer, response)\n"
-        "def short(response):\n"
-        "    return Grade(True, response)\n"
-    )
-    assert grader(f"{file}:grade")("7", "7") == Grade(True, "7")
-    with pytest.raises(UserError, match="cannot be called with \\(response, answer\\)"):
-        grader(f"{file}:short")
-
-
-def test_graders_by_name():
-    assert {name: grader(name) for name in GRADERS} == GRADERS
-    with pytest.raises(UserError, match=r"'anwser'.*'answer'.*answer, gsm8k"):
-        grader("anwser")
+        verdicts_of(Graders(("gsm8k", {})), completions)

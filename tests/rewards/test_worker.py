@@ -110,7 +110,7 @@ def test_a_module_is_found_where_this_process_finds_it(path, completions, monkey
 def test_one_that_hangs_is_ended_at_the_time_limit(rewards, path, completions, name):
     worker = rewards("brevity", name)
     worker.scores(f"{path}:brevity", completions)
-    worker._worker._timeout_s = 0.3
+    worker._worker.timeout_s = 0.3
     started = time.monotonic()
     with pytest.raises(UserError, match=rf"{name}' has not answered within 0.3 s and was ended"):
         worker.scores(f"{path}:{name}", completions)

@@ -41,14 +41,17 @@ R, T = 4, 12
 
 
 @functools.cache
-def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0) -> Actor:
+def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = "float32") -> Actor:
     mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
+    engine = dataclasses.replace(ENGINE, dtype=dtype)
     return Actor(
         model,
         mesh,
-        train=TrainConfig(rows=R, row_tokens=T, load_balancing_coef=load_balancing_coef),
+        train=TrainConfig(
+            rows=R, row_tokens=T, load_balancing_coef=load_balancing_coef, dtype=dtype
+        ),
         optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
-        backend=build_backend("offline", model, mesh, ENGINE, str),
+        backend=build_backend("offline", model, mesh, engine, str),
         temperature=1.0,
         seed=0,
     )
@@ -131,6 +134,31 @@ def test_training_from_a_checkpoint_adds_fresh_adapters(adapted):
     jax.tree.map(np.testing.assert_array_equal, base, rest)
     assert all((leaf["lora_b"] == 0).all() for leaf in adapters["layers"]["mlp"].values())
     actor.state = trained
+
+
+def test_frozen_weights_are_kept_once_and_no_wider_than_they_are_computed_with(adapted):
+    _, before, _ = adapted
+    narrow = actor_of(ADAPTERS, dtype="bfloat16")
+    narrow.start_from(jax.tree.map(jnp.array, before))
+    adapters, rest = lora.split(narrow.state.params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rest)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
+    placed = narrow.place(batch())
+    ours = narrow.logprobs(placed)
+    # What the same weights give in float32: they are rounded where they are used, or where they are kept.
+    wide = narrow.state.replace(params=jax.tree.map(jnp.array, before))
+    np.testing.assert_array_equal(ours, narrow._logprobs(wide.params, placed))
+    narrow.for_sampling()
+    _, sampled = lora.split(narrow.backend.params)
+    shared = jax.tree.map(
+        lambda a, b: a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer(), rest, sampled
+    )
+    assert all(jax.tree.leaves(shared))
+    losses = [float(narrow.update(placed, SUPERVISED)["loss"]) for _ in range(3)]
+    assert losses[2] < losses[0]
+    adapters, rest = lora.split(narrow.state.params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rest)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
 
 
 @pytest.mark.parametrize("model", [ADAPTERS, MIXTURE], ids=["adapters", "mixture"])

@@ -31,6 +31,7 @@ def test_a_record_has_every_bit():
         np.array([4, 9]),
         (np.array([1, 2], np.int32), np.array([3], np.int32)),
         *(("a", "é") for _ in range(3)),
+        extras=({"level": 5, "info": {"é": [1.5, None]}}, {}),
     )
     other = Sample(1, 1, 3)
     unfinished = UnfinishedGroups(prompts, 2, (empty, truncated, conversation(), other))
@@ -38,6 +39,7 @@ def test_a_record_has_every_bit():
     assert again.num_samples == 2
     assert [t.tolist() for t in again.prompts.tokens] == [[1, 2], [3]]
     assert again.prompts.texts == ("a", "é") and again.prompts.ids_N.tolist() == [4, 9]
+    assert again.prompts.extras == prompts.extras
     for one, copy in zip(unfinished.samples, again.samples, strict=True):
         for name in ("tokens", "logprob", "entropy", "mask", "version"):
             was, now = getattr(one, name), getattr(copy, name)

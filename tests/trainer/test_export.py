@@ -26,6 +26,7 @@ from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, pools_of
 from jaxrl.trainer.export import export_run
 from jaxrl.trainer.model_shape import model_for
+from jaxrl.trainer.problems import Problems
 from jaxrl.trainer.roles import build_actor
 from jaxrl.trainer.weights import load_or_init
 
@@ -174,7 +175,12 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
     model = model_for(config, tokenizer)
     placement = take_devices(pools_of(config), jax.devices()[:1])
     run = RunContext(
-        config, tokenizer, train=[], evaluation_prompts=None, placement=placement, model=model
+        config,
+        tokenizer,
+        problems=Problems(),
+        evaluation_prompts=None,
+        placement=placement,
+        model=model,
     )
     actor = build_actor(run, optim=config.optim, samples=False)
     actor.start_from(load_or_init(run))

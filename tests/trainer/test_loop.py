@@ -108,7 +108,7 @@ def run(
 
 
 def rows_of(folder) -> list[dict]:
-    clock = ("time_s", "timing_s/", "perf/")
+    clock = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/")
     rows = read_metrics(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
 

@@ -136,7 +136,7 @@ JUDGE = {"reward__judge__chat": False}
             {**JUDGE, "reward__judge__model": "few_words_language"},
             "258 tokens, the model's embedding",
         ),
-        ({"reward__grader": "gsm8k"}, "a problem of '': GSM8K solution ending in"),
+        ({"reward__grader": "gsm8k"}, "train.jsonl:1: GSM8K solution ending in"),
         (
             {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
             "did you mean chain_sum",
@@ -157,7 +157,7 @@ def test_everything_is_told_at_once(run):
         reward__model="nowhere",
         data__train__path="gone.jsonl",
     )
-    assert line.startswith("this run lacks 4 things: (1) data: gone.jsonl does not exist")
+    assert line.startswith("this run lacks 4 things: (1) data.train: gone.jsonl does not exist")
     for setting in ("reward.functions.mine: ", "rollout.environment: ", "reward.model: "):
         assert setting in line
 

@@ -32,7 +32,7 @@ from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
 
 # What the clock says differs from run to run.
-CLOCK = ("time_s", "timing_s/", "perf/time_per_step", "perf/throughput")
+CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_batch_that_does_not_divide(tmp_path, problems):
         program.train(config)
 
 
-def test_hopeless_data_ends_with_a_clear_error(tmp_path, problems):
+def test_data_that_teaches_nothing_ends_with_a_clear_error(tmp_path, problems):
     config = make_config(tmp_path, problems, warm_start=WarmStartConfig(num_steps=0))
     with pytest.raises(UserError, match=r"10 generation batches .* gave 0 of the 8 groups"):
         program.train(config, devices=one_device())
@@ -273,6 +273,15 @@ def test_run_that_may_not_resume(whole):
     config = dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume="never"))
     with pytest.raises(UserError, match="already holds a run"):
         program.train(config, devices=one_device())
+
+
+@pytest.mark.parametrize("content", ["", "[", "[1]", "{}", '[{"prompt": "1"}]', "\x00"])
+def test_a_damaged_file_of_samples_costs_the_report_its_answers(content, tmp_path, problems, whole):
+    config = make_config(tmp_path, problems)
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    config.run_folder.samples("before").write_text(content)
+    assert program.train(config, devices=one_device()) == 0
+    assert "<svg" in config.run_folder.report.read_text()
 
 
 def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole):

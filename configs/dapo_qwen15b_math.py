@@ -1,0 +1,63 @@
+"""DAPO on Qwen2.5-1.5B and DAPO-Math-17k: the paper's recipe at the size of one accelerator.
+
+    python launch/train.py --config configs/dapo_qwen15b_math.py
+    python launch/train.py --config configs/dapo_qwen15b_math.py --dry_run   # what would it take?
+
+Hardware: one accelerator of 80 GB or more (A100, H100, H200, TPU v5p). Hours: not measured. Score to
+expect: not run by us, and nobody's number is for these lengths.
+
+Files, relative to where the command is run (docs/data.md has the commands that fetch them):
+
+    models/Qwen2.5-1.5B/          config.json, model.safetensors, tokenizer.json, tokenizer_config.json
+    data/dapo-math-17k.parquet    as published: every problem 100 times, in the paper's prompt, as messages
+    data/aime-2024.parquet        as published beside it
+
+What differs from configs/dapo_qwen32b.py, and why: responses of 4,096 tokens, 64 prompts of 8 answers,
+and 2 updates a step, so that a step takes minutes on one device.
+"""
+
+from jaxrl.config.config_tree import to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.models.shapes import model_shapes
+
+
+def get_config():
+    config = to_config_dict(Config())
+    config.name = "dapo_qwen15b_math"
+    config.hardware = "one accelerator of 80 GB or more"
+    config.weights = "models/Qwen2.5-1.5B"
+    config.model = model_shapes("qwen2.5-1.5b")
+    config.tokenizer.path = "models/Qwen2.5-1.5B"
+
+    config.data.train.path = "data/dapo-math-17k.parquet"
+    config.data.evaluation.path = "data/aime-2024.parquet"
+    config.data.chat = True
+    config.data.max_prompt_tokens = 1024
+    config.reward.grader = "answer"
+
+    # Dynamic sampling, clip-higher, token-level mean, soft overlong punishment: the defaults are DAPO's.
+    config.rollout.num_prompts = 64
+    config.rollout.num_samples = 8
+    config.rollout.generation_prompts = 96
+    config.rollout.max_generation_batches = 10
+    config.rollout.max_response_tokens = 4096
+    config.rollout.slots = 160
+    config.rollout.tokens_per_dispatch = 64
+    config.rollout.dtype = "bfloat16"
+    config.reward.overlong_buffer_tokens = 1024
+    config.algorithm.updates_per_step = 2
+
+    config.train.rows = 1
+    config.train.row_tokens = 8192
+    config.train.logprob_chunk_tokens = 1024
+    config.train.dtype = "bfloat16"
+    config.train.remat = "full"
+    config.optim.lr = 1e-6
+    config.optim.lr_warmup_steps = 10
+
+    config.evaluation.every = 20
+    config.evaluation.num_samples = 32
+    config.evaluation.top_p = 0.7
+    config.run.num_steps = 300
+    config.run.save_every = 10
+    return config.lock()

@@ -1,0 +1,49 @@
+"""PPO on Llama-3.1-8B-Instruct and GSM8K: actor, critic and reference of eight billion parameters each.
+
+    python launch/train.py --config configs/ppo_llama8b.py
+    python launch/train.py --config configs/ppo_llama8b.py --dry_run   # what would it take?
+
+Hardware: one host of 8 accelerators of 80 GB or more (8 x A100 or H100, TPU v5p-16). Two models in
+training hold 16 bytes a parameter, 257 GB, so one accelerator is too little for full weights;
+configs/grpo_qwen7b_lora.py is the recipe for that. Hours: not measured. Score to expect: not run by us.
+
+Files, relative to where the command is run (docs/data.md has the commands that fetch them):
+
+    models/Llama-3.1-8B-Instruct/    config.json, *.safetensors, tokenizer.json, tokenizer_config.json
+    data/gsm8k/train.parquet         GSM8K as published
+    data/gsm8k/test.parquet
+"""
+
+import pathlib
+
+from jaxrl.config.command_line import load_recipe
+from jaxrl.models.shapes import model_shapes
+
+
+def get_config():
+    config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
+    config.name = "ppo_llama8b"
+    config.hardware = "8 accelerators of 80 GB or more"
+    config.weights = "models/Llama-3.1-8B-Instruct"
+    config.model = model_shapes("llama-3.1-8b")
+    config.tokenizer.path = "models/Llama-3.1-8B-Instruct"
+
+    config.mesh.train = "1-1-8"
+    config.mesh.generate = "1-1-1-8"
+    config.mesh.fsdp = 8
+
+    # One answer to each prompt: the critic is the baseline.
+    config.algorithm.dataflow = "ppo"
+    config.algorithm.advantage = "gae"
+    config.algorithm.advantage_options = {"gamma": 1.0, "lam": 1.0}
+    config.algorithm.whiten = True
+    config.algorithm.updates_per_step = 4
+    config.algorithm.kl.loss_coef = 0.0
+    config.algorithm.kl.reward_coef = 0.001
+    config.rollout.num_prompts = 1024
+    config.rollout.num_samples = 1
+    config.rollout.slots = 512
+    config.critic.optim.lr = 1e-5
+    config.critic.warmup_steps = 0
+    config.train.rows = 8
+    return config

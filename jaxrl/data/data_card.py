@@ -1,0 +1,99 @@
+"""What a run reads, on one screen: rows, what was left out and why, lengths, shares.
+
+data.train: dapo.parquet (Parquet, layout DAPO-Math-17k as published)
+  1,724,312 rows, 17,243 prompts, 70.0% of what is drawn
+  1,707,057 duplicates, left out
+  12 rows of problems with contradicting answers, left out
+    dapo.parquet row 17: the answer is '3', and '4' to the same problem at dapo.parquet row 2
+  tokens up to      64     128     256     512
+  prompts        4,402   8,301   3,906     634
+  shortest 18, median 95, longest 480, all 1,834,211
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.data.sources import Source
+from jaxrl.data.stream import EncodedPrompts
+
+_FIRST_BIN = 64
+
+
+class CardEntry(NamedTuple):
+    """A source, and its prompts where they have been tokenised."""
+
+    source: Source
+    encoded: EncodedPrompts | None
+
+
+def data_card(train: Sequence[CardEntry], evaluation: Sequence[CardEntry]) -> str:
+    """The card as text, a paragraph for each source.
+
+    Args:
+      train: what is trained on, whose weights say how often each is drawn.
+      evaluation: what is only evaluated with.
+    """
+    total = sum(entry.source.settings.weight for entry in train)
+    lines: list[str] = []
+    for entry in train:
+        share = f", {entry.source.settings.weight / total:.1%} of what is drawn"
+        lines += _paragraph(entry, share if len(train) > 1 else "")
+    for entry in evaluation:
+        lines += _paragraph(entry, "")
+    return "\n".join(lines)
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """(upper end, how many) of bins that end at 64, 128, 256, ..., the first and the last not empty."""
+    ends = np.maximum(_FIRST_BIN, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
+    bins: list[tuple[int, int]] = []
+    end = int(ends.min())
+    while end <= ends.max():
+        bins.append((end, int((ends == end).sum())))
+        end *= 2
+    return bins
+
+
+def _paragraph(entry: CardEntry, share: str) -> Iterator[str]:
+    source, encoded = entry
+    prompts = len(source.records) if encoded is None else len(encoded.prompts)
+    yield f"{source.name}: {source.origin}"
+    yield f"  {source.num_rows:,} rows, {prompts:,} prompts{share}"
+    names = source.source_names
+    if len(names) > 1:
+        counts = {name: sum(record.source == name for record in source.records) for name in names}
+        yield f"  {', '.join(f'{name} {count:,}' for name, count in counts.items())}"
+    elif names and names[0] not in source.name:
+        yield f"  metrics are kept under {names[0]!r}"
+    for reason, dropped in source.dropped.items():
+        yield f"  {dropped.count:,} {reason}, left out"
+        yield from (f"    {_cut(told)}" for told in dropped.named)
+    yield from (f"  {note}" for note in source.notes)
+    if source.own_template:
+        yield "  the file's own words around each problem stay, unless a template is set"
+    if encoded is not None:
+        yield from _lengths(encoded)
+
+
+def _lengths(encoded: EncodedPrompts) -> Iterable[str]:
+    lengths = encoded.lengths
+    if encoded.num_dropped:
+        yield f"  {encoded.num_dropped:,} longer than data.max_prompt_tokens, left out"
+    if encoded.num_cut:
+        yield f"  {encoded.num_cut:,} longer than data.max_prompt_tokens, cut to it"
+    bins = histogram(lengths)
+    width = max(len(f"{max(bin)}") for bin in bins) + 3
+    yield "  tokens up to" + "".join(f"{end:{width},}" for end, _ in bins)
+    yield "  prompts     " + "".join(f"{count:{width},}" for _, count in bins)
+    yield (
+        f"  shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {lengths.max():,}, "
+        f"all {lengths.sum():,}"
+    )
+
+
+def _cut(told: str) -> str:
+    return told if len(told) <= 200 else f"{told[:197]}..."

@@ -1,0 +1,481 @@
+"""Files of rows, read by index, whatever they are written in.
+
+    .jsonl .json          an object a line, or one list of objects
+    .parquet              pyarrow, a row group at a time
+    .arrow .feather       pyarrow, mapped into memory: streams and files
+    folder with state.json    what `datasets.save_to_disk` writes; read without that package
+    .array_record         Grain, a JSON object a record
+    any other folder      all files in it, of one of these kinds, by name
+
+Each is a `grain.sources.RandomAccessDataSource`. A format is known by how a file begins rather than by its
+name. A file that cannot be read as a whole is refused in one line; a row that cannot is a BadRow, and says
+where it stands ("train.jsonl:17", "train.parquet row 3").
+
+Not covered: compressed JSONL, TFRecord, and ArrayRecord of anything but JSON.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import datetime
+import decimal
+import functools
+import itertools
+import json
+import mmap
+import os
+import pathlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, SupportsIndex
+
+import grain
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxrl.data.jsonl import BadRow, object_of
+from jaxrl.errors import UserError
+from jaxrl.files import read_json_object
+
+Row = dict[str, Any]
+
+_REMEDY = "copy the published file again"
+_LFS = b"version https://git-lfs"
+# Rows that are turned from columns into objects at once.
+_ROWS_AT_ONCE = 1024
+# Bytes of a mapped file that are looked through for line ends at once.
+_CHUNK_BYTES = 1 << 24
+
+
+class RowFile(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        """A row, JSON's types only; BadRow if it cannot be read."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a row stands, for messages."""
+        ...
+
+    def keys(self, fields: Sequence[str]) -> Iterator[Hashable] | None:
+        """Of every row, in order, what is equal only where these fields are equal.
+
+        It is much cheaper than the rows: a file that repeats its rows need not be read as objects. None where
+        the format, or the type of a field, does not allow it.
+        """
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The format, for people."""
+        ...
+
+
+def open_rows(path: str | pathlib.Path) -> RowFile:
+    """The rows of a file or a folder.
+
+    Raises:
+      UserError: there is no such thing, it is empty, or it cannot be read as what it begins as.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist; put one JSON object a line, such as "
+            '{"problem": ..., "answer": ...}, or a Parquet, Arrow or ArrayRecord file there'
+        )
+    rows = _open_folder(path) if path.is_dir() else _open_file(path)
+    if not len(rows):
+        raise UserError(
+            f"{path} is empty; put one JSON object a line there, such as "
+            '{"problem": ..., "answer": ...}'
+        )
+    return rows
+
+
+class JsonLines:
+    """An object a line; blank lines are skipped. The file is mapped, and a line read when it is asked for."""
+
+    kind = "JSONL"
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self._content = _mapped(path)
+        # Three numbers a line, in an array: there may be millions of lines.
+        numbers = itertools.chain.from_iterable(_lines(self._content))
+        self._spans = np.fromiter(numbers, np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        _, start, end = self._spans[index].tolist()
+        return object_of(self._content[start:end])
+
+    def keys(self, fields: Sequence[str]) -> None:
+        """None: a line has no fields before it is read."""
+
+    def place(self, index: int) -> str:
+        """File and line."""
+        return f"{self._path}:{self._spans[index][0]}"
+
+
+class JsonList:
+    """One JSON list of objects."""
+
+    kind = "JSON"
+
+    def __init__(self, path: pathlib.Path):
+        try:
+            rows = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is no JSON list ({error}); {_REMEDY}") from error
+        self._path = path
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        row = self._rows[index]
+        if not isinstance(row, dict):
+            raise BadRow(f"a JSON {type(row).__name__}; every entry must be an object")
+        return row
+
+    def keys(self, fields: Sequence[str]) -> None:
+        """None: everything is in memory."""
+
+    def place(self, index: int) -> str:
+        """File and entry, counted from 0."""
+        return f"{self._path} entry {index}"
+
+
+class Tables:
+    """Columns in pieces, of which one at a time is turned into rows.
+
+    Args:
+      path: for messages.
+      kind: the format.
+      lengths: rows of each piece.
+      load: reads a piece.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        kind: str,
+        lengths: Sequence[int],
+        load: Callable[[int], pa.Table],
+    ):
+        self.kind = kind
+        self._path = path
+        self._starts = [0, *itertools.accumulate(lengths)]
+        # One piece, and some rows of it: in order, everything is read once.
+        self._piece = functools.lru_cache(maxsize=1)(load)
+        self._rows = functools.lru_cache(maxsize=1)(self._load_rows)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        index = range(len(self))[index]
+        piece = bisect.bisect_right(self._starts, index) - 1
+        block, row = divmod(index - self._starts[piece], _ROWS_AT_ONCE)
+        value = self._rows(piece, block)[row]
+        if isinstance(value, BadRow):
+            raise value
+        return _plain(value)
+
+    def keys(self, fields: Sequence[str]) -> Iterator[Hashable] | None:
+        """The values of the columns, if all are text, numbers, or single messages."""
+        if not len(self) or any(_leaves(self._load_piece(0), field) is None for field in fields):
+            return None
+        return self._keys(fields)
+
+    def _keys(self, fields: Sequence[str]) -> Iterator[Hashable]:
+        for piece in range(len(self._starts) - 1):
+            table = self._load_piece(piece)
+            columns = _columns(table, fields)
+            if columns is None:  # unlike the first piece: no row is known to equal another
+                yield from (object() for _ in range(table.num_rows))
+            else:
+                yield from zip(*columns, strict=True)
+
+    def place(self, index: int) -> str:
+        """File and row, counted from 0."""
+        return f"{self._path} row {index}"
+
+    def _load_piece(self, piece: int) -> pa.Table:
+        try:
+            return self._piece(piece)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserError(
+                f"{self._path} is broken from row {self._starts[piece]} on ({_short(error)}); {_REMEDY}"
+            ) from error
+
+    def _load_rows(self, piece: int, block: int) -> list[Row | BadRow]:
+        try:
+            table = self._load_piece(piece).slice(block * _ROWS_AT_ONCE, _ROWS_AT_ONCE)
+            return _row_by_row(table)
+        except pa.ArrowException as error:
+            first = self._starts[piece] + block * _ROWS_AT_ONCE
+            raise UserError(
+                f"{self._path} is broken from row {first} on ({_short(error)}); {_REMEDY}"
+            ) from error
+
+
+class ArrayRecords:
+    """A JSON object a record."""
+
+    kind = "ArrayRecord"
+
+    def __init__(self, path: pathlib.Path):
+        if not hasattr(grain.sources, "ArrayRecordDataSource"):
+            raise UserError(f"{path} needs the package array_record; pip install array_record")
+        try:
+            self._records = grain.sources.ArrayRecordDataSource(str(path))
+            self._length = self._records.__len__()  # pyright: ignore[reportAttributeAccessIssue]
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(f"{path} is no ArrayRecord ({_short(error)}); {_REMEDY}") from error
+        self._path = path
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        try:
+            record = self._records[range(len(self))[index]]
+        except (RuntimeError, ValueError) as error:
+            raise BadRow(f"cannot be read ({_short(error)})") from error
+        return object_of(record)
+
+    def keys(self, fields: Sequence[str]) -> None:
+        """None: a record has no fields before it is read."""
+
+    def place(self, index: int) -> str:
+        """File and record, counted from 0."""
+        return f"{self._path} record {index}"
+
+
+class Joined:
+    """Several files one after the other."""
+
+    def __init__(self, files: Sequence[RowFile]):
+        self._files = files
+        self._starts = [0, *itertools.accumulate(len(file) for file in files)]
+        self.kind = f"{files[0].kind}, {len(files)} files" if len(files) > 1 else files[0].kind
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: SupportsIndex, /) -> Row:
+        file, row = self._find(range(len(self))[index])
+        return file[row]
+
+    def keys(self, fields: Sequence[str]) -> Iterator[Hashable] | None:
+        """Those of its files, if all have them."""
+        keys = [file.keys(fields) for file in self._files]
+        known = [of_file for of_file in keys if of_file is not None]
+        return itertools.chain.from_iterable(known) if len(known) == len(keys) else None
+
+    def place(self, index: int) -> str:
+        """Its file's."""
+        file, row = self._find(index)
+        return file.place(row)
+
+    def _find(self, index: int) -> tuple[RowFile, int]:
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._files[number], index - self._starts[number]
+
+
+# Which format
+
+
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", ".array_record", ".arrayrecord")
+
+
+def _open_folder(folder: pathlib.Path) -> RowFile:
+    if (folder / "state.json").is_file():
+        return _open_saved(folder)
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = read_json_object(splits, absent="").get("splits", [])
+        raise UserError(
+            f"{folder} holds the splits {', '.join(map(str, names))}; name the folder of one, such as "
+            f"{folder / str(names[0] if names else 'train')}"
+        )
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES]
+    suffixes = {file.suffix for file in files}
+    if len(suffixes) != 1:
+        found = f"files of {len(suffixes)} kinds" if suffixes else "no file of rows"
+        raise UserError(
+            f"{folder} has {found}; name a file ({', '.join(_SUFFIXES)}), or a folder with one kind of them"
+        )
+    return Joined([_open_file(file) for file in files])
+
+
+def _open_saved(folder: pathlib.Path) -> RowFile:
+    """A data set as `datasets` saves it: Arrow streams, named in state.json in their order."""
+    state = read_json_object(folder / "state.json", absent="")
+    entries = state.get("_data_files")
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{folder}/state.json names no data files; {_REMEDY}")
+    if state.get("_indices_data_files"):
+        raise UserError(
+            f"{folder} holds a selection of rows by index; call flatten_indices() before save_to_disk"
+        )
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not all(isinstance(name, str) and pathlib.Path(name).name == name for name in names):
+        raise UserError(f"{folder}/state.json names files outside its folder; {_REMEDY}")
+    missing = [name for name in names if not (folder / str(name)).is_file()]
+    if missing:
+        raise UserError(f"{folder} has no {missing[0]}, which its state.json names; {_REMEDY}")
+    return Joined([_open_arrow(folder / str(name)) for name in names])
+
+
+def _open_file(path: pathlib.Path) -> RowFile:
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    if start.startswith(_LFS):
+        raise UserError(
+            f"{path} is a pointer of Git LFS and not the file itself; run git lfs pull where it lies"
+        )
+    if start.startswith(b"\x1f\x8b"):
+        raise UserError(f"{path} is compressed; unpack it first: gunzip {path}")
+    if start.startswith(b"PAR1") or path.suffix == ".parquet":
+        return _open_parquet(path)
+    if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or path.suffix in (".arrow", ".feather"):
+        return _open_arrow(path)
+    if path.suffix in (".array_record", ".arrayrecord"):
+        return ArrayRecords(path)
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    # A line of JSONL may be a list too, by mistake; the name decides.
+    if text.startswith(b"[") and path.suffix == ".json":
+        return JsonList(path)
+    return JsonLines(path)
+
+
+def _open_parquet(path: pathlib.Path) -> RowFile:
+    try:
+        file = pq.ParquetFile(path, memory_map=True)
+        lengths = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no whole Parquet file ({_short(error)}); {_REMEDY}") from error
+    return Tables(path, "Parquet", lengths, file.read_row_group)
+
+
+def _open_arrow(path: pathlib.Path) -> RowFile:
+    try:
+        source = pa.memory_map(str(path))
+        try:
+            batches = list(pa.ipc.open_stream(source))
+        except pa.ArrowInvalid:
+            source.seek(0)
+            reader = pa.ipc.open_file(source)
+            batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no whole Arrow file ({_short(error)}); {_REMEDY}") from error
+    lengths = [batch.num_rows for batch in batches]
+    return Tables(path, "Arrow", lengths, lambda i: pa.Table.from_batches([batches[i]]))
+
+
+# Rows
+
+
+def _mapped(path: pathlib.Path) -> mmap.mmap | bytes:
+    try:
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _lines(content: mmap.mmap | bytes) -> Iterator[tuple[int, int, int]]:
+    """Number, start and end of every line that is not blank; only line feeds end one, as in JSON."""
+    start = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
+    for number, end in enumerate(_line_ends(content), start=1):
+        # Long lines are not blank: a look at their beginning is enough.
+        if content[start : min(end, start + 64)].strip() or content[start:end].strip():
+            yield number, start, end
+        start = end + 1
+
+
+def _line_ends(content: mmap.mmap | bytes) -> Iterator[int]:
+    for start in range(0, len(content), _CHUNK_BYTES):
+        chunk = np.frombuffer(content[start : start + _CHUNK_BYTES], np.uint8)
+        yield from (start + np.flatnonzero(chunk == ord("\n"))).tolist()
+    yield len(content)
+
+
+def _row_by_row(table: pa.Table) -> list[Row | BadRow]:
+    """The rows of a table; a text that is not UTF-8 spoils its own row alone."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError as error:
+        if table.num_rows == 1:
+            return [BadRow(f"text that is not UTF-8 ({error})")]
+    half = table.num_rows // 2
+    return _row_by_row(table.slice(0, half)) + _row_by_row(table.slice(half))
+
+
+def _columns(table: pa.Table, fields: Sequence[str]) -> list[list[Any]] | None:
+    """The values of all columns that some fields come to; None if they cannot be told."""
+    leaves = [_leaves(table, field) for field in fields]
+    known = [of_field for of_field in leaves if of_field is not None]
+    if len(known) < len(leaves):
+        return None
+    try:
+        return [leaf.to_pylist() for of_field in known for leaf in of_field]
+    except UnicodeDecodeError:
+        return None
+
+
+def _leaves(table: pa.Table, field: str) -> list[pa.Array] | None:
+    """The columns that a dotted field comes to; None if they are not one plain value a row."""
+    top, *inner = [field] if field in table.column_names else field.split(".")
+    if top not in table.column_names:
+        return None
+    column = table.column(top).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # of a table without rows
+        return None
+    for name in inner:
+        if not pa.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+            return None
+        column = column.flatten()[column.type.get_field_index(name)]
+    if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type):
+        if column.null_count or (column.value_lengths().to_numpy() != 1).any():
+            return None
+        column = column.flatten()
+    leaves = column.flatten() if pa.types.is_struct(column.type) else [column]
+    plain = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_integer,
+        pa.types.is_floating,
+    )
+    return leaves if all(any(is_(leaf.type) for is_ in plain) for leaf in leaves) else None
+
+
+def _plain(value: Any) -> Any:
+    """In JSON's types: times and decimals as text; bytes, such as pictures, are left out."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else None
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

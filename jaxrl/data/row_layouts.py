@@ -1,0 +1,266 @@
+r"""Which field of a row is the problem, and which its truth: by a setting, or by what the fields are called.
+
+    verl                   prompt [{role, content}], reward_model.ground_truth
+    DAPO-Math-17k          the same, with DAPO's words around the problem, which are taken off
+    GSM8K                  question, answer "... #### 72": the truth is what follows the marker
+    MATH                   problem, solution "... \boxed{42}": the truth is in the last box
+    problem/answer         and the other pairs of the two lists below
+
+A field in a field is named with dots (`reward_model.ground_truth`). Names are compared without case. What is
+recognised is named on screen, so nobody has to guess what was guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.data.jsonl import BadRow, checked_text, shown
+from jaxrl.data.messages import Context
+from jaxrl.errors import UserError
+
+# Nearest to the meaning first; the first that a file has is taken.
+PROMPT_NAMES = ("problem", "question", "prompt", "query", "instruction", "input")
+ANSWER_NAMES = (
+    *("answer", "ground_truth", "final_answer", "expected_answer", "gold", "target", "label"),
+    *("response", "completion", "output"),
+)
+SOLUTION_NAMES = ("solution", "rationale", "explanation")
+# Which data set a row is from, and what tells a row from all others.
+SOURCE_NAME = "data_source"
+ID_NAMES = ("id", "unique_id", "uid", "index", "extra_info.index")
+
+_VERL_PROMPT, _VERL_ANSWER = "prompt", "reward_model.ground_truth"
+
+# The words that DAPO-Math-17k and its AIME have around every problem.
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+_HASHES = "####"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """Where things are in the rows of a file.
+
+    Attributes:
+      name: for people.
+      prompt, answer: dotted names of fields.
+      solution: of a field with worked solutions; None where there is none, or none is wanted.
+      source: of a field with the name of a data set; None where there is none.
+      template: words that the file has around every problem, written as a template; "" has none.
+      prompt_of: takes them off.
+      answer_of: takes the truth out of the answer's field; BadRow if it holds none.
+    """
+
+    name: str
+    prompt: str
+    answer: str
+    solution: str | None = None
+    source: str | None = None
+    template: str = ""
+    prompt_of: Callable[[Context], Context] = lambda context: context
+    answer_of: Callable[[Any], Any] = lambda value: value
+
+
+def recognise(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    prompt_field: str = "",
+    answer_field: str = "",
+    solution_field: str | None = None,
+    what: str,
+) -> RowLayout:
+    """The layout of a file by its first rows; fields that are named are taken as they are.
+
+    Args:
+      rows: some of the file, at least one.
+      prompt_field, answer_field: dotted names; "" recognises them.
+      solution_field: dotted name; None takes one that is called so, "" wants none.
+      what: the file, for messages.
+
+    Raises:
+      UserError: the rows have no such field, or none that is known.
+    """
+    fields = _fields(rows)
+    for name in filter(None, (prompt_field, answer_field, solution_field)):
+        if name not in fields:
+            raise UserError(f"{what} has no field {name!r}; it has {_listed(fields)}")
+    found = _known(rows, fields)
+    prompt = prompt_field or (found.prompt if found else _first(PROMPT_NAMES, fields))
+    answer = answer_field or (found.answer if found else _first(ANSWER_NAMES, fields))
+    if prompt is None or answer is None or prompt == answer:
+        lacking = " and ".join(
+            setting
+            for setting, name in (("prompt_field", prompt), ("answer_field", answer))
+            if name is None or prompt == answer
+        )
+        raise UserError(
+            f"{what} has a layout that is not known; its fields are {_listed(fields)}. Set {lacking} to the "
+            "fields with the problem and its true answer, dotted where one lies in another "
+            "(reward_model.ground_truth)"
+        )
+    solution = solution_field or None
+    if solution_field is None and not answer_field:
+        solution = found.solution if found else _first(SOLUTION_NAMES, fields)
+    source = SOURCE_NAME if SOURCE_NAME in fields else None
+    if found and not prompt_field and not answer_field:
+        return dataclasses.replace(found, solution=solution, source=source)
+    return RowLayout(
+        name=f"{prompt}/{answer}",
+        prompt=prompt,
+        answer=answer,
+        solution=solution,
+        source=source,
+        template=found.template if found and not prompt_field else "",
+        prompt_of=found.prompt_of if found and not prompt_field else RowLayout.prompt_of,
+        answer_of=found.answer_of if found and not answer_field else RowLayout.answer_of,
+    )
+
+
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """The field of a dotted name; BadRow, with the fields there are, if it is missing."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise BadRow(f"no field {name!r}; the row has {_listed(_fields([row]))}")
+        value = value[part]
+    return value
+
+
+def without(row: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, Any]:
+    """The row without some fields of it, by their dotted names."""
+    rest = dict(row)
+    for name in filter(None, names):
+        if name in rest:
+            del rest[name]
+            continue
+        outer, _, inner = name.partition(".")
+        if inner and isinstance(rest.get(outer), Mapping):
+            rest[outer] = without(rest[outer], [inner])
+    return rest
+
+
+def question_in(context: Context) -> Context:
+    """What a single user message says, which is a question; any other conversation as it is."""
+    if not isinstance(context, str) and len(context) == 1 and context[0]["role"] == "user":
+        return context[0]["content"]
+    return context
+
+
+# Layouts by name
+
+
+def _known(rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> RowLayout | None:
+    if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
+        solution = _first(SOLUTION_NAMES, fields)
+        verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
+        if all(_is_dapo(row.get(_VERL_PROMPT)) for row in rows):
+            return dataclasses.replace(
+                verl,
+                name="DAPO-Math-17k as published",
+                template=f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}",
+                prompt_of=_without_dapo_words,
+            )
+        return verl
+    question, answer = _first(PROMPT_NAMES, fields), _first(ANSWER_NAMES, fields)
+    if question and answer and all(_has_hashes(row.get(answer)) for row in rows):
+        return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_hashes)
+    solution = _first(SOLUTION_NAMES, fields)
+    boxed = solution is not None and any(last_box(row.get(solution)) for row in rows)
+    if question and boxed and (answer is None or answer.lower() in ("response", "completion")):
+        return RowLayout("MATH", question, str(solution), solution, answer_of=_in_last_box)
+    return None
+
+
+def _is_dapo(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or len(prompt) != 1 or not isinstance(prompt[0], Mapping):
+        return False
+    content = prompt[0].get("content")
+    return isinstance(content, str) and _bare(content) is not None
+
+
+def _bare(content: str) -> str | None:
+    if content.startswith(DAPO_BEFORE) and content.endswith(DAPO_AFTER):
+        return content[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
+    return None
+
+
+def _without_dapo_words(context: Context) -> Context:
+    bare = _bare(context) if isinstance(context, str) else None
+    if bare is None:
+        raise BadRow("the prompt has not DAPO's words around it, as the rows before it have")
+    return checked_text(bare, "the problem in DAPO's words")
+
+
+def _has_hashes(answer: Any) -> bool:
+    return isinstance(answer, str) and _HASHES in answer
+
+
+def _after_hashes(answer: Any) -> str:
+    if not _has_hashes(answer):
+        raise BadRow(
+            f"the answer has no {_HASHES!r} before its number, as those of other rows have"
+        )
+    return answer.rpartition(_HASHES)[2].strip()
+
+
+def _in_last_box(solution: Any) -> str:
+    box = last_box(solution)
+    if box is None:
+        raise BadRow(rf"no \boxed{{...}} in the solution, which is {shown(solution)}")
+    return box
+
+
+def last_box(text: Any) -> str | None:
+    r"""What stands in the last \boxed{...} of a text, braces counted; None if there is none."""
+    if not isinstance(text, str):
+        return None
+    starts = list(re.finditer(r"\\f?boxed\s*\{", text))
+    if not starts:
+        return None
+    start = starts[-1].end()
+    depth = 1
+    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[start : start + brace.start()].strip()
+    return None
+
+
+# Fields
+
+
+def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Dotted names of all fields, in their order, with the type of each as people say it."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for key, value in row.items():
+            found.setdefault(str(key), _type(value))
+            if isinstance(value, Mapping):
+                found |= {f"{key}.{name}": kind for name, kind in _fields([value]).items()}
+    return found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
+        return "messages"
+    names = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
+    return names.get(type(value), "object" if isinstance(value, Mapping) else "null")
+
+
+def _listed(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name!r} ({kind})" for name, kind in list(fields.items())[:40]) or "none"
+
+
+def _first(names: Sequence[str], fields: Mapping[str, str]) -> str | None:
+    """The first of some names that a file has, as the file writes it."""
+    written = {field.lower(): field for field in reversed(list(fields))}
+    return next((written[name] for name in names if name in written), None)

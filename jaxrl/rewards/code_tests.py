@@ -1,0 +1,219 @@
+"""Unit tests for code that a model wrote, and running them in a cage; the expected values never go in.
+
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       a program reads and prints
+    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}            a function is called
+    ["assert add(1, 2) == 3", "assert not is_odd(2)"]                 calls, as asserts
+
+A program that is run beside its tests could read them, or change what "equal" means. So calls are made in
+the cage, their values come out as text, are read as literals, and are compared here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.rewards.sandbox import Cage, Report, run_caged
+
+MAX_TESTS = 200
+_MAX_CODE_CHARS = 100_000
+
+# In the cage: runs the program, then each call, and reports the values.
+_CALLER = """
+import json, os, sys
+given = json.load(sys.stdin)
+sys.stdin = open(os.devnull)
+space = {"__name__": "solution"}
+exec(compile(given["program"], "solution.py", "exec"), space)
+if hasattr(space.get("Solution"), given["method"] or " "):
+    space[given["method"]] = getattr(space["Solution"](), given["method"])
+for call in given["calls"]:
+    try:
+        value = repr(eval(call, space))
+    except Exception:
+        value = ""
+    os.write(3, json.dumps(value[:100000]).encode() + b"\\n")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintTest:
+    """A program that is given `stdin` prints `expected`."""
+
+    stdin: str
+    expected: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CallTest:
+    """An expression has a value; `method` names the function, which may be that of a class `Solution`."""
+
+    call: str
+    expected: Any
+    method: str = ""
+
+
+Test = PrintTest | CallTest
+
+
+def read_tests(text: str) -> list[Test]:
+    """The tests of a row.
+
+    Raises:
+      UserError: they have none of the forms above.
+    """
+    try:
+        tests = _tests(text)
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"unit tests {text[:80]!r} cannot be read ({type(error).__name__}: {error}); write JSON with "
+            '"inputs" and "outputs" (and "fn_name" for calls), or a list of asserts "f(...) == literal"'
+        ) from error
+    if not tests:
+        raise UserError(f"unit tests {text[:80]!r} are none; fix or drop the row")
+    return tests[:MAX_TESTS]
+
+
+def _tests(text: str) -> list[Test]:
+    if text.lstrip().startswith("assert"):
+        return [_assertion(line) for line in text.splitlines() if line.strip()]
+    rows = json.loads(text)
+    if isinstance(rows, list):
+        if all(isinstance(row, str) for row in rows):
+            return [_assertion(row) for row in rows]
+        return [PrintTest(_text(row["input"]), _text(row["output"])) for row in rows]
+    inputs, outputs = rows["inputs"], rows["outputs"]
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    name = rows.get("fn_name")
+    if not name:
+        return [PrintTest(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    if not str(name).isidentifier():
+        raise ValueError(f"fn_name {name!r} is no name")
+    return [
+        CallTest(f"{name}({', '.join(map(repr, arguments))})", expected, name)
+        for arguments, expected in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _assertion(line: str) -> CallTest:
+    """ "assert f(1) == 2", "assert f(1)", "assert not f(1)", "assert f(1) is None"."""
+    module = ast.parse(line.strip())
+    statement = module.body[0] if len(module.body) == 1 else None
+    if not isinstance(statement, ast.Assert):
+        raise ValueError(f"{line[:80]!r} is no assert")
+    test = statement.test
+    if (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Eq | ast.Is)
+    ):
+        sides = (test.left, test.comparators[0])
+        for call, value in (sides, sides[::-1]):
+            try:
+                return CallTest(ast.unparse(call), ast.literal_eval(value))
+            except ValueError:
+                continue
+        raise ValueError(f"{line[:80]!r} compares with no literal")
+    if (
+        isinstance(test, ast.UnaryOp)
+        and isinstance(test.op, ast.Not)
+        and isinstance(test.operand, ast.Call)
+    ):
+        return CallTest(f"not ({ast.unparse(test.operand)})", True)
+    if isinstance(test, ast.Call):
+        return CallTest(f"not ({ast.unparse(test)})", False)
+    raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
+
+
+def run_tests(argument: tuple[str, str, float]) -> list[bool] | None:
+    """Which tests a program passes; None where the time was over. Runs in a worker.
+
+    Args:
+      argument: the program, the tests as text, and the seconds of processor time: of all calls, or of each
+        run of a program that prints, of which all together have four times as long.
+    """
+    program, text, seconds = argument
+    tests = read_tests(text)
+    if len(program) > _MAX_CODE_CHARS:
+        return [False] * len(tests)
+    calls = [test for test in tests if isinstance(test, CallTest)]
+    if calls:
+        return _run_calls(program, calls, seconds)
+    passed = []
+    until = time.monotonic() + 4 * seconds
+    for test in tests:
+        assert isinstance(test, PrintTest), "the others are calls"
+        left = until - time.monotonic()
+        if left <= 0:
+            return None
+        cage = Cage(seconds=min(seconds, left / 2))
+        outcome = run_caged(_python(program), cage, stdin=test.stdin.encode())
+        if outcome.status is None:
+            return None
+        printed = outcome.output.decode(errors="replace")
+        passed.append(outcome.status == 0 and _lines(printed) == _lines(test.expected))
+        if not passed[-1]:
+            # What fails one test is wrong; the time of the others is saved.
+            break
+    return passed + [False] * (len(tests) - len(passed))
+
+
+def _run_calls(program: str, tests: list[CallTest], seconds: float) -> list[bool] | None:
+    given = {"program": program, "calls": [t.call for t in tests], "method": tests[0].method}
+    outcome = run_caged(_python(_CALLER), Cage(seconds=seconds), stdin=json.dumps(given).encode())
+    if outcome.status is None:
+        return None
+    values = outcome.report.splitlines()[: len(tests)]
+    values += [b'""'] * (len(tests) - len(values))
+    return [_has_value(v, t.expected) for v, t in zip(values, tests, strict=True)]
+
+
+def _python(program: str) -> Callable[[Report], None]:
+    def body(report: Report) -> None:
+        del report
+        # -I: nothing of the user's is imported; what it prints is not buffered away when it is ended.
+        os.set_inheritable(3, True)
+        with open("program.py", "w", encoding="utf-8", errors="replace") as file:
+            file.write(program)
+        os.execve(sys.executable, [sys.executable, "-I", "-B", "program.py"], {"LANG": "C.UTF-8"})
+
+    return body
+
+
+def _has_value(reported: bytes, expected: Any) -> bool:
+    try:
+        value = ast.literal_eval(json.loads(reported))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False
+    return _equal(value, expected)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    if isinstance(value, bool) != isinstance(expected, bool):
+        return False
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        return numbers and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+    # JSON has lists alone.
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_equal(value[k], expected[k]) for k in value)
+    return value == expected
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,296 @@
+"""Graders by name, with options, and which source has which: one object that a run asks for all its verdicts.
+
+    Graders(("answer", {}), {"math500": ("math", {}), "puzzles": ("reasoning_gym", {"task": "countdown"})})
+      .grade(samples)   ->  each sample to the grader of its row's source  ->  verdicts, in order
+      .submit(question) ->  any of this beside whatever comes next
+      .fault_of(row)    ->  why the ground truth of a row cannot be graded against
+
+Graders that need processes share one pool, which starts with the first question to it. Failures are
+counted by kind, and the first of each kind is logged in full.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import json
+import logging
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.checks import check_value
+from jaxrl.errors import UserError
+from jaxrl.rewards.answer import grade_answer, grade_gsm8k
+from jaxrl.rewards.caged_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
+from jaxrl.rewards.grader_pool import GraderPool
+from jaxrl.rewards.grading import (
+    Failure,
+    FunctionGrader,
+    Grader,
+    Row,
+    Sample,
+    TextGrader,
+    Verdict,
+    empty_fault,
+)
+from jaxrl.rewards.math_grader import EQUAL, MathGrader
+from jaxrl.rewards.pool_functions import load_pool_function
+from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
+from jaxrl.rewards.worker import WorkerFault
+from jaxrl.user_code import load_function
+
+Result = typing.TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+GraderChoice = tuple[str, Mapping[str, Any]]
+"""A name of `GRADERS`, or where a user's function is; and options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraderKind:
+    """How a grader is made.
+
+    Attributes:
+      build: of the pool, if it asks one, and options.
+      asks: what it asks the pool for; "" asks nothing.
+      package: that has to be installed.
+      extra: of jaxrl, that installs it.
+    """
+
+    build: Callable[..., Grader]
+    asks: str = ""
+    package: str = ""
+    extra: str = ""
+
+
+GRADERS: dict[str, GraderKind] = {
+    "answer": GraderKind(lambda: FunctionGrader(grade_answer)),
+    "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k)),
+    "math": GraderKind(MathGrader, EQUAL, "math_verify", "math"),
+    "choice": GraderKind(ChoiceGrader),
+    "exact": GraderKind(ExactGrader),
+    "regex": GraderKind(RegexGrader, SEARCH),
+    "code": GraderKind(CodeGrader, CODE),
+    "reasoning_gym": GraderKind(ReasoningGymGrader, TASK, "reasoning_gym", "demo"),
+}
+
+
+def check_grader(name: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError where there is no such grader, it lacks a package, or refuses its options."""
+    _built(name, options, None)
+
+
+class Graders:
+    """All graders of a run. Close it after use."""
+
+    def __init__(
+        self,
+        default: GraderChoice,
+        by_source: Mapping[str, GraderChoice] | None = None,
+        *,
+        workers: int = 0,
+        cpu_seconds: float = 4.0,
+    ):
+        """Builds them; no process is started yet.
+
+        Args:
+          default: of sources that are not in `by_source`.
+          by_source: others, by the name of a data set.
+          workers: processes for those that need them; 0 takes one for each core.
+          cpu_seconds: processor time of one response in such a process.
+
+        Raises:
+          UserError: as of `check_grader`.
+        """
+        choices = {"": default, **(by_source or {})}
+        asked = [_asks(name) for name, _ in choices.values()]
+        self._pool = GraderPool(
+            sorted({name for name in asked if name}),
+            load_pool_function,
+            workers=workers,
+            cpu_seconds=cpu_seconds,
+        )
+        made: dict[str, Grader] = {}
+        self._graders: dict[str, Grader] = {}
+        self._names: dict[str, str] = {}
+        for source, (name, options) in choices.items():
+            key = json.dumps([name, dict(options)], sort_keys=True, default=str)
+            if key not in made:
+                made[key] = _built(name, options, self._pool)
+            self._graders[source], self._names[source] = made[key], name
+        self._failures: collections.Counter[str] = collections.Counter()
+        self._shown: set[str] = set()
+        self._aside: concurrent.futures.ThreadPoolExecutor | None = None
+
+    @staticmethod
+    def of(grader: Grader) -> Graders:
+        """One grader for all sources."""
+        graders = Graders(("exact", {}))
+        graders._graders[""], graders._names[""] = grader, type(grader).__name__
+        return graders
+
+    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """A verdict on each sample, in order.
+
+        Raises:
+          UserError: a ground truth cannot be read.
+        """
+        places: dict[int, list[int]] = {}
+        for n, sample in enumerate(samples):
+            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
+        verdicts: dict[int, Verdict] = {}
+        for group in places.values():
+            grader = self._grader_of(samples[group[0]].row)
+            found = grader.grade([samples[n] for n in group])
+            verdicts.update(zip(group, found, strict=True))
+        ordered = [verdicts[n] for n in range(len(samples))]
+        self._count(samples, ordered)
+        return ordered
+
+    def submit(self, question: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+        """Runs a question to these graders on a thread of its own, one after the other as they come."""
+        if self._aside is None:
+            self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grading")
+        return self._aside.submit(question)
+
+    def fault_of(self, row: Row) -> str | None:
+        """Why the row cannot be graded against; None if it can."""
+        return empty_fault(row) or self._grader_of(row).fault_of(row)
+
+    def take_failures(self) -> dict[str, int]:
+        """How often graders have failed since the last call, by kind."""
+        failures, self._failures = dict(self._failures), collections.Counter()
+        return failures
+
+    def close(self) -> None:
+        """Ends what grades beside, and the processes."""
+        # The pool first: whoever waits for it gets an answer.
+        self._pool.close()
+        if self._aside is not None:
+            self._aside.shutdown()
+
+    def _grader_of(self, row: Row) -> Grader:
+        return self._graders.get(row.source, self._graders[""])
+
+    def _count(self, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
+        for sample, verdict in zip(samples, verdicts, strict=True):
+            failure = verdict.failure
+            if failure is None:
+                continue
+            self._failures[failure.kind] += 1
+            if failure.kind not in self._shown:
+                self._shown.add(failure.kind)
+                self._show(sample, failure)
+
+    def _show(self, sample: Sample, failure: Failure) -> None:
+        name = self._names.get(sample.row.source, self._names[""])
+        logger.warning(
+            "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
+            "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
+            name,
+            failure.kind,
+            failure.message,
+            sample.row.answer[:80],
+            sample.text[-160:],
+            failure.kind,
+        )
+
+
+def check_rows(graders: Graders, rows: Iterable[tuple[Row, str]]) -> None:
+    """Lets graders read ground truths before there is a response to any.
+
+    Args:
+      graders: of the run.
+      rows: each with what to call it in errors.
+
+    Raises:
+      UserError: a ground truth cannot be read; the message names its row.
+    """
+    # Many problems share an answer, and what else a row has only two graders look at.
+    seen: set[tuple[str, str]] = set()
+    for row, where in rows:
+        key = (row.source, row.answer)
+        if key in seen and not row.extra:
+            continue
+        seen.add(key)
+        if fault := graders.fault_of(row):
+            raise UserError(f"{where}: {fault}")
+
+
+class _PathGrader:
+    """A user's function of two texts, in the processes of a pool, so that one that hangs can be ended."""
+
+    def __init__(self, path: str, pool: GraderPool):
+        self._path = path
+        self._pool = pool
+        # Here as well: what a path does not lead to is told before anything is started.
+        self._function: TextGrader = load_function(path, "grader", takes=("response", "answer"))
+
+    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+        asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
+        return [self._verdict(future) for future in asked]
+
+    def fault_of(self, row: Row) -> str | None:
+        return FunctionGrader(self._function).fault_of(row)
+
+    def _verdict(self, future: concurrent.futures.Future[Any]) -> Verdict:
+        try:
+            grade = future.result()
+            return Verdict.of(bool(grade.correct), grade.prediction)
+        except WorkerFault as fault:
+            return Verdict.failed(fault.kind, str(fault))
+        except AttributeError as error:
+            return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
+
+
+def _asks(name: str) -> str:
+    """What a grader asks the pool for."""
+    return name if ":" in name else GRADERS[name].asks if name in GRADERS else ""
+
+
+def _built(name: str, options: Mapping[str, Any], pool: GraderPool | None) -> Grader:
+    """The grader; without a pool one that is not asked anything."""
+    pool = pool or GraderPool((), load_pool_function, workers=1, cpu_seconds=1.0)
+    if ":" in name:
+        if options:
+            raise UserError(
+                f"grader {name!r} is a function of your own and takes no options, but has {dict(options)}; "
+                "write them into the function"
+            )
+        return _PathGrader(name, pool)
+    if name not in GRADERS:
+        near = difflib.get_close_matches(name, GRADERS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(
+            f"no grader is called {name!r}{hint}; use one of {', '.join(sorted(GRADERS))}, "
+            "or your own as package.module:function or path/to/file.py:function"
+        )
+    kind = GRADERS[name]
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        raise UserError(
+            f"the grader {name!r} needs the package {kind.package}, which is not installed; run "
+            f"pip install 'jaxrl[{kind.extra}]', or use the grader 'answer'"
+        )
+    _check_options(name, kind, options)
+    return kind.build(pool, **options) if kind.asks else kind.build(**options)
+
+
+def _check_options(name: str, kind: GraderKind, options: Mapping[str, Any]) -> None:
+    known = {
+        parameter.name: parameter
+        for parameter in inspect.signature(kind.build).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    hints = typing.get_type_hints(kind.build.__init__) if inspect.isclass(kind.build) else {}
+    for option, value in options.items():
+        if option not in known:
+            raise UserError(
+                f"grader {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
+            )
+        check_value(f"grader_options.{option}", value, hints[option])

@@ -1,0 +1,371 @@
+r"""Expressions of school and contest mathematics, read from tokens by recursive descent.
+
+    2\sin^2 x + 1\frac{1}{2}  ->  Node("add", (Node("mul", (2, Node("pow", ...))), 3/2))
+
+What has two readings has none here: two numbers side by side ("4 2"), a number after a letter ("x2"), a sign
+after a sign ("--42"), a command that is not known. "2\frac{1}{2}" is a mixed number, `i` the imaginary unit,
+`e` Euler's number, \log the decimal logarithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+
+from jaxrl.rewards.math_tokens import FUNCTIONS, Token, Unreadable, number_of
+
+_MAX_DEPTH = 60
+_CONSTANTS = {"pi": "pi", "infty": "inf"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """An expression.
+
+    Attributes:
+      kind: "num", "sym", "const", "add", "mul", "div", "pow", "neg", "mixed", "fact", "abs", "binom",
+        "floor", "ceil", or a function's name.
+      parts: operands; of the first three, a value or a name.
+    """
+
+    kind: str
+    parts: tuple
+
+    def kinds(self) -> set[str]:
+        """Those of all nodes in it."""
+        found = {self.kind}
+        for part in self.parts:
+            if isinstance(part, Node):
+                found |= part.kinds()
+        return found
+
+
+def num(value: Fraction | int) -> Node:
+    """A number."""
+    return Node("num", (Fraction(value),))
+
+
+def expression(tokens: Sequence[Token]) -> Node:
+    """What all tokens together mean.
+
+    Raises:
+      Unreadable: nothing, or more than one thing.
+    """
+    parser = _Parser(tokens)
+    node = parser.sum()
+    if parser.here is not None:
+        raise Unreadable(f"{parser.here.text!r} is too much")
+    return node
+
+
+class _Parser:
+    def __init__(self, tokens: Sequence[Token]):
+        self._tokens = tokens
+        self._place = 0
+        self._depth = 0
+
+    @property
+    def here(self) -> Token | None:
+        return self._tokens[self._place] if self._place < len(self._tokens) else None
+
+    def _ahead(self, offset: int) -> Token | None:
+        place = self._place + offset
+        return self._tokens[place] if place < len(self._tokens) else None
+
+    def _is(self, *texts: str, kind: str = "op") -> bool:
+        return self.here is not None and self.here.kind == kind and self.here.text in texts
+
+    def _take(self) -> Token:
+        token = self.here
+        if token is None:
+            raise Unreadable("it ends too early")
+        self._place += 1
+        return token
+
+    def _expect(self, text: str, kind: str = "op") -> None:
+        token = self._take()
+        if (token.kind, token.text) != (kind, text):
+            raise Unreadable(f"{text!r} is missing before {token.text!r}")
+
+    def sum(self) -> Node:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise Unreadable("it is nested too deep")
+        parts = [self._signed()]
+        while self._is("+", "-"):
+            negative = self._take().text == "-"
+            if self._is("+", "-"):
+                raise Unreadable("two signs side by side")
+            term = self._product()
+            parts.append(Node("neg", (term,)) if negative else term)
+        self._depth -= 1
+        return parts[0] if len(parts) == 1 else Node("add", tuple(parts))
+
+    def _signed(self) -> Node:
+        if self._is("+", "-"):
+            negative = self._take().text == "-"
+            if self._is("+", "-"):
+                raise Unreadable("two signs side by side")
+            term = self._product()
+            return Node("neg", (term,)) if negative else term
+        return self._product()
+
+    def _product(self) -> Node:
+        node, plain = self._power(), self._place
+        first = self._tokens[plain - 1]
+        mixed = node.kind == "num" and first.kind == "num" and node.parts[0].denominator == 1
+        while True:
+            if self._is("*", "/"):
+                divides = self._take().text == "/"
+                negative = self._is("-")
+                if negative:
+                    raise Unreadable("a sign after an operator")
+                factor = self._power()
+                node = Node("div" if divides else "mul", (node, factor))
+                mixed = False
+            elif self._starts_atom():
+                token = self.here
+                assert token is not None, "it starts something"
+                if token.kind == "num":
+                    if not mixed:
+                        raise Unreadable("a number after something else")
+                    node = self._mixed(node)
+                elif mixed and self._is("frac", kind="cmd"):
+                    fraction = self._power()
+                    node = _mixed_or_product(node, fraction)
+                else:
+                    node = Node("mul", (node, self._power()))
+                mixed = False
+            else:
+                return node
+
+    def _mixed(self, whole: Node) -> Node:
+        """ "2 1/2", where nothing else can be meant."""
+        above, slash, below = self._take(), self.here, self._ahead(1)
+        if (
+            not above.spaced
+            or slash is None
+            or slash.text != "/"
+            or below is None
+            or below.kind != "num"
+        ):
+            raise Unreadable("two numbers side by side")
+        self._place += 2
+        return _mixed_or_product(
+            whole, Node("div", (num(number_of(above)), num(number_of(below)))), product=False
+        )
+
+    def _starts_atom(self) -> bool:
+        token = self.here
+        if token is None or token.kind == "word":
+            return False
+        if token.kind in ("num", "sym"):
+            return True
+        if token.kind == "op":
+            return token.text in "({["
+        return token.text in _CONSTANTS or token.text in _ATOMS or token.text in FUNCTIONS
+
+    def _power(self) -> Node:
+        node = self._postfix(self._atom())
+        if self._is("^"):
+            self._take()
+            node = Node("pow", (node, self._exponent()))
+            node = self._postfix(node)
+            if self._is("^"):
+                raise Unreadable("a power of a power without brackets")
+        return node
+
+    def _exponent(self) -> Node:
+        if self._is("{"):
+            return self._group("{", "}")
+        if self._is("-"):
+            self._take()
+            return Node("neg", (self._atom(),))
+        return self._atom()
+
+    def _postfix(self, node: Node) -> Node:
+        while True:
+            if self._is("!"):
+                self._take()
+                node = Node("fact", (node,))
+            elif self._is("degree", kind="cmd"):
+                self._take()
+                node = Node("div", (Node("mul", (node, Node("const", ("pi",)))), num(180)))
+            elif self._is("%") or self._is("%", kind="cmd"):
+                self._take()
+                node = Node("div", (node, num(100)))
+            else:
+                return node
+
+    def _group(self, opening: str, closing: str) -> Node:
+        self._expect(opening)
+        node = self.sum()
+        self._expect(closing)
+        return node
+
+    def _atom(self) -> Node:
+        token = self.here
+        if token is None:
+            raise Unreadable("it ends too early")
+        if token.kind == "num":
+            return self._number()
+        if token.kind == "sym":
+            return self._symbol()
+        if token.kind == "op":
+            for opening, closing in ("()", "{}", "[]"):
+                if token.text == opening:
+                    return self._group(opening, closing)
+            if token.text == "|":
+                self._take()
+                node = self.sum()
+                self._expect("|")
+                return Node("abs", (node,))
+            raise Unreadable(f"{token.text!r} in this place")
+        if token.kind == "word":
+            raise Unreadable(f"the word {token.text!r}")
+        return self._command()
+
+    def _number(self) -> Node:
+        token = self._take()
+        value = number_of(token)
+        # 0.\overline{3}
+        dot = self.here
+        repeats = self._ahead(1) if dot is not None and dot.text == "." else self.here
+        if repeats is not None and repeats.kind == "cmd" and repeats.text in ("overline", "bar"):
+            if dot is not None and dot.text == ".":
+                self._take()
+                places = 0
+            elif "." in token.text:
+                places = len(token.text.partition(".")[2])
+            else:
+                raise Unreadable("digits repeat before the point")
+            self._take()
+            self._expect("{")
+            digits = self._take()
+            if digits.kind != "num" or not digits.text.isdigit():
+                raise Unreadable("what repeats is no number")
+            self._expect("}")
+            value += Fraction(int(digits.text), (10 ** len(digits.text) - 1) * 10**places)
+        return num(value)
+
+    def _symbol(self) -> Node:
+        token = self._take()
+        name = token.text
+        if self._is("_"):
+            self._take()
+            name += "_" + self._subscript()
+        while self._is("'"):
+            name += self._take().text
+        if name == "e":
+            return Node("const", ("e",))
+        if name == "i":
+            return Node("const", ("i",))
+        return Node("sym", (name,))
+
+    def _subscript(self) -> str:
+        if not self._is("{"):
+            token = self._take()
+            if token.kind not in ("num", "sym"):
+                raise Unreadable("such a subscript")
+            return token.text
+        self._take()
+        name = ""
+        while not self._is("}"):
+            name += self._take().text
+        self._take()
+        return name
+
+    def _argument(self) -> Node:
+        """In braces, or one digit, letter or command, as TeX takes it."""
+        if self._is("{"):
+            return self._group("{", "}")
+        token = self.here
+        if token is not None and token.kind == "num" and token.text.isdigit():
+            digit, rest = token.text[0], token.text[1:]
+            if rest:
+                tokens = list(self._tokens)
+                tokens[self._place] = Token("num", rest)
+                self._tokens = tokens
+            else:
+                self._take()
+            return num(int(digit))
+        if token is None or token.kind == "op":
+            raise Unreadable("an argument is missing")
+        return self._atom()
+
+    def _command(self) -> Node:
+        name = self._take().text
+        if name in _CONSTANTS:
+            return Node("const", (_CONSTANTS[name],))
+        if name == "frac":
+            above = self._argument()
+            return Node("div", (above, self._argument()))
+        if name == "binom":
+            above = self._argument()
+            return Node("binom", (above, self._argument()))
+        if name == "sqrt":
+            return self._root()
+        if name in FUNCTIONS:
+            return self._function(name)
+        for opening, closing, kind in (("lfloor", "rfloor", "floor"), ("lceil", "rceil", "ceil")):
+            if name == opening:
+                node = self.sum()
+                self._expect(closing, "cmd")
+                return Node(kind, (node,))
+        raise Unreadable(f"\\{name}")
+
+    def _root(self) -> Node:
+        index = self._group("[", "]") if self._is("[") else num(2)
+        if self._is("("):
+            node = self._group("(", ")")
+        elif self.here is not None and self.here.kind == "num":
+            node = num(number_of(self._take()))
+        else:
+            node = self._argument()
+        return Node("pow", (node, Node("div", (num(1), index))))
+
+    def _function(self, name: str) -> Node:
+        power = base = None
+        for _ in range(2):
+            if self._is("^") and power is None:
+                self._take()
+                power = self._exponent()
+            elif self._is("_") and base is None and name == "log":
+                self._take()
+                base = self._group("{", "}") if self._is("{") else self._argument()
+        if power == Node("neg", (num(1),)) and name in ("sin", "cos", "tan"):
+            name, power = "arc" + name, None
+        if self._is("("):
+            argument = self._group("(", ")")
+        elif self._is("{"):
+            argument = self._group("{", "}")
+        else:
+            argument = self._power()
+            while self._starts_atom() and self.here is not None:
+                if self.here.kind == "num" or self.here.text in FUNCTIONS or self._is("("):
+                    break
+                argument = Node("mul", (argument, self._power()))
+        node = Node(name, (argument,))
+        if base is not None:
+            node = Node("div", (Node("ln", (argument,)), Node("ln", (base,))))
+        return node if power is None else Node("pow", (node, power))
+
+
+_ATOMS = frozenset(("frac", "binom", "sqrt", "lfloor", "lceil"))
+
+
+def _mixed_or_product(whole: Node, fraction: Node, *, product: bool = True) -> Node:
+    above, below = fraction.parts if fraction.kind == "div" else (None, None)
+    if (
+        isinstance(above, Node)
+        and isinstance(below, Node)
+        and above.kind == below.kind == "num"
+        and above.parts[0].denominator == below.parts[0].denominator == 1
+    ):
+        if 0 < above.parts[0] < below.parts[0]:
+            return Node("mixed", (whole, fraction))
+        raise Unreadable("a mixed number with an improper fraction")
+    if not product:
+        raise Unreadable("two numbers side by side")
+    return Node("mul", (whole, fraction))

@@ -1,0 +1,71 @@
+"""What the processes of a grader pool can be asked for, by name; a name with a colon is a user's grader."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.rewards.caged_graders import CODE, TASK
+from jaxrl.rewards.code_tests import run_tests
+from jaxrl.rewards.math_grader import EQUAL
+from jaxrl.rewards.sandbox import Cage, run_caged
+from jaxrl.rewards.simple_graders import SEARCH, search
+from jaxrl.user_code import load_function
+
+# No answer to a puzzle needs them; in a scorer that evaluates its answer they reach everything.
+_CODE = re.compile(
+    r"__|\b(?:import|lambda|exec|eval|open|globals|getattr|setattr)\b|\w\.[A-Za-z_]\w*\s*\("
+)
+
+
+def load_pool_function(name: str) -> Callable[[Any], Any]:
+    """The function of that name, with all that it imports."""
+    if ":" in name:
+        function = load_function(name, "grader", takes=("response", "answer"))
+        return lambda texts: function(*texts)
+    return _loaders()[name]()
+
+
+def _load_equality() -> Callable[[tuple[str, str]], bool]:
+    from jaxrl.rewards.math_equality import equal
+
+    return lambda pair: equal(*pair)
+
+
+def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
+    from reasoning_gym import factory
+
+    scorer_of: Any = factory.get_score_answer_fn
+
+    def score(argument: tuple[str, str, dict, float]) -> float | str:
+        task, answer, entry, seconds = argument
+        if task not in factory.DATASETS:
+            return f"raised: reasoning-gym has no task {task!r}"
+        if _CODE.search(answer):
+            return 0.0
+        scorer = scorer_of(task)
+
+        def body(report: Callable[[bytes], None]) -> None:
+            # What it raises is about the answer, as often as not; the cage says that there was no mark.
+            report(json.dumps(float(scorer(answer, entry))).encode())
+
+        outcome = run_caged(body, Cage(seconds=seconds))
+        if outcome.status is None:
+            return f"timeout: the scorer of {task} has taken more than {seconds:g} s"
+        try:
+            return float(json.loads(outcome.report))
+        except ValueError:
+            return f"raised: the scorer of {task} gave no mark (status {outcome.status})"
+
+    return score
+
+
+def _loaders() -> dict[str, Callable[[], Callable[[Any], Any]]]:
+    return {
+        EQUAL: _load_equality,
+        SEARCH: lambda: search,
+        CODE: lambda: run_tests,
+        TASK: _load_scorer,
+    }

@@ -1,0 +1,162 @@
+"""Shows what a run would read, without training; converts files of problems.
+
+    jaxrl data --config configs/dapo_tiny.py [--config.NAME=VALUE ...] [--show 3]
+    jaxrl data dapo-math-17k.parquet --tokenizer models/Qwen2.5-7B --chat --show 3
+    jaxrl data dapo-math-17k.parquet --to dapo.jsonl
+
+Prints the data card: rows, what is left out and why, duplicates, lengths in tokens, shares; with --show
+prompts as the model sees them, special tokens included. --to writes what is left of the problems to train
+on. What the user can fix is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxrl.config.command_line import load_config, take_overrides
+from jaxrl.config.config_tree import leaf_types
+from jaxrl.config.schema import Config
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.records import Record, text_of_context
+from jaxrl.data.row_writers import rows_of, write_rows
+from jaxrl.data.stream import EncodedPrompts
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.trainer.context import tokenizer_of
+from jaxrl.trainer.needs import truth_faults
+from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
+
+_RULE = "-" * 80
+# Of a file on its own: nothing is left out for its length unless that is asked for.
+_ANY_LENGTH = 2**24
+
+
+def main(argv: Sequence[str]) -> int:
+    """Shows and converts as the program's name and its arguments say; returns the exit status."""
+    program, *arguments = argv
+    parser = _parser(program)
+    try:
+        overrides, rest = take_overrides(arguments, leaf_types(Config))
+        args = parser.parse_args(rest)
+        if bool(args.files) == bool(args.config):
+            raise UserError("name files of problems, or a recipe with --config, and not both")
+        if args.config:
+            _of_recipe(args, overrides)
+        elif overrides:
+            raise UserError("--config.NAME=VALUE changes a recipe; name one with --config")
+        else:
+            _of_files(args)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="JSONL, Parquet, Arrow, ...")
+    parser.add_argument("--config", default="", help="recipe whose sources are shown")
+    parser.add_argument("--show", type=int, default=0, help="prompts of each source to show")
+    parser.add_argument("--to", default="", help="file to write: out.jsonl or out.parquet")
+    of_files = parser.add_argument_group("of files; a recipe has settings for these")
+    of_files.add_argument("--tokenizer", default="", help="Hugging Face tokenizer directory")
+    of_files.add_argument("--prompt_field", default="", help="default: recognised")
+    of_files.add_argument("--answer_field", default="", help="default: recognised")
+    of_files.add_argument("--grader", default="", help="asked whether it can read every truth")
+    of_files.add_argument("--template", default="{prompt}", help="text around {prompt}")
+    of_files.add_argument("--chat", action="store_true", help="through the chat template")
+    of_files.add_argument("--system_prompt", default="")
+    of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
+    of_files.add_argument("--keep_duplicates", action="store_true")
+    return parser
+
+
+def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    config = load_config(Config, args.config, overrides)
+    truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
+    problems = ProblemReader(config.data).read(truths)
+    _report(problems, config.data, tokenizer_of(config, problems, ()), args)
+
+
+def _of_files(args: argparse.Namespace) -> None:
+    sources = {
+        f"{pathlib.Path(path).name}{f'_{i}' if i else ''}": SourceConfig(
+            path=path, prompt_field=args.prompt_field, answer_field=args.answer_field
+        )
+        for i, path in enumerate(args.files)
+    }
+    data = DataConfig(
+        sources=sources,
+        template=args.template,
+        chat=args.chat,
+        system_prompt=args.system_prompt,
+        max_prompt_tokens=args.max_prompt_tokens,
+        duplicates="keep" if args.keep_duplicates else "drop",
+    )
+    truths = functools.partial(truth_faults, (args.grader, {})) if args.grader else None
+    problems = ProblemReader(data).read_training(truths)
+    if args.chat and not args.tokenizer:
+        raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    _report(problems, data, tokenizer, args)
+
+
+def _report(
+    problems: Problems, data: DataConfig, tokenizer: Tokenizer | None, args: argparse.Namespace
+) -> None:
+    train = evaluation = ()
+    if tokenizer is not None:
+        train = encode(problems.train, data, tokenizer)
+        evaluation = encode(problems.evaluation, data, tokenizer)
+    print(card_of(problems, train, evaluation))
+    sources = (*problems.train, *problems.evaluation)
+    encoded = (*train, *evaluation) or (None,) * len(sources)
+    for source, prompts in zip(sources, encoded, strict=True):
+        if args.show > 0:
+            print(f"{_RULE}\n{source.name}, as {'the model sees it' if prompts else 'text'}")
+        template = data.format_of(source.settings, source.own_template)
+        for row in range(min(args.show, len(source.records))):
+            if prompts is None or tokenizer is None:
+                record = source.records[row]
+                print(_shown(template.around(text_of_context(record.prompt)), record))
+            elif row < len(prompts.prompts):
+                print(_seen(prompts, row, tokenizer, source.records))
+    if args.to:
+        records = problems.train_records
+        write_rows(rows_of(records), args.to)
+        print(f"{len(records):,} problems written to {args.to}")
+
+
+def _seen(
+    encoded: EncodedPrompts, row: int, tokenizer: Tokenizer, records: Sequence[Record]
+) -> str:
+    prompts = encoded.prompts
+    text = tokenizer.backend.decode(prompts.tokens[row].tolist(), skip_special_tokens=False)
+    record = records[int(prompts.ids_N[row])]
+    return _shown(text, record, f"{len(prompts.tokens[row])} tokens, ")
+
+
+def _shown(text: str, record: Record, length: str = "") -> str:
+    extra = f"  extra {json.dumps(record.extra, ensure_ascii=False)[:200]}" if record.extra else ""
+    about = f"[{length}{record.source}]  answer {record.answer!r}{extra}"
+    return f"{_RULE}\n{_printable(text)}\n{_printable(about)}"
+
+
+def _printable(text: str) -> str:
+    """What a file holds may steer a terminal; nothing but line feeds and tabs may here."""
+    return "".join(_printables(text))
+
+
+def _printables(text: str) -> Iterator[str]:
+    for char in text:
+        yield char if char.isprintable() or char in "\n\t" else f"\\u{ord(char):04x}"

@@ -1,0 +1,180 @@
+"""The problems of a run: every source of its config, read once, each truth put to its grader."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxrl.data.data_card import CardEntry, data_card
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.messages import PromptFormat
+from jaxrl.data.records import Record
+from jaxrl.data.sources import FaultOf, Source, read_source
+from jaxrl.data.stream import EncodedPrompts, encode_prompts
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+from jaxrl.planner.requirements import Lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """What is trained on and what is evaluated with, source by source; no problem is in both.
+
+    Attributes:
+      train, evaluation: the sources.
+    """
+
+    train: tuple[Source, ...] = ()
+    evaluation: tuple[Source, ...] = ()
+
+    @property
+    def train_records(self) -> tuple[Record, ...]:
+        """All problems to train on."""
+        return _records(self.train)
+
+    @property
+    def evaluation_records(self) -> tuple[Record, ...]:
+        """All problems to evaluate with."""
+        return _records(self.evaluation)
+
+    @property
+    def settings(self) -> dict[str, SourceConfig]:
+        """The settings of each data set, by the name that its problems carry."""
+        return settings_by_name((*self.train, *self.evaluation))
+
+    def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
+        """How problems to train on become prompts, by the name of their data set."""
+        return {
+            name: data.format_of(source.settings, source.own_template)
+            for source in self.train
+            for name in source.source_names
+        }
+
+
+class ProblemReader:
+    """Reads the sources of a config, each once, whoever asks first."""
+
+    def __init__(self, data: DataConfig):
+        self._data = data
+        self._found: dict[str, Source] = {}
+
+    @property
+    def lookups(self) -> list[Lookup]:
+        """Files and tasks that the run will ask for."""
+        return [
+            Lookup(name, functools.partial(self._read, name, settings))
+            for name, settings in self._all.items()
+            if settings.is_named
+        ]
+
+    @property
+    def is_named(self) -> bool:
+        """The config names any problems."""
+        return any(settings.is_named for settings in self._all.values())
+
+    def read(self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None) -> Problems:
+        """Everything, checked.
+
+        Args:
+          truths: makes the check of ground truths, given the settings of each data set by its name; None
+            checks none, in a run without a grader.
+
+        Raises:
+          UserError: a source cannot be used, nothing is left of it, or a bad row is to be refused.
+        """
+        evaluation = [self._read(*item) for item in self._data.evaluation_sources.items()]
+        return self._checked(evaluation, truths)
+
+    def read_training(
+        self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None
+    ) -> Problems:
+        """Nothing to evaluate with; otherwise as `read`."""
+        return self._checked([], truths)
+
+    def _checked(
+        self,
+        evaluation: list[Source],
+        truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None,
+    ) -> Problems:
+        train = [self._read(*item) for item in self._data.training_sources.items()]
+        held_out = _records(evaluation)
+        train = [source.without_prompts_of(held_out) for source in train]
+        settings = settings_by_name((*train, *evaluation))
+        if truths is not None:
+            refuse = self._data.bad_rows == "error"
+            check = functools.partial(
+                Source.with_readable_truths, fault_of=truths(settings), refuse=refuse
+            )
+            train, evaluation = list(map(check, train)), list(map(check, evaluation))
+        return Problems(tuple(train), tuple(evaluation))
+
+    @property
+    def _all(self) -> dict[str, SourceConfig]:
+        return {**self._data.training_sources, **self._data.evaluation_sources}
+
+    def _read(self, name: str, settings: SourceConfig) -> Source:
+        if name not in self._found:
+            self._found[name] = read_source(
+                settings,
+                name,
+                refuse_bad_rows=self._data.bad_rows == "error",
+                keep_duplicates=self._data.duplicates == "keep",
+            )
+        return self._found[name]
+
+
+def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:
+    """The settings of each data set, by the name that its problems carry.
+
+    Raises:
+      UserError: one name would have two graders.
+    """
+    found: dict[str, Source] = {}
+    for source in sources:
+        for name in source.source_names:
+            other = found.setdefault(name, source)
+            if _grader_of(other.settings) != _grader_of(source.settings):
+                raise UserError(
+                    f"{other.name} and {source.name} both call their problems {name!r} and have different "
+                    f"graders; set {source.name}.source to a name of its own, or give both the same grader"
+                )
+    return {name: source.settings for name, source in found.items()}
+
+
+def encode(
+    sources: Sequence[Source], data: DataConfig, tokenizer: Tokenizer
+) -> tuple[EncodedPrompts, ...]:
+    """The prompts of each source, tokenised."""
+    return tuple(
+        encode_prompts(
+            source.records,
+            tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            prompt_format=data.format_of(source.settings, source.own_template),
+            overlong=data.overlong,
+        )
+        for source in sources
+    )
+
+
+def card_of(
+    problems: Problems,
+    train: Sequence[EncodedPrompts] = (),
+    evaluation: Sequence[EncodedPrompts] = (),
+) -> str:
+    """The data card; prompts that were not tokenised have no lengths there."""
+    return data_card(_entries(problems.train, train), _entries(problems.evaluation, evaluation))
+
+
+def _entries(sources: Sequence[Source], encoded: Sequence[EncodedPrompts]) -> list[CardEntry]:
+    prompts = encoded or (None,) * len(sources)
+    return [CardEntry(*pair) for pair in zip(sources, prompts, strict=True)]
+
+
+def _grader_of(settings: SourceConfig) -> tuple[str, dict]:
+    return settings.grader, settings.grader_options
+
+
+def _records(sources: Sequence[Source]) -> tuple[Record, ...]:
+    return tuple(record for source in sources for record in source.records)

@@ -1,0 +1,139 @@
+"""Layouts of published files are recognised by their fields, and said by name."""
+
+import json
+
+import pytest
+
+from jaxrl.data import read_source
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, last_box, recognise, value_at, without
+from jaxrl.errors import UserError
+
+
+def verl(content, truth="7", **fields):
+    return {
+        "data_source": "toy",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 3},
+        **fields,
+    }
+
+
+def read(tmp_path, *rows, **settings):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return read_source(SourceConfig(path=str(path), **settings), "data.train", refuse_bad_rows=True)
+
+
+KNOWN = [
+    (verl(f"{DAPO_BEFORE}3 + 4?{DAPO_AFTER}"), "DAPO-Math-17k as published", "3 + 4?", "7"),
+    (verl("3 + 4?"), "verl", "3 + 4?", "7"),
+    ({"question": "3 + 4?", "answer": "3+4=<<3+4=7>>7\n#### 7"}, "GSM8K", "3 + 4?", "7"),
+    ({"question": "?", "answer": "so #### 1,080 "}, "GSM8K", "?", "1,080"),
+    ({"problem": "?", "solution": r"so $\boxed{\frac{1}{2}}$."}, "MATH", "?", r"\frac{1}{2}"),
+    ({"problem": "?", "answer": 7, "solution": r"\boxed{7}"}, "problem/answer", "?", "7"),
+    ({"Problem": "?", "Answer": "7"}, "Problem/Answer", "?", "7"),
+    ({"question": "?", "answer": "7"}, "question/answer", "?", "7"),
+    ({"prompt": "?", "response": "7"}, "prompt/response", "?", "7"),
+    ({"instruction": "?", "output": "7"}, "instruction/output", "?", "7"),
+    ({"input": "?", "ground_truth": "7"}, "input/ground_truth", "?", "7"),
+]
+
+
+@pytest.mark.parametrize(("row", "name", "prompt", "answer"), KNOWN)
+def test_a_layout_is_recognised_and_named(row, name, prompt, answer, tmp_path):
+    source = read(tmp_path, row)
+    assert source.origin.endswith(f"rows.jsonl (JSONL, layout {name})")
+    (record,) = source.records
+    assert (record.prompt, record.answer) == (prompt, answer)
+
+
+def test_the_other_fields_are_kept_for_graders(tmp_path):
+    (record,) = read(tmp_path, verl("3 + 4?")).records
+    assert record.extra == {
+        "data_source": "toy",
+        "ability": "MATH",
+        "reward_model": {"style": "rule"},
+        "extra_info": {"index": 3},
+    }
+    assert record.source == "toy"
+
+
+def test_worked_solutions_come_along(tmp_path):
+    text = "3+4=<<3+4=7>>7\n#### 7"
+    (record,) = read(tmp_path, {"question": "3 + 4?", "answer": text}).records
+    assert (record.answer, record.solution, record.extra) == ("7", text, {})
+
+
+def test_fields_that_are_named_win(tmp_path):
+    row = {"problem": "?", "answer": "#### 7", "q": {"text": "3 + 4?"}, "truth": 8}
+    settings = {"prompt_field": "q.text", "answer_field": "truth"}
+    source = read(tmp_path, row, **settings)
+    assert (source.records[0].prompt, source.records[0].answer) == ("3 + 4?", "8")
+    assert "layout q.text/truth" in source.origin
+    # What is named is taken as it is; the other is still recognised.
+    assert read(tmp_path, row, answer_field="answer").records[0].answer == "#### 7"
+    assert read(tmp_path, row, prompt_field="q.text").records[0].answer == "7"
+
+
+def test_a_conversation_stays_one(tmp_path):
+    talk = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "3 + 4?"},
+    ]
+    (record,) = read(tmp_path, verl("x", prompt=talk)).records
+    assert record.prompt == tuple(talk)
+
+
+def test_a_row_of_another_layout_is_a_bad_row(tmp_path):
+    gsm8k = {"question": "?", "answer": "#### 7"}
+    rows = [gsm8k] * 64 + [{"question": "x?", "answer": "7"}]
+    with pytest.raises(UserError, match=r"rows.jsonl:65: the answer has no '####'"):
+        read(tmp_path, *rows)
+    dapo = verl(f"{DAPO_BEFORE}3 + 4?{DAPO_AFTER}")
+    with pytest.raises(UserError, match=r"rows.jsonl:65: the prompt has not DAPO's words"):
+        read(tmp_path, *[dapo] * 64, verl("bare"))
+
+
+@pytest.mark.parametrize(
+    ("row", "lacking"),
+    [
+        ({"text": "?", "meta": {"n": 1, "parts": []}}, "Set prompt_field and answer_field to"),
+        ({"problem": "?", "chosen": "a", "rejected": "b"}, "Set answer_field to"),
+        ({"answer": "7", "text": "?"}, "Set prompt_field to"),
+    ],
+)
+def test_a_layout_that_is_not_known_lists_the_fields(row, lacking, tmp_path):
+    with pytest.raises(UserError, match=lacking) as caught:
+        read(tmp_path, row)
+    assert all(f"'{name}' (" in str(caught.value) for name in row)
+
+
+def test_dotted_fields_are_listed_and_a_wrong_name_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no field 'info.n'; it has .*'info.index' \(number\)"):
+        recognise([{"info": {"index": 1}}], prompt_field="info.n", what="x.jsonl")
+
+
+def test_a_dotted_name_may_be_a_field_itself():
+    row = {"a.b": 1, "a": {"b": 2, "c": 3}}
+    assert (value_at(row, "a.b"), value_at(row, "a.c")) == (1, 3)
+    assert without(row, ["a.b", None]) == {"a": {"b": 2, "c": 3}}
+    assert without(row, ["a.c", "x.y"]) == {"a.b": 1, "a": {"b": 2}}
+    assert row["a"] == {"b": 2, "c": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\left\{1, \frac{2}{3}\right\}}", r"\left\{1, \frac{2}{3}\right\}"),
+        (r"\boxed { 3 }", "3"),
+        (r"\boxed{1", None),
+        ("none", None),
+        (7, None),
+    ],
+)
+def test_the_last_box_is_taken_with_its_braces(text, box):
+    assert last_box(text) == box

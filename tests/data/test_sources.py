@@ -1,0 +1,217 @@
+"""Sources of problems: every row is a problem, or is counted and named."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from jaxrl.data import Record, read_source
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.sources import (
+    CONTRADICTIONS,
+    DUPLICATES,
+    HELD_OUT,
+    MALFORMED,
+    NO_PROMPT,
+    NO_TRUTH,
+    UNREADABLE,
+)
+from jaxrl.errors import UserError
+
+GOOD = '{"q": "1 + 1?", "a": "2"}'
+
+
+def read(path, *, refuse=True, keep_duplicates=False, **settings):
+    fields = {"prompt_field": "q", "answer_field": "a", "source": "s", **settings}
+    return read_source(
+        SourceConfig(path=str(path), **fields),
+        "data.train",
+        refuse_bad_rows=refuse,
+        keep_duplicates=keep_duplicates,
+    )
+
+
+def write(tmp_path, *lines: str | bytes) -> pathlib.Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines))
+    return path
+
+
+def counts(source) -> dict[str, int]:
+    return {reason: dropped.count for reason, dropped in source.dropped.items()}
+
+
+# Rows.
+
+
+def test_rows_become_problems_in_their_order(tmp_path):
+    path = write(tmp_path, GOOD, "", '{"q": "é\u2028?", "a": -3, "w": "so", "x": null}\r', "")
+    source = read(path)
+    assert source.records == (
+        Record("1 + 1?", "2", "s"),
+        Record("é\u2028?", "-3", "s", extra={"w": "so", "x": None}),
+    )
+    assert source.places == (f"{path}:1", f"{path}:3")
+    assert (source.num_rows, source.dropped) == (2, {})
+
+
+def test_solutions_are_taken_when_named_or_called_so(tmp_path):
+    row = '{"q": "1 + 1?", "a": "2", "w": "so", "solution": "thus"}'
+    assert read(write(tmp_path, row), solution_field="w").records[0].solution == "so"
+    path = write(tmp_path, row.replace('"a"', '"answer"'))
+    assert read(path, answer_field="").records[0].solution == "thus"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [("4", "4"), ("4.0", "4"), ("-0.5", "-0.5"), ("1e3", "1000"), ('"04"', "04"), ("2.50", "2.5")],
+)
+def test_numbers_become_their_shortest_text(tmp_path, number, text):
+    assert read(write(tmp_path, f'{{"q": "?", "a": {number}}}')).records[0].answer == text
+
+
+BAD = [
+    ('{"q": "1 + 1?", "a": ', MALFORMED, "no valid JSON"),
+    ("[" * 100_000, MALFORMED, "no valid JSON"),
+    ('["1 + 1?", "2"]', MALFORMED, "a JSON list; every line must be an object"),
+    ("\0" * 512, MALFORMED, "no valid JSON"),
+    (b'{"q": "\xff", "a": "2"}', MALFORMED, "no valid JSON"),
+    ('{"question": "?", "a": "2"}', NO_PROMPT, "no field 'q'; the row has 'question' (text), 'a'"),
+    ('{"q": 7, "a": "2"}', NO_PROMPT, "field 'q' is 7; it must be text"),
+    ('{"q": " ", "a": "2"}', NO_PROMPT, "field 'q' is \" \"; it must be text and not empty"),
+    ('{"q": [], "a": "2"}', NO_PROMPT, "a list of messages and not empty"),
+    ('{"q": [{"role": "user"}], "a": "2"}', NO_PROMPT, "'content' of message 1"),
+    ('{"q": "\\ud800", "a": "2"}', NO_PROMPT, "surrogate"),
+    ('{"q": "1\\u0000", "a": "2"}', NO_PROMPT, "NUL"),
+    ('{"q": "?", "answer": "2"}', NO_TRUTH, "no field 'a'"),
+    ('{"q": "?", "a": ""}', NO_TRUTH, "field 'a' is \"\""),
+    ('{"q": "?", "a": null}', NO_TRUTH, "field 'a' is null; an answer must be text or a number"),
+    ('{"q": "?", "a": true}', NO_TRUTH, "field 'a' is true"),
+    ('{"q": "?", "a": ["2"]}', NO_TRUTH, "field 'a' is "),
+    ('{"q": "?", "a": NaN}', NO_TRUTH, "finite"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason", "message"), BAD)
+def test_a_bad_row_is_refused_by_file_and_line(tmp_path, row, reason, message):
+    path = write(tmp_path, GOOD, "", row)
+    with pytest.raises(UserError, match=re.escape(f"{path}:3: ") + f".*{re.escape(message)}"):
+        read(path)
+
+
+def test_bad_rows_are_counted_named_and_survived(tmp_path):
+    path = write(tmp_path, GOOD, *(row for row, _, _ in BAD), '{"q": "1 + 2?", "a": "3"}')
+    source = read(path, refuse=False)
+    assert [record.answer for record in source.records] == ["2", "3"]
+    assert source.num_rows == len(BAD) + 2
+    expected = [reason for _, reason, _ in BAD]
+    assert counts(source) == {reason: expected.count(reason) for reason in set(expected)}
+    assert source.dropped[NO_PROMPT].named[0].startswith(f"{path}:7: no field 'q'")
+    assert len(source.dropped[NO_PROMPT].named) == 3
+
+
+def test_a_long_line_and_a_byte_order_mark_are_no_error(tmp_path):
+    long = json.dumps({"q": "x" * 10_000_000, "a": "2"})
+    source = read(write(tmp_path, b"\xef\xbb\xbf" + GOOD.encode(), long, GOOD))
+    assert [len(record.prompt) for record in source.records] == [6, 10_000_000]
+
+
+def test_a_file_of_which_nothing_is_left_is_refused(tmp_path):
+    path = write(tmp_path, '{"q": "", "a": "2"}', '{"q": "", "a": "3"}')
+    with pytest.raises(UserError, match=r"no row that can be used: rows without a prompt, .*:1: "):
+        read(path, refuse=False)
+
+
+def test_missing_and_empty_files_say_what_to_put_there(tmp_path):
+    with pytest.raises(UserError, match=r'does not exist; put one JSON object a line.*"problem"'):
+        read(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="is empty; put one JSON object a line"):
+        read(write(tmp_path, "", ""))
+
+
+def test_a_limit_takes_the_first(tmp_path):
+    path = write(tmp_path, GOOD, GOOD, '{"q": "?", "a": 3}', "{")
+    source = read(path, limit=2)
+    assert [record.answer for record in source.records] == ["2", "3"]
+    assert source.num_rows == 3
+
+
+def test_neither_file_nor_task_and_both_are_refused():
+    with pytest.raises(UserError, match=r"data.x names neither a file nor a task"):
+        read_source(SourceConfig(), "data.x")
+    with pytest.raises(UserError, match=r"data.x names both a file and a task"):
+        read_source(SourceConfig(path="a", task="b"), "data.x")
+
+
+# Duplicates.
+
+
+def test_a_problem_that_stands_there_again_is_counted(tmp_path):
+    rows = [GOOD, '{"q": " 1 + 1?\\r\\n", "a": "2 "}', GOOD, '{"q": "1 + 1 ?", "a": "2"}']
+    source = read(write(tmp_path, *rows))
+    assert [record.prompt for record in source.records] == ["1 + 1?", "1 + 1 ?"]
+    assert counts(source) == {DUPLICATES: 2}
+    assert len(read(write(tmp_path, *rows), keep_duplicates=True).records) == 4
+
+
+def test_what_differs_in_case_is_kept_and_told(tmp_path):
+    source = read(write(tmp_path, '{"q": "Area of A?", "a": 1}', '{"q": "area of a?", "a": 2}'))
+    assert len(source.records) == 2
+    assert source.notes == ("1 prompts differ from another one in case or space only; kept",)
+
+
+def test_contradicting_answers_are_named_and_the_problem_is_left_out(tmp_path):
+    rows = [GOOD, '{"q": "?", "a": 3}', '{"q": "1 + 1?", "a": 3}', GOOD]
+    path = write(tmp_path, *rows)
+    source = read(path, refuse=False)
+    assert [record.answer for record in source.records] == ["3"]
+    assert source.places == (f"{path}:2",)
+    assert counts(source) == {CONTRADICTIONS: 3}
+    told = f"{path}:3: the answer is '3', and '2' to the same problem at {path}:1"
+    assert source.dropped[CONTRADICTIONS].named == (told,)
+    with pytest.raises(UserError, match=re.escape(told)):
+        read(path)
+
+
+def test_ids_that_several_rows_have_are_told(tmp_path):
+    source = read(write(tmp_path, *(f'{{"q": "{i}?", "a": 1, "id": "x"}}' for i in range(3))))
+    assert len(source.records) == 3
+    assert source.notes == ("1 values of 'id' stand in several rows, \"x\" first; kept",)
+
+
+# Truths and evaluation.
+
+
+def numbers_only(answer, extra, source):
+    assert (extra, source) == ({"level": 1}, "s")
+    return None if answer.isdigit() else f"{answer!r} is no number"
+
+
+def test_truths_are_put_to_their_grader(tmp_path):
+    path = write(
+        tmp_path,
+        '{"q": "1?", "a": "1", "level": 1}',
+        '{"q": "2?", "a": "two", "level": 1}',
+    )
+    source = read(path)
+    checked = source.with_readable_truths(numbers_only, refuse=False)
+    assert [record.answer for record in checked.records] == ["1"]
+    assert checked.dropped[UNREADABLE].named == (f"{path}:2: 'two' is no number",)
+    with pytest.raises(UserError, match=r"data.train: .*:2: 'two' is no number"):
+        source.with_readable_truths(numbers_only, refuse=True)
+    with pytest.raises(UserError, match="has no row left: all 2 are truths that"):
+        source.with_readable_truths(lambda *_: "is odd", refuse=False)
+
+
+def test_evaluation_problems_are_not_trained_on(tmp_path):
+    source = read(write(tmp_path, GOOD, '{"q": "1 + 2?", "a": "3"}'))
+    kept = source.without_prompts_of([Record("1  + 2?", "3", "t")])
+    assert (len(kept.records), counts(kept)) == (1, {HELD_OUT: 1})
+    assert kept.places == source.places[:1]
+
+
+def test_metrics_are_kept_under_what_the_rows_say(tmp_path):
+    path = write(tmp_path, '{"q": "?", "a": 1, "data_source": "aime"}', GOOD)
+    assert read(path, source="").source_names == ("aime", "rows")
+    assert read(path).source_names == ("s",)

@@ -1,0 +1,184 @@
+"""Graders by name and source: verdicts, failures that touch nobody else, and faults of ground truths."""
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.rewards import (
+    GRADERS,
+    FunctionGrader,
+    Grade,
+    Graders,
+    Row,
+    Sample,
+    Verdict,
+    check_grader,
+    check_rows,
+)
+
+
+def sample(text, answer, source="", **extra):
+    return Sample(text, np.zeros(1, np.int32), Row(answer, extra, source))
+
+
+@pytest.fixture
+def graders():
+    """Opens graders; what is opened is closed."""
+    opened = []
+
+    def open_(*arguments, **settings):
+        opened.append(Graders(*arguments, **{"workers": 1, **settings}))
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.close()
+
+
+def correct(verdicts):
+    return [v.correct for v in verdicts]
+
+
+def test_each_source_has_its_grader(graders):
+    ours = graders(("answer", {}), {"letters": ("choice", {}), "words": ("exact", {"whole": True})})
+    samples = [
+        sample("Answer: 42", "42.0"),
+        sample("Answer: (C)", "C", "letters"),
+        sample("yes", "yes", "words"),
+        sample("Answer: yes", "yes", "words"),
+        sample("Answer: 41", "42", "unheard of"),
+    ]
+    assert ours.grade(samples) == [
+        Verdict(1.0, True, "42"),
+        Verdict(1.0, True, "C"),
+        Verdict(1.0, True, "yes"),
+        Verdict(-1.0, False, "Answer: yes"),
+        Verdict(-1.0, False, "41"),
+    ]
+    assert ours.fault_of(Row("42")) is None
+    assert "is no letter" in ours.fault_of(Row("42", source="letters"))
+    assert "empty ground truth" in ours.fault_of(Row(" ", source="words"))
+
+
+def test_ground_truths_are_read_before_there_is_a_response():
+    ours = Graders(("answer", {}), {"solutions": ("gsm8k", {})})
+    check_rows(ours, [(Row("42"), "a"), (Row("#### 1", source="solutions"), "b")])
+    with pytest.raises(UserError, match="row 7: GSM8K solution ending in '42'"):
+        check_rows(ours, [(Row("42"), "row 6"), (Row("42", source="solutions"), "row 7")])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("anwser", {}, r"'anwser'.*'answer'.*answer, choice, code, exact, gsm8k, math"),
+        ("exact", {"hole": True}, "no option 'hole'; it has whole, ignore_case"),
+        ("exact", {"whole": 1}, "grader_options.whole = 1: expected True or False"),
+        ("answer", {"whole": True}, "no option 'whole'; it has none"),
+        ("regex", {"pattern": "("}, "is no regular expression"),
+        ("regex", {"pattern": "(a)(b)"}, "2 groups"),
+        ("nowhere.py:f", {}, "does not exist"),
+    ],
+)
+def test_a_grader_that_is_not_there_is_told_at_once(name, options, message):
+    with pytest.raises(UserError, match=message):
+        check_grader(name, options)
+
+
+@pytest.mark.parametrize("name", ["math", "reasoning_gym"])
+def test_a_missing_package_is_told_with_its_remedy(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=rf"pip install 'jaxrl\[{GRADERS[name].extra}\]'"):
+        check_grader(name, {})
+
+
+OWN = """
+import os, time
+from jaxrl.errors import UserError
+from jaxrl.rewards import Grade
+
+def grade(response, answer):
+    if answer == "?":
+        raise UserError("no truth")
+    match response:
+        case "raise":
+            raise KeyError("lost")
+        case "die":
+            os._exit(3)
+        case "sleep":
+            time.sleep(600)
+        case "spin":
+            while True:
+                pass
+        case "eat":
+            return Grade(bool(bytearray(1 << 40)), None)
+        case "None":
+            return None
+    return Grade(response == answer, response)
+
+def short(response):
+    return Grade(True, response)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return f"{file}:grade"
+
+
+def test_what_a_grader_does_costs_one_verdict_and_touches_no_other(graders, own, caplog, capfd):
+    ours = graders((own, {}), cpu_seconds=0.3)
+    texts = ["7", "raise", "7", "die", "7", "spin", "8", "sleep", "eat", "None", "7"]
+    with caplog.at_level(logging.WARNING):
+        started = time.monotonic()
+        verdicts = ours.grade([sample(text, "7") for text in texts])
+    assert time.monotonic() - started < 60
+    assert correct(verdicts) == [text == "7" for text in texts]
+    assert [v.failure and v.failure.kind for v in verdicts] == [
+        None, "raised", None, "died", None, "timeout", None, "timeout", "memory", "raised", None,
+    ]  # fmt: skip
+    assert all(v.score == -1.0 for v in verdicts if v.failure)
+    # Counted, and the first of each kind shown with what it was about.
+    assert ours.take_failures() == {"raised": 2, "died": 1, "timeout": 2, "memory": 1}
+    assert ours.take_failures() == {}
+    assert len(caplog.records) == 4
+    assert "KeyError: 'lost'" in caplog.text and "reward/grader/failed_died" in caplog.text
+    capfd.readouterr()
+
+
+def test_a_function_of_ones_own(graders, own):
+    ours = graders((own, {}))
+    assert correct(ours.grade([sample("7", "7"), sample("8", "7")])) == [True, False]
+    assert ours.fault_of(Row("?")) == "no truth" and ours.fault_of(Row("7")) is None
+    with pytest.raises(UserError, match=r"cannot be called with \(response, answer\)"):
+        check_grader(own.replace(":grade", ":short"), {})
+    with pytest.raises(UserError, match="takes no options"):
+        check_grader(own, {"strict": True})
+
+
+def test_a_function_that_raises_is_a_failure_here_as_well():
+    def broken(response, answer):
+        if response == "7":
+            return Grade(True, "7")
+        raise ZeroDivisionError
+
+    ours = Graders.of(FunctionGrader(broken))
+    first, second = ours.grade([sample("8", "7"), sample("7", "7")])
+    assert first.failure.kind == "raised" and second == Verdict(1.0, True, "7")
+    assert ours.take_failures() == {"raised": 1}
+
+
+def test_graders_answer_beside_what_comes_next(graders):
+    ours = graders(("answer", {}))
+    asked = [ours.submit(lambda n=n: ours.grade([sample(f"Answer: {n}", "1")])) for n in range(3)]
+    assert [correct(a.result()) for a in asked] == [[False], [True], [False]]
+
+
+def test_no_process_is_started_for_those_that_need_none(graders):
+    ours = graders(("answer", {}))
+    ours.grade([sample("Answer: 1", "1")])
+    assert not ours._pool._threads

@@ -1,0 +1,142 @@
+"""The problems of a run: several sources, each with its grader and format, none of them evaluated with."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.data import PromptStream, train_tokenizer
+from jaxrl.data.data_card import histogram
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
+from jaxrl.errors import UserError
+from jaxrl.trainer.needs import truth_faults
+from jaxrl.trainer.problems import ProblemReader, card_of, encode
+
+TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
+GRADERS = """
+from jaxrl.errors import UserError
+from jaxrl.rewards import Grade
+
+def upper(response, answer):
+    if not answer.isupper():
+        raise UserError(f"{answer!r} is not upper case")
+    return Grade(response == answer, response)
+"""
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> DataConfig:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graders.py").write_text(GRADERS)
+
+    def rows(name, *answers, start=0):
+        lines = [{"problem": f"{name} {start + i}", "answer": x} for i, x in enumerate(answers)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    rows("sums", "1", "2", "y" * 400)
+    rows("words", "A", "b", "C")
+    rows("test", "1", "2")
+    (tmp_path / "words_test.jsonl").write_text('{"problem": "words  2", "answer": "C"}')
+    return DataConfig(
+        train=SourceConfig(path="sums.jsonl"),
+        sources={
+            "words": SourceConfig(
+                path="words.jsonl", grader="graders.py:upper", template="<{prompt}>", weight=3.0
+            )
+        },
+        evaluation=SourceConfig(path="test.jsonl"),
+        evaluations={"words": SourceConfig(path="words_test.jsonl", grader="graders.py:upper")},
+    )
+
+
+def read(data):
+    return ProblemReader(data).read(functools.partial(truth_faults, ("answer", {})))
+
+
+def test_every_truth_is_put_to_the_grader_of_its_source(data):
+    problems = read(data)
+    assert [record.answer for record in problems.train_records] == ["1", "2", "A"]
+    assert [record.answer for record in problems.evaluation_records] == ["1", "2", "C"]
+    assert {name: source.grader for name, source in problems.settings.items()} == {
+        "sums": "",
+        "words": "graders.py:upper",
+        "test": "",
+        "words_test": "graders.py:upper",
+    }
+    strict = DataConfig(**{**vars(data), "bad_rows": "error"})
+    with pytest.raises(UserError, match=r"data\.train: sums\.jsonl:3: ground truth 'yyy"):
+        read(strict)
+
+
+def test_each_source_has_its_format_and_its_share(data):
+    problems = read(data)
+    encoded = encode(problems.train, data, TOKENIZER)
+    assert [e.prompts.texts for e in encoded] == [("sums 0", "sums 1"), ("<words 0>",)]
+    assert problems.formats(data)["words"].template == "<{prompt}>"
+    stream = PromptStream(
+        [e.prompts for e in encoded],
+        weights=[source.settings.weight for source in problems.train],
+        prompts_per_batch=8,
+        seed=0,
+    )
+    assert next(stream).sources.count("words") == 6
+
+
+def test_the_card_has_a_paragraph_for_each_source(data):
+    problems = read(data)
+    card = card_of(problems, encode(problems.train, data, TOKENIZER))
+    first, words, *_ = card.split("data.sources.words: ")
+    assert "data.train: sums.jsonl (JSONL, layout problem/answer)" in first
+    assert "3 rows, 2 prompts, 25.0% of what is drawn" in first
+    assert "words.jsonl:2: 'b' is not upper case" in words
+    assert '1 prompts of the evaluation, left out\n    words.jsonl:3: "words 2"' in words
+    assert "data.evaluations.words: words_test.jsonl" in card
+    assert card.count("tokens up to") == 2
+
+
+def test_one_name_with_two_graders_is_refused(data):
+    evaluation = SourceConfig(path="words_test.jsonl", source="words")
+    mixed = DataConfig(**{**vars(data), "evaluation": evaluation, "evaluations": {}})
+    with pytest.raises(UserError, match="both call their problems 'words' and have different"):
+        read(mixed)
+
+
+def test_a_source_is_read_once(data, tmp_path):
+    reader = ProblemReader(data)
+    for lookup in reader.lookups:
+        lookup.look()
+    assert [lookup.setting for lookup in reader.lookups] == [
+        "data.train",
+        "data.sources.words",
+        "data.evaluation",
+        "data.evaluations.words",
+    ]
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    assert len(reader.read(None).train_records) == 5
+
+
+def test_lengths_are_counted_by_doubling():
+    assert histogram(np.array([1, 64, 65, 300])) == [(64, 2), (128, 1), (256, 0), (512, 1)]
+    assert histogram(np.array([70])) == [(128, 1)]
+
+
+def test_dapos_words_stay_unless_others_are_set(tmp_path):
+    words = f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}"
+    row = {
+        "prompt": [{"role": "user", "content": words.replace("{prompt}", "1 + 1?")}],
+        "reward_model": {"ground_truth": "2"},
+    }
+    (tmp_path / "dapo.jsonl").write_text(json.dumps(row))
+    source = SourceConfig(path=str(tmp_path / "dapo.jsonl"))
+
+    def prompt(**settings):
+        data = DataConfig(train=source, max_prompt_tokens=999, **settings)
+        problems = ProblemReader(data).read_training(None)
+        assert problems.train_records[0].prompt == "1 + 1?"
+        return encode(problems.train, data, TOKENIZER)[0].prompts.texts[0]
+
+    assert prompt() == prompt(template=words) == row["prompt"][0]["content"]
+    assert prompt(template="Q: {prompt}") == "Q: 1 + 1?"
