@@ -44,8 +44,11 @@ _HELP = {
     "overlong": "prompts that are too long: error, drop, or cut: left, right, middle",
     "mesh": "p-t-d of the devices to use: pipeline, tensor and data parallel size",
     "slots": "samples decoded side by side at most",
+    "smallest_bucket": "fewest slots that a program is compiled for; more compile less and end slower",
     "prefill_prompts": "prompts of one prefill",
+    "prefill_chunk_tokens": "prompts are prefilled so many tokens at a time",
     "tokens_per_dispatch": "tokens decoded between two looks of the host",
+    "unroll": "layers per iteration of the layer scan; all of them is fastest on CPU",
     "dtype": "of weights and activations, float32 or bfloat16",
     "kv_dtype": "of the cache, float32, bfloat16 or int8 (default: as dtype)",
 }

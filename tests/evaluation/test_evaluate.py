@@ -314,7 +314,12 @@ def faults(directory, problems, tmp_path):
         "config.json does not exist": ["--model", tmp_path / "run", *sets],
         "missing does not exist": [*model, "--set", missing],
         "several are called 'right'": [*model, *sets, "--set", other / "right.jsonl"],
-        "no field 'question'": [*model, *sets, "--prompt_field", "question"],
+        "no field 'question'": [
+            *model,
+            *sets,
+            "--prompt_field",
+            "question",
+        ],
         "cannot be graded": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--grader", "anwser"],
         "has no {prompt}": [*model, *sets, "--template", "Say it"],
