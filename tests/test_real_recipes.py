@@ -1,4 +1,4 @@
-"""Recipes for one accelerator, three steps end to end: a small random checkpoint, the real tokenizer and data."""
+"""Recipes for one accelerator, three steps end to end: small random checkpoints, real tokenizer and data."""
 
 import dataclasses
 import json
@@ -45,9 +45,15 @@ CHEAP = {
     "reward.overlong_buffer_tokens": 0,
     "algorithm.updates_per_step": 2,
     "train.rows": 2,
-    "train.row_tokens": 1280,
+    "train.row_tokens": 640,
+    "train.logprob_chunk_tokens": 64,
+    "data.max_prompt_tokens": 512,
     "data.evaluation.limit": 4,
     "evaluation.num_samples": 1,
+    # A CPU has no products of bfloat16.
+    "rollout.dtype": "float32",
+    "train.dtype": "float32",
+    "train.remat": "none",
     "run.num_steps": 3,
     "run.save_every": 3,
     "mesh.train": "1-1-1",
