@@ -78,7 +78,7 @@ def test_adapters_are_named_and_alone_have_an_optimiser():
     found = sizes(plan)
     adapters = found["actor in training"] - config_of("grpo_tiny").model.num_params
     assert adapters > 0 and found["optimiser state"] == 2 * adapters + 1
-    assert plan.holdings[0].layout.endswith("adapters of rank 4 included")
+    assert plan.holdings[0].layout.endswith("adapters of rank 4 in float32 included")
     # The model below them is the reference.
     assert "reference, frozen" not in found
 
