@@ -35,7 +35,7 @@ def template_of(source: str) -> ChatTemplate:
         (
             "{% set ns = namespace(x='a') %}{% for i in range(60) %}"
             "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-            "more memory than it may",
+            "more memory than it may|took more than",
         ),
         ("{{ 'x'.center(10**8) }}", "writes 100000000 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
