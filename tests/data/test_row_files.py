@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from extras import import_extra
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.jsonl import BadRow
@@ -74,7 +75,7 @@ def shards(path: pathlib.Path) -> pathlib.Path:
 
 
 def array_record(path: pathlib.Path) -> pathlib.Path:
-    module = pytest.importorskip("array_record.python.array_record_module")
+    module = import_extra("dev", "array_record.python.array_record_module")
     path = path.with_suffix(".array_record")
     writer = module.ArrayRecordWriter(str(path), "group_size:1")
     for row in ROWS:

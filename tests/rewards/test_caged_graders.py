@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from extras import import_extra
 
 from jaxrl.rewards import Graders, Row, Sample
 from jaxrl.rewards.caged_graders import program_of
@@ -109,7 +110,7 @@ def test_tests_that_cannot_be_read_are_a_fault(graders, tests):
 
 
 def test_scorers_of_reasoning_gym(graders):
-    pytest.importorskip("reasoning_gym")
+    import_extra("demo", "reasoning_gym")
     extra = {"metadata": {"numbers": [1, 2, 3], "target": 7, "source_dataset": "countdown"}}
     answers = {
         "1 + 2*3": True,

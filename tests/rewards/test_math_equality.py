@@ -3,10 +3,11 @@
 import contextlib
 
 import pytest
+from extras import import_extra
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("math_verify")
+import_extra("math", "math_verify")
 
 from jaxrl.rewards.math_answers import read_answer
 from jaxrl.rewards.math_equality import equal

@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 import pytest
+from extras import import_extra
 
-pytest.importorskip("math_verify")
+import_extra("math", "math_verify")
 
 from jaxrl.rewards import Graders, Row, Sample
 from jaxrl.rewards.math_grader import math_answer, math_truth

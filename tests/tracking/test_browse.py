@@ -6,13 +6,13 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
 
 import pytest
 from extras import import_extra
+from processes import started
 
 for package in ("pydantic", "starlette", "uvicorn"):
     import_extra("dev", package)
@@ -478,18 +478,14 @@ def test_what_has_no_samples_is_said(tmp_path, capsys):
 
 def test_the_command_serves_this_machine_until_it_is_told_to_stop(run):
     command = [sys.executable, str(ROOT / "launch" / "browse.py"), str(run), "--http_port=0"]
-    given = {"stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **given) as process:
-        try:
-            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-            assert found
-            deadline = time.monotonic() + 60
-            while b"step_10/0" not in page_at(found[0]):
-                assert time.monotonic() < deadline
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
+    with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
+        found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        assert found
+        deadline = time.monotonic() + 60
+        while b"step_10/0" not in page_at(found[0]):
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def page_at(url) -> bytes:
