@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import_extra("math", "math_verify")
 
-from jaxrl.rewards.math_answers import read_answer
-from jaxrl.rewards.math_equality import equal
-from jaxrl.rewards.math_tokens import Unreadable
+from jaxrl.rewards.math_answers import read_answer  # noqa: E402
+from jaxrl.rewards.math_equality import equal  # noqa: E402
+from jaxrl.rewards.math_tokens import Unreadable  # noqa: E402
 
 RIGHT = {
     "-7": ["-7 = x", "-7^\\circ"],

@@ -10,8 +10,8 @@ from extras import import_extra
 
 import_extra("math", "math_verify")
 
-from jaxrl.rewards import Graders, Row, Sample
-from jaxrl.rewards.math_grader import math_answer, math_truth
+from jaxrl.rewards import Graders, Row, Sample  # noqa: E402
+from jaxrl.rewards.math_grader import math_answer, math_truth  # noqa: E402
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 
