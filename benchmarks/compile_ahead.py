@@ -40,7 +40,7 @@ from jaxrl.trainer.cross_checks import policy_objective
 
 
 def programs(config: Config, devices: list[Any]) -> dict[str, Any]:
-    """The lowered update, log-probabilities, prefill and generation, by name."""
+    """The lowered update, log-probabilities and generation, by name."""
     (pool,) = (pool for pool in pools_of(config) if "actor" in pool.roles)
     mesh = build_mesh(pool.layout, devices[: pool.layout.num_devices])
     model = config.model

@@ -9,8 +9,8 @@ run by us.
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):
 
     models/Qwen2.5-0.5B-Instruct/    config.json, model.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k/train.parquet         GSM8K as published: question, answer with its last line "#### N"
-    data/gsm8k/test.parquet
+    data/gsm8k_train.jsonl           GSM8K as published: question, answer with its last line "#### N"
+    data/gsm8k_test.jsonl
 """
 
 from jaxrl.config.config_tree import to_config_dict
@@ -26,8 +26,8 @@ def get_config():
     config.model = model_shapes("qwen2.5-0.5b")
     config.tokenizer.path = "models/Qwen2.5-0.5B-Instruct"
 
-    config.data.train.path = "data/gsm8k/train.parquet"
-    config.data.evaluation.path = "data/gsm8k/test.parquet"
+    config.data.train.path = "data/gsm8k_train.jsonl"
+    config.data.evaluation.path = "data/gsm8k_test.jsonl"
     config.data.chat = True
     config.data.template = (
         '{prompt}\nLet\'s think step by step and output the final answer after "####".'

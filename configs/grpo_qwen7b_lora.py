@@ -11,8 +11,8 @@ them, and without the adapters they are the reference.
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):
 
     models/Qwen2.5-7B-Instruct/      config.json, *.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k/train.parquet         GSM8K as published
-    data/gsm8k/test.parquet
+    data/gsm8k_train.jsonl           GSM8K as published
+    data/gsm8k_test.jsonl
 """
 
 import pathlib

@@ -10,8 +10,8 @@ configs/grpo_qwen7b_lora.py is the recipe for that. Hours: not measured. Score t
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):
 
     models/Llama-3.1-8B-Instruct/    config.json, *.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k/train.parquet         GSM8K as published
-    data/gsm8k/test.parquet
+    data/gsm8k_train.jsonl           GSM8K as published
+    data/gsm8k_test.jsonl
 """
 
 import pathlib

@@ -6,7 +6,7 @@ from jaxrl.rewards.answer import (
     gsm8k_answer,
     normalize_answer,
 )
-from jaxrl.rewards.graders import GRADERS, Graders, check_grader, check_rows
+from jaxrl.rewards.graders import GRADERS, Graders, check_grader
 from jaxrl.rewards.grading import (
     Failure,
     FunctionGrader,
@@ -44,7 +44,6 @@ __all__ = [
     "UserRewards",
     "Verdict",
     "check_grader",
-    "check_rows",
     "extract_answer",
     "grade_answer",
     "grade_gsm8k",

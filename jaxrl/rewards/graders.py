@@ -20,7 +20,7 @@ import inspect
 import json
 import logging
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.checks import check_value
@@ -200,27 +200,6 @@ class Graders:
             sample.text[-160:],
             failure.kind,
         )
-
-
-def check_rows(graders: Graders, rows: Iterable[tuple[Row, str]]) -> None:
-    """Lets graders read ground truths before there is a response to any.
-
-    Args:
-      graders: of the run.
-      rows: each with what to call it in errors.
-
-    Raises:
-      UserError: a ground truth cannot be read; the message names its row.
-    """
-    # Many problems share an answer, and what else a row has only two graders look at.
-    seen: set[tuple[str, str]] = set()
-    for row, where in rows:
-        key = (row.source, row.answer)
-        if key in seen and not row.extra:
-            continue
-        seen.add(key)
-        if fault := graders.fault_of(row):
-            raise UserError(f"{where}: {fault}")
 
 
 class _PathGrader:
