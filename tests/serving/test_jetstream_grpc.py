@@ -189,6 +189,8 @@ def test_a_failed_driver_says_so_and_refuses_what_comes_later(service, stub, mon
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     assert not stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
     driver, _ = service
-    driver.stop()
-    with pytest.raises(Stopped):
-        driver.submit(Work(encode("a"), 4), CollectedSamples())
+    for _ in range(2):
+        with pytest.raises(Stopped) as refused:
+            driver.submit(Work(encode("a"), 4), CollectedSamples())
+        assert isinstance(refused.value.__cause__, jax.errors.JaxRuntimeError)
+        driver.stop()

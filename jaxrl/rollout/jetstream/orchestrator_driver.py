@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class JetStreamDriver(orchestrator.Driver):
 
         Raises:
           UserError: it can never be served.
-          Stopped: the driver has, or has failed.
+          Stopped: the driver has, or has failed; its cause is then what the engine raised.
         """
         content: Any = request.prefill_content
         streams: list[TextStream] = []
@@ -82,10 +82,16 @@ class JetStreamDriver(orchestrator.Driver):
         request.enqueue_samples = pass_on  # pyright: ignore[reportAttributeAccessIssue]
         with self._guard:
             if not self.live:
-                reason = self._failure or "it is stopping"
-                raise Stopped(f"the server takes no requests: {reason}") from self._failure
+                self._refuse()
             self._channels[id(request)] = channel
         super().place_request_on_prefill_queue(request)
+
+    def _refuse(self) -> NoReturn:
+        """With what failed as the cause, whether a request came before the failure or after it."""
+        failure = self._failure
+        raise Stopped(f"the server takes no requests: {failure or 'it is stopping'}") from (
+            failure and failure.__cause__
+        )
 
     def _work_of(self, tokens: np.ndarray, max_tokens: int) -> Work:
         engine = self._engine.engine
