@@ -73,7 +73,7 @@ def programs(config: Config, devices: list[Any]) -> dict[str, Any]:
         shardings(actor.axes, actor.shapes, GENERATE_RULES, mesh),
     )
     slots = engine.abstract_decode_state()
-    learn = jax.jit(update, donate_argnums=0, out_shardings=(actor.state_shardings(), None))
+    learn = jax.jit(update, donate_argnums=0, out_shardings=(actor.state_shardings(), None, None))
     return {
         "update": learn.lower(state, batch),
         "logprobs": jax.jit(actor._packed_logprobs).lower(state.params, batch),

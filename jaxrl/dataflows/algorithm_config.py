@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import RATIO_FREE
@@ -73,6 +73,11 @@ class AlgorithmConfig:
       entropy_coef: of the entropy bonus.
       kl: the KL penalty for leaving the reference policy.
       correction: for sampling with other probabilities than the trainer's.
+      old_logprobs: where the log-probabilities of the start of a step come from. "forward" takes a forward
+        pass of the trainer's before the updates. "update" takes those of the first minibatch from the forward
+        pass of its own update, whose weights they are: the same numbers, the ratio 1 by definition,
+        and with one update a step no other pass at all; it is refused where something looks at them before.
+        "auto" is "update" where nothing does, in dataflows of this package.
       updates_per_step: minibatches of a step, one optimiser update each.
       one_step_off: sample the next step's answers while this step learns; the role "rollout" then has a pool
         of its own.
@@ -91,6 +96,7 @@ class AlgorithmConfig:
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
+    old_logprobs: Literal["auto", "forward", "update"] = "auto"
     updates_per_step: Annotated[int, count(1)] = 4
     one_step_off: bool = False
 

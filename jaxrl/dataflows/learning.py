@@ -49,6 +49,7 @@ class ActorPhase:
         clock: Clock,
         *,
         reference: Reference | None = None,
+        shares_forward: bool = False,
         squared_probabilities: bool = False,
         pretraining: Pretraining | None = None,
         frozen_steps: int = 0,
@@ -61,6 +62,8 @@ class ActorPhase:
         correction: for sampling with other probabilities than the trainer's.
         clock: of the step.
         reference: whose weights an objective that compares whole distributions is given.
+        shares_forward: the objective takes the first minibatch's old log-probabilities from its own forward
+          pass; where the correction does anything, it then does it inside the loss.
         squared_probabilities: the estimator of advantages wants their sums over the vocabulary.
         pretraining: what it learns beside.
         frozen_steps: in so many first steps only critics learn.
@@ -71,18 +74,24 @@ class ActorPhase:
         self._correction = correction
         self._clock = clock
         self._reference = reference
+        self._shares_forward = shares_forward
         self._squared_probabilities = squared_probabilities
         self._pretraining = pretraining
         self._frozen_steps = frozen_steps
         self._look = look
 
     def logprobs(self, experience: Experience) -> Experience:
-        """Adds the log-probabilities of the start of the step, and corrects for the sampler's."""
+        """Adds the log-probabilities of the start of the step, and corrects for the sampler's.
+
+        Where the update has a forward pass that gives them, they are still 0 for the first minibatch.
+        """
         with self._clock.phase("old_log_prob"):
             batch = experience.batch
             if self._correction.bypass:
                 # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
+            if self._shares_forward and not self._is_frozen:
+                return experience.extended(self._clock.when_done(self._with_later_logprobs(batch)))
             if self._squared_probabilities:
                 logprob, sum_pi_squared = self._actor.squared_probabilities(batch)
                 batch = batch.replace(old_logprob=logprob)
@@ -92,18 +101,38 @@ class ActorPhase:
             batch, metrics = corrected(self._correction, batch)
             return experience.extended(self._clock.when_done(batch), metrics)
 
+    def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Log-probabilities of all minibatches but the first."""
+        if len(batch.tokens) == 1:
+            return batch
+        return batch.replace(old_logprob=self._actor.logprobs(batch, first_minibatch=1))
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self._clock.step < self._frozen_steps
+
     def update(self, experience: Experience) -> Metrics:
         """All optimiser updates of the step."""
-        if self._clock.step < self._frozen_steps:
+        if self._is_frozen:
             return self._metrics(experience)
         with self._clock.phase("update_actor", shown="update"):
-            also = () if self._pretraining is None else (self._pretraining.next(self._actor),)
-            metrics = self._actor.update(
-                experience.batch, self._objective, also=also, reference=self._reference_weights()
-            )
+            metrics, experience = self._updated(experience)
             metrics = self._clock.when_done(prefixed("actor", metrics))
         # Reading them waits, which nothing may do before the updates are under way.
         return metrics | self._metrics(experience)
+
+    def _updated(self, experience: Experience) -> tuple[Metrics, Experience]:
+        """The metrics of the updates, and the batch with all old log-probabilities."""
+        batch, objective = experience.batch, self._objective
+        beside: Any = {
+            "also": () if self._pretraining is None else (self._pretraining.next(self._actor),),
+            "reference": self._reference_weights(),
+        }
+        if not self._shares_forward:
+            return self._actor.update(batch, objective, **beside), experience
+        metrics, batch = self._actor.update_and_logprobs(batch, objective, **beside)
+        batch, of_the_gap = corrected(self._correction, batch)
+        return metrics | of_the_gap, experience.extended(batch)
 
     def _metrics(self, experience: Experience) -> Metrics:
         if self._look is not None:

@@ -120,7 +120,7 @@ class Advantages:
         kl: KlCoefficient,
         clock: Clock,
         *,
-        has_reference: bool = False,
+        penalizes: bool = False,
         multiplier: Multiplier | None = None,
     ):
         """Args.
@@ -129,14 +129,14 @@ class Advantages:
         estimator: of the algorithm.
         kl: the coefficient of the reward's KL penalty.
         clock: of the step.
-        has_reference: log-probabilities of a reference are in the batch.
+        penalizes: the reward pays for the KL to the reference, which is then reported.
         multiplier: of costs, where there are any.
         """
         self._actor = actor
         self._estimator = estimator
         self._kl = kl
         self._clock = clock
-        self._has_reference = has_reference
+        self._penalizes = penalizes
         self._multiplier = multiplier
 
     def __call__(self, experience: Experience) -> Experience:
@@ -201,9 +201,8 @@ class Advantages:
             **given,
         )
         metrics: Metrics = {}
-        if self._has_reference:
+        if self._penalizes:
             metrics["actor/reward_kl_penalty"] = reward_kl
-        if self._kl.value:
             metrics["actor/reward_kl_penalty_coeff"] = self._kl.value
         self._kl.follow(reward_kl, len(completions))
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target

@@ -40,7 +40,8 @@ ALWAYS = frozenset(
 # What comes from a critic, from a greedy answer, and from the pass that recomputes log-probabilities.
 VALUES, BASELINE, SUM_PI_SQUARED = "value_BT", "baseline_BT", "sum_pi_squared_BT"
 # Arrays that the program itself hands to settings of an estimator.
-_GIVEN = ("num_groups", "importance_weight_BT")
+IMPORTANCE_WEIGHT = "importance_weight_BT"
+_GIVEN = ("num_groups", IMPORTANCE_WEIGHT)
 
 
 @jax.tree_util.register_dataclass
@@ -164,7 +165,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
         "segment_ids_BT": segment_ids_BT,
         "logprob_BT": rows.old_logprob,
         "group_BT": to_tokens(group_B, sequence_BT, absent=-1),
-        "importance_weight_BT": rows.weight,
+        IMPORTANCE_WEIGHT: rows.weight,
         **given,
     }
     if isinstance(rows, VocabularyBatch):
@@ -187,7 +188,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
 
 def _call(estimator: Estimator, inputs: dict[str, jax.Array], num_groups: int):
     function = estimator.function
-    given = {"num_groups": num_groups, "importance_weight_BT": inputs["importance_weight_BT"]}
+    given = {"num_groups": num_groups, IMPORTANCE_WEIGHT: inputs[IMPORTANCE_WEIGHT]}
     names = options_of(function)
     options = dict(estimator.options) | {k: v for k, v in given.items() if k in names}
     return function(*(inputs[name] for name in inputs_of(function)), **options)

@@ -262,6 +262,16 @@ class Learner(PackedModel, abc.ABC):
           reference: weights in the layout of this role's, for an objective that needs them; with adapters
             those below them are the reference, and none are given.
         """
+        return self._learn(batch, objective, also, reference)[0]
+
+    def _learn(
+        self,
+        batch: PackedBatch,
+        objective: Objective,
+        also: Sequence[tuple[PackedBatch, Objective]],
+        reference: Params | None,
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """`update`; returns metrics, and the first minibatch's `objective.own`, [M, R, T] each."""
         batches, objectives = zip((batch, objective), *also, strict=True)
         given = reference is not None or bool(self.model.lora.rank)
         assert given or not objective.needs_reference, "the objective needs a reference's weights"
@@ -271,15 +281,15 @@ class Learner(PackedModel, abc.ABC):
                     state, batches, objectives, reference
                 ),
                 donate_argnums=0,
-                out_shardings=(self.state_shardings(), None),
+                out_shardings=(self.state_shardings(), None, None),
             )
         update = self._updates[objectives]
         state = self.for_training()
         self._before_change()
         # Before, since an update that fails has consumed the state.
         self._num_updates += 1
-        self.state, metrics = update(state, batches, reference)
-        return metrics
+        self.state, metrics, own = update(state, batches, reference)
+        return metrics, own
 
     # Pure functions
 
@@ -289,7 +299,7 @@ class Learner(PackedModel, abc.ABC):
         batches: Sequence[Any],
         objectives: Sequence[Objective],
         reference: Params | None,
-    ) -> tuple[TrainState, Stats]:
+    ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = self._learning_rate(state.step)
         trained, frozen = self._split(state.params)
         beside = (frozen, frozen if self.model.lora.rank else reference)
@@ -298,9 +308,9 @@ class Learner(PackedModel, abc.ABC):
 
         def minibatch(carry, u):
             params, opt_state = carry
-            grads, stats, sums = self._gradient(params, beside, batches[0], u, objectives[0])
+            grads, stats, sums, own = self._gradient(params, beside, batches[0], u, objectives[0])
             for batch, objective in zip(batches[1:], objectives[1:], strict=True):
-                more, _, _ = self._gradient(params, beside, batch, u, objective)
+                more, *_ = self._gradient(params, beside, batch, u, objective)
                 grads = jax.tree.map(jnp.add, grads, more)
             with jax.named_scope("optimizer"):
                 grad_norm = optax.tree.norm(grads)
@@ -315,10 +325,10 @@ class Learner(PackedModel, abc.ABC):
                 params = jax.tree.map(keep, new_params, params)
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
             stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
-            return (params, opt_state), (stats, sums.largest, sums.tally)
+            return (params, opt_state), (stats, sums.largest, sums.tally, own)
 
         U = batches[0].tokens.shape[0]
-        (trained, opt_state), (stats_U, largest_U, tally_U) = jax.lax.scan(
+        (trained, opt_state), (stats_U, largest_U, tally_U, own_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.arange(U)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
@@ -329,16 +339,17 @@ class Learner(PackedModel, abc.ABC):
         if objectives[0].correction is not None:
             metrics |= objectives[0].correction.metrics(tally_U)
         first_kl = stats_U.get("ppo_kl", jnp.zeros(U))[0]
-        return new_state, metrics | {"lr": lr, "first_ppo_kl": first_kl}
+        metrics |= {"lr": lr, "first_ppo_kl": first_kl}
+        return new_state, metrics, jax.tree.map(lambda x: x[0], own_U)
 
     def _gradient(self, params, beside, batch: Any, u, objective: Objective):
-        """Gradient of one minibatch's loss, its mean stats, and the sums over all its microbatches.
+        """Gradient of one minibatch's loss, its mean stats, sums over all its microbatches, and their `own`.
 
         Every sum is divided once, by the minibatch's global count of trained tokens or sequences, so that
         neither microbatches nor packing nor the mesh can change it.
         """
         frozen, reference = beside
-        T = batch.tokens.shape[-1]
+        _, M, _, T = batch.tokens.shape
         counts = count(batch.loss_mask[u].reshape(-1, T), batch.segment_ids[u].reshape(-1, T))
         num_tokens = jnp.maximum((batch.segment_ids[u] > 0).sum(dtype=jnp.float32), 1.0)
         correction = objective.correction
@@ -353,6 +364,11 @@ class Learner(PackedModel, abc.ABC):
                 outputs, routing = self._outputs_against(whole, reference, micro)
             else:
                 outputs, routing = self._outputs(whole, micro)
+            own = jax.lax.stop_gradient(objective.own(outputs))
+            # Before the first update the weights are those of the start of the step.
+            micro = micro.replace(
+                **{name: jnp.where(u == 0, x, getattr(micro, name)) for name, x in own.items()}
+            )
             tally: Tally = {}
             if correction is not None:
                 micro, tally = correction.apply(outputs, micro)
@@ -372,22 +388,24 @@ class Learner(PackedModel, abc.ABC):
                 for name, x in objective.largest(outputs, micro).items()
             }
             kept = count(micro.loss_mask, micro.segment_ids)
-            return total, jax.lax.stop_gradient(_Sums(means, shares, kept, largest, tally))
+            sums = _Sums(means, shares, kept, largest, tally)
+            return total, (jax.lax.stop_gradient(sums), own)
 
         gradient_shardings = self.trained(self._gradient_shardings)
 
         def gradient(params, m):
-            grads, sums = jax.grad(micro_loss, has_aux=True)(params, m)
-            return jax.lax.with_sharding_constraint(grads, gradient_shardings), sums
+            grads, (sums, own) = jax.grad(micro_loss, has_aux=True)(params, m)
+            return jax.lax.with_sharding_constraint(grads, gradient_shardings), sums, own
 
         def accumulate(m, total):
-            grads, sums = gradient(params, m)
-            return jax.tree.map(jnp.add, total[0], grads), total[1] + sums
+            grads, sums, own = gradient(params, m)
+            own_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[2], own)
+            return jax.tree.map(jnp.add, total[0], grads), total[1] + sums, own_M
 
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, 0)
-        )
-        grads, sums = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
+        *like, own = jax.eval_shape(gradient, params, 0)
+        own_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), own)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*like, own_M))
+        grads, sums, own_M = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
         stats = sums.means
         if correction is not None and ends_late:
             assert not self.train.load_balancing_coef, "a share of it would be divided twice"
@@ -397,7 +415,7 @@ class Learner(PackedModel, abc.ABC):
             stats = {
                 name: x / (divisor if name == "loss" else of_stats) for name, x in stats.items()
             }
-        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums
+        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums, own_M
 
 
 def _weighed(

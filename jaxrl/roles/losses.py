@@ -67,6 +67,7 @@ def policy(
     kl_coef: float = 0.0,
     kl_estimate: str = "k3",
     correction: CorrectionConfig | None = None,
+    shares_forward: bool = False,
 ) -> Objective:
     """A loss of `algos.policy_losses` on a batch's advantages and weights, with what is added to it.
 
@@ -78,6 +79,8 @@ def policy(
         "full".
       correction: by what tokens are weighed and rejected inside the loss, where the policy being trained is
         compared with the sampler's; None does so nowhere there.
+      shares_forward: the old log-probabilities of a step's first minibatch are those of the update's own
+        forward pass, so that the ratio there is 1 by definition.
 
     Raises:
       UserError: a name or an option is not known, or the loss and its correction contradict each other.
@@ -109,8 +112,11 @@ def policy(
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None:
-        _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
+        if correction.bypass:
+            _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
         further["correction"] = _inside_the_loss(correction)
+    if shares_forward:
+        further["own"] = _own_logprobs
     return Objective(
         loss,
         make(**(aggregation_options or {})),
@@ -118,6 +124,10 @@ def policy(
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )
+
+
+def _own_logprobs(outputs: PolicyOutputs) -> dict[str, jax.Array]:
+    return {"old_logprob": outputs.logprob}
 
 
 def _loss_inputs(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:

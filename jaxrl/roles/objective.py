@@ -29,6 +29,11 @@ def _nothing(outputs: Any, micro: Any) -> Stats:
     return {}
 
 
+def _none(outputs: Any) -> dict[str, jax.Array]:
+    del outputs
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class InnerCorrection:
     """What is changed in a microbatch that only the policy being trained can tell.
@@ -60,6 +65,8 @@ class Objective:
       prepare: (batch, key) -> batch, before the first update of a step: what looks at whole minibatches.
       correction: inside the loss; None has none.
       largest: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
+      own: (outputs) -> fields of the batch, [R, T], that say what the policy was at the start of the step. In
+        the first minibatch of a step it still is that policy, whose outputs then stand in for these fields.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
     """
 
@@ -69,4 +76,5 @@ class Objective:
     prepare: Callable[[Any, jax.Array], Any] = _as_it_is
     correction: InnerCorrection | None = None
     largest: Callable[[Any, Any], Stats] = _nothing
+    own: Callable[[Any], dict[str, jax.Array]] = _none
     needs_reference: bool = False

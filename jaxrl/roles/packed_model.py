@@ -213,8 +213,13 @@ def micro_of(batch: Any, u, m) -> Any:
     return jax.tree.map(lambda x: x[u, m] if x.ndim == 4 else x, batch)
 
 
-def each_micro(function: Callable[[Any], Values], batch: PackedBatch) -> Values:
-    """`function` of every microbatch: a pytree of [R, T] float32, as [U, M, R, T]; empty ones are skipped."""
+def each_micro(
+    function: Callable[[Any], Values], batch: PackedBatch, *, first_minibatch: int = 0
+) -> Values:
+    """`function` of every microbatch: a pytree of [R, T] float32, as [U, M, R, T].
+
+    Empty ones are skipped, and minibatches before `first_minibatch`; their values are 0.
+    """
     U, M = batch.tokens.shape[:2]
     zeros = jax.tree.map(
         lambda x: jnp.zeros((U, M, *x.shape), x.dtype),
@@ -230,4 +235,4 @@ def each_micro(function: Callable[[Any], Values], batch: PackedBatch) -> Values:
         )
         return jax.tree.map(lambda x, value: x.at[u, m].set(value), out, values)
 
-    return jax.lax.fori_loop(0, U * M, one, zeros)
+    return jax.lax.fori_loop(first_minibatch * M, U * M, one, zeros)

@@ -6,6 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +26,12 @@ from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
-from jaxrl.roles.objective import Stats
+from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
 from jaxrl.rollout.backend import Enough, RolloutBackend, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
-from jaxrl.types import Completions, PackedBatch, Prompts
+from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
 
 class PolicyOutputs(NamedTuple):
@@ -95,7 +96,7 @@ class Actor(Learner):
         self._can_sample = False
         self._sampler: concurrent.futures.ThreadPoolExecutor | None = None
         self._sampling: concurrent.futures.Future[Completions] | None = None
-        self._logprobs = jax.jit(self._packed_logprobs)
+        self._logprobs = jax.jit(self._packed_logprobs, static_argnames="first_minibatch")
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
@@ -236,9 +237,13 @@ class Actor(Learner):
     # Log-probabilities
 
     @protocol(PER_TOKEN)
-    def logprobs(self, batch: PackedBatch) -> jax.Array:
-        """Log-probability of every token under the current weights, float32 [U, M, R, T]."""
-        return self._logprobs(self.for_training().params, batch)
+    def logprobs(self, batch: PackedBatch, *, first_minibatch: int = 0) -> jax.Array:
+        """Log-probability of every token under the current weights, float32 [U, M, R, T].
+
+        Minibatches before `first_minibatch` are not computed, and hold 0.
+        """
+        params = self.for_training().params
+        return self._logprobs(params, batch, first_minibatch=first_minibatch)
 
     @protocol(PER_TOKEN)
     def squared_probabilities(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
@@ -251,8 +256,14 @@ class Actor(Learner):
         assert self.model.lora.rank, "only a model with adapters holds its own reference"
         return self._reference_logprobs(self.for_training().params, batch)
 
-    def _packed_logprobs(self, params: Params, batch: PackedBatch) -> jax.Array:
-        return each_micro(lambda micro: self._outputs(params, micro)[0].logprob, batch)
+    def _packed_logprobs(
+        self, params: Params, batch: PackedBatch, *, first_minibatch: int = 0
+    ) -> jax.Array:
+        return each_micro(
+            lambda micro: self._outputs(params, micro)[0].logprob,
+            batch,
+            first_minibatch=first_minibatch,
+        )
 
     def _logprobs_without_adapters(self, params: Params, batch: PackedBatch) -> jax.Array:
         graph, base = self._base_graph, lora.split(params)[1]
@@ -270,6 +281,21 @@ class Actor(Learner):
         )
 
     # Learning
+
+    @protocol(PER_TOKEN)
+    def update_and_logprobs(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        *,
+        also: Sequence[tuple[PackedBatch, Objective]] = (),
+        reference: Params | None = None,
+    ) -> tuple[dict[str, jax.Array], TrainBatch]:
+        """`update` by an objective whose first minibatch takes its old log-probabilities from its own forward
+        pass; returns metrics, and the batch with these, all still on the devices."""
+        metrics, own = self._learn(batch, objective, also, reference)
+        first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in own.items()}
+        return metrics, batch.replace(**first)
 
     def _outputs(self, params: Params, micro: Any) -> tuple[PolicyOutputs, Routing | None]:
         logprob, entropy, routing = self.policy(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from jaxrl.algos.covariance import SELECTIONS
 from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
-from jaxrl.algos.registry import array_names, lookup
+from jaxrl.algos.registry import array_names, lookup, options_of
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.dataflows.lookup import DATAFLOWS, find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import places, read_placement
 from jaxrl.roles import losses
-from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
+from jaxrl.roles.advantage_estimator import (
+    BASELINE,
+    IMPORTANCE_WEIGHT,
+    SUM_PI_SQUARED,
+    VALUES,
+    Estimator,
+)
 from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
 
@@ -78,6 +85,7 @@ def check_algorithm(config: Config) -> None:
     _check_rollout(config)
     _check_correction(config)
     estimator_of(config)
+    _check_old_logprobs(config)
     policy_objective(config)
 
 
@@ -100,6 +108,49 @@ def _check_correction(config: Config) -> None:
             "algorithm.correction.bypass rejects and normalizes inside the loss, whose divisor is known only "
             "at the end, and train.load_balancing_coef is divided before; set one of the two to 0 or False"
         )
+
+
+def shares_forward(config: Config) -> bool:
+    """The first minibatch's old log-probabilities come from the forward pass of its own update."""
+    algorithm = config.algorithm
+    if algorithm.old_logprobs == "auto":
+        return algorithm.dataflow in DATAFLOWS and not _looks_before_the_update(config)
+    return algorithm.old_logprobs == "update"
+
+
+def _check_old_logprobs(config: Config) -> None:
+    """Raises UserError where something would look at log-probabilities that are not there yet."""
+    looks = _looks_before_the_update(config)
+    if config.algorithm.old_logprobs == "update" and looks:
+        raise UserError(
+            f'algorithm.old_logprobs "update" has them only when the first update has begun, and {looks} '
+            "before; set it to auto or forward"
+        )
+
+
+def _looks_before_the_update(config: Config) -> str:
+    """The setting that asks for old log-probabilities before the first update, and why; "" if none does."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    estimator = estimator_of(config)
+    arrays = estimator.inputs | set(options_of(estimator.function))
+    seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
+    corrects = correction.weighs or bool(correction.rejections)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.kl.loss_coef)
+    looks = {
+        "algorithm.correction.bypass takes the sampler's": correction.bypass,
+        "algorithm.kl.reward_coef penalizes rewards by them": algorithm.kl.reward_coef > 0,
+        f"algorithm.loss {algorithm.loss!r} selects tokens by them": algorithm.loss in SELECTIONS,
+        f"algorithm.advantage {algorithm.advantage!r} is made of them": bool(arrays & seen),
+        "algorithm.correction compares them over all minibatches": corrects
+        and algorithm.updates_per_step > 1,
+        # Inside the loss the mean is known only at the end of the minibatch.
+        "algorithm.correction.normalize takes a mean of them": correction.weighs
+        and correction.normalize
+        and adds_terms,
+        "train.load_balancing_coef counts the tokens they leave": corrects
+        and config.train.load_balancing_coef > 0,
+    }
+    return next((clause for clause, asks in looks.items() if asks), "")
 
 
 def _check_rollout(config: Config) -> None:
@@ -206,5 +257,13 @@ def policy_objective(config: Config) -> Objective:
         entropy_coef=algorithm.entropy_coef,
         kl_coef=algorithm.kl.loss_coef,
         kl_estimate=algorithm.kl.loss_estimate,
-        correction=correction if correction.bypass else None,
+        correction=correction if _corrects_inside(config) else None,
+        shares_forward=shares_forward(config),
     )
+
+
+def _corrects_inside(config: Config) -> bool:
+    """The correction is done by the policy being trained; there is no other, or it is the same."""
+    correction = config.algorithm.correction
+    does_something = correction.weighs or bool(correction.rejections)
+    return correction.bypass or (does_something and shares_forward(config))

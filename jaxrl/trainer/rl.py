@@ -56,7 +56,7 @@ from jaxrl.trainer.context import (
     supervised_stream,
     training_sampling,
 )
-from jaxrl.trainer.cross_checks import estimator_of, policy_objective, title_of
+from jaxrl.trainer.cross_checks import estimator_of, policy_objective, shares_forward, title_of
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.kept_rollouts import KeptRollouts
@@ -240,6 +240,7 @@ class RlStage(TrainingStage):
                 algorithm.correction,
                 clock,
                 reference=roles.reference,
+                shares_forward=shares_forward(config),
                 squared_probabilities=SUM_PI_SQUARED in estimator.inputs,
                 pretraining=self._pretraining,
                 frozen_steps=config.critic.warmup_steps,
@@ -250,7 +251,7 @@ class RlStage(TrainingStage):
                 estimator,
                 self._kl,
                 clock,
-                has_reference=needs_ref_logprobs,
+                penalizes=algorithm.kl.reward_coef > 0,
                 multiplier=self._multiplier,
             ),
             critic_phase=roles.critic and CriticPhase("critic", roles.critic, values, clock),
