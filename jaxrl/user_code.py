@@ -12,17 +12,29 @@ import importlib
 import importlib.util
 import inspect
 import pathlib
+import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.errors import UserError
 
+_FUNCTION = re.compile(r"(.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")
+
+
+def names_function(path: str) -> bool:
+    """A path has the form of a function's, and not of a file's."""
+    return _FUNCTION.fullmatch(path) is not None
+
 
 def load_function(
-    path: str, what: str, *, takes: Sequence[str] | None = None
+    path: str,
+    what: str,
+    *,
+    takes: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The function at `path`.
 
@@ -30,6 +42,7 @@ def load_function(
       path: "package.module:function" or "path/to/file.py:function".
       what: it is called in errors.
       takes: what it will be called with, a name for each positional argument; None leaves that to the caller.
+      options: what it will be called with by name, besides.
 
     Raises:
       UserError: the path has another form, its module cannot be imported or has no such function, or the
@@ -58,21 +71,27 @@ def load_function(
             f"{what} {path!r} is {type(function).__name__}, which cannot be called; name a function"
         )
     if takes is not None:
-        _check_takes(function, path, what, takes)
+        _check_takes(function, path, what, takes, options or {})
     return function
 
 
-def _check_takes(function: Callable[..., Any], path: str, what: str, takes: Sequence[str]) -> None:
+def _check_takes(
+    function: Callable[..., Any],
+    path: str,
+    what: str,
+    takes: Sequence[str],
+    options: Mapping[str, Any],
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C do not tell
         return
     try:
-        signature.bind(*takes)
+        signature.bind(*takes, **options)
     except TypeError as error:
         raise UserError(
             f"{what} {path!r} is {path.rpartition(':')[2]}{signature}, which cannot be called with "
-            f"({', '.join(takes)}): {error}; give it these arguments"
+            f"({', '.join([*takes, *(f'{name}=' for name in options)])}): {error}; give it these arguments"
         ) from error
 
 

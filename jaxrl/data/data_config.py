@@ -8,19 +8,23 @@ from typing import Annotated, Any, Literal
 from jaxrl.checks import SEED, at_least, between, check_fields, positive, token_count
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
+from jaxrl.user_code import names_function
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Where problems come from: a file, or a procedural task of reasoning-gym.
+    """Where problems come from: a file, a function that makes them, or a procedural task of reasoning-gym.
 
     Attributes:
       source: name under which metrics are kept; "" takes what the rows say (data_source), else the file's
         name.
-      path: JSONL, JSON, Parquet, Arrow or ArrayRecord, or a folder of these; "" takes the task instead.
+      path: JSONL, JSON, Parquet, Arrow or ArrayRecord, or a folder of these; or a function that makes rows,
+        "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
       prompt_field, answer_field: its fields, dotted where one lies in another; "" recognises them.
       solution_field: with worked solutions, for supervised training; None takes one if there is one.
-      task, size, seed, options: reasoning-gym data set, how many problems, its seed and its own settings.
+      task: reasoning-gym data set.
+      size, seed, options: of a task or a function: how many problems, its seed and its own settings. With a
+        size of 0 they are made without end, as they are drawn; what is evaluated with needs a number.
       limit: use only the first so many problems; 0 uses all.
       weight: how often its prompts are drawn, compared with other sources to train on; for evaluation it
         means nothing.
@@ -56,6 +60,40 @@ class SourceConfig:
         """There are problems here."""
         return bool(self.path or self.task)
 
+    @property
+    def has_function(self) -> bool:
+        """The path is a function's that makes rows."""
+        return names_function(self.path)
+
+    @property
+    def num_made(self) -> int:
+        """Problems that a task or a function makes; 0 for no end."""
+        return min(filter(None, (self.size, self.limit)), default=0)
+
+    @property
+    def is_endless(self) -> bool:
+        """Problems are made without end."""
+        return (bool(self.task) or self.has_function) and not self.num_made
+
+
+@dataclasses.dataclass(frozen=True)
+class CurriculumConfig:
+    """In which measure problems are drawn that the policy solves always or never.
+
+    Attributes:
+      by: "off" draws every problem once an epoch; "pass_rate" mostly passes over those whose next group of
+        answers is likely to be all right or all wrong, by the groups that were graded in the run.
+      least_chance: with which a problem is drawn in any case when its turn comes.
+      decay: what is left of what is known of a problem whenever another group of answers to it is graded.
+    """
+
+    by: Literal["off", "pass_rate"] = "off"
+    least_chance: Annotated[float, between(0.001, 1)] = 0.05
+    decay: Annotated[float, between(0, 1)] = 0.75
+
+    def __post_init__(self):
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -79,6 +117,7 @@ class DataConfig:
       duplicates: a problem that stands in a file again: left out and counted, or kept. What tasks draw twice
         is kept.
       shuffle_seed: of the order of training prompts; None takes the run's seed.
+      curriculum: problems to train on that are drawn rarely.
     """
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
@@ -95,6 +134,7 @@ class DataConfig:
     bad_rows: Literal["drop", "error"] = "drop"
     duplicates: Literal["drop", "keep"] = "drop"
     shuffle_seed: Annotated[int, SEED] | None = None
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
 
     def __post_init__(self):
         check_fields(self)

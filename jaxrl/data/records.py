@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +21,13 @@ from jaxrl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Room between the seeds of a procedural task; see ReasoningGymRecords. Some tasks seed NumPy, which
+# Room between the seeds of a procedural task; see TaskProblems. Some tasks seed NumPy, which
 # takes 32 bits, so this leaves them 4,294 seeds.
 MAX_TASK_SIZE = 1_000_000
 MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
+
+# Problems of an endless task that are made as one data set; reasoning-gym's own default.
+_BLOCK = 500
 
 # Numbers among the settings of a task: the largest default of any is 2**31 - 1.
 _TASK_NUMBER = finite(at_most=2**32)
@@ -48,17 +52,15 @@ class Record:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
-class ReasoningGymRecords(Sequence[Record]):
-    """Questions and answers of a procedural task of reasoning-gym (extra `demo`).
+class TaskProblems:
+    """Problems of a procedural task of reasoning-gym (extra `demo`), each by its number.
 
-    Only its questions and answers are used: several of its scorers evaluate what the model wrote as
-    code, and most give part marks. Item i of reasoning-gym depends on seed + i alone, so its seeds
-    s and s + 1 share all but one item; here seeds are spread apart and different seeds share none.
-    They can still draw the same *question* twice: see `disjoint`.
+    What its scorer looks at comes along as `extra["metadata"]`, in JSON's types. Item i of reasoning-gym
+    depends on seed + i alone, so its seeds s and s + 1 share all but one item; here seeds are spread apart
+    and different seeds share none. They can still draw the same *question* twice: see `disjoint`.
 
     Args:
       task: name of the data set, such as "chain_sum", for which solutions are written too.
-      size: number of problems, at most 1,000,000.
       seed: 0 to `MAX_TASK_SEED`.
       **task_config: the task's own settings, such as `min_terms=3`.
 
@@ -66,13 +68,45 @@ class ReasoningGymRecords(Sequence[Record]):
       UserError: reasoning-gym is not installed, or does not know the task or a setting.
     """
 
+    def __init__(self, task: str, *, seed: int, **task_config: Any):
+        _factory_of(task)
+        _check_task_size(task, _BLOCK, seed)
+        self._task = task
+        self._first_seed = seed * MAX_TASK_SIZE
+        self._config = task_config
+        self._block = -1
+        self._items = self._items_of(0)
+
+    def record(self, number: int) -> Record:
+        """The problem of a number; after `MAX_TASK_SIZE` they begin again."""
+        block, place = divmod(number % MAX_TASK_SIZE, _BLOCK)
+        items = self._items_of(block)
+        item_seed = self._first_seed + block * _BLOCK + place
+        return _task_record(self._task, items[place], item_seed)
+
+    def _items_of(self, block: int) -> Any:
+        """Items of some tasks are made when the data set is, and take as long as there are many."""
+        if block != self._block:
+            seed = self._first_seed + block * _BLOCK
+            config = {**self._config, "size": _BLOCK, "seed": seed}
+            self._block, self._items = block, _create_task(self._task, config)
+        return self._items
+
+
+class ReasoningGymRecords(Sequence[Record]):
+    """A fixed number of problems of a procedural task of reasoning-gym, as of `TaskProblems`.
+
+    Args:
+      task, seed, task_config: as for `TaskProblems`.
+      size: number of problems, at most 1,000,000.
+
+    Raises:
+      UserError: reasoning-gym is not installed, or does not know the task or a setting.
+    """
+
     def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
         _factory_of(task)
-        if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
-            raise UserError(
-                f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
-                f"1 and {MAX_TASK_SIZE} and the seed from 0 to {MAX_TASK_SEED}"
-            )
+        _check_task_size(task, size, seed)
         first_seed = seed * MAX_TASK_SIZE
         items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
         self._rows = tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
@@ -94,8 +128,8 @@ def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Rec
     Raises:
       UserError: nothing is left to train on.
     """
-    seen = {_normalised(record.prompt) for record in evaluation}
-    kept = tuple(record for record in train if _normalised(record.prompt) not in seen)
+    seen = {normalised(record.prompt) for record in evaluation}
+    kept = tuple(record for record in train if normalised(record.prompt) not in seen)
     if not kept:
         raise UserError(
             f"all {len(train)} training prompts also occur among the {len(evaluation)} evaluation "
@@ -115,7 +149,8 @@ def text_of_context(context: Context) -> str:
     return context if isinstance(context, str) else "\n".join(m["content"] for m in context)
 
 
-def _normalised(prompt: Context) -> str:
+def normalised(prompt: Context) -> str:
+    """What two prompts have in common that are one problem of an evaluation: all but case and spacing."""
     return " ".join(text_of_context(prompt).casefold().split())
 
 
@@ -124,6 +159,14 @@ def check_task_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if is_a(value, float) and (fault := _TASK_NUMBER.fault(value)):
             raise UserError(f"options.{name} {value!r} {fault}")
+
+
+def _check_task_size(task: str, size: int, seed: int) -> None:
+    if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
+        raise UserError(
+            f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
+            f"1 and {MAX_TASK_SIZE} and the seed from 0 to {MAX_TASK_SEED}"
+        )
 
 
 def _factory_of(task: str) -> Any:
@@ -172,4 +215,12 @@ def _task_record(task: str, item: dict[str, Any], item_seed: int) -> Record:
     if task == "chain_sum":
         rng = random.Random(f"worked sum {item_seed}")
         solution = worked_sums.solve(item["metadata"]["expression"], rng)
-    return Record(item["question"], str(item["answer"]), task, solution)
+    return Record(item["question"], str(item["answer"]), task, solution, _extra_of(item))
+
+
+def _extra_of(item: dict[str, Any]) -> dict[str, Any]:
+    """What a scorer looks at, as a file would have it: it is checked between processes, and kept, as JSON."""
+    try:
+        return {"metadata": json.loads(json.dumps(item["metadata"], default=str))}
+    except (TypeError, ValueError):  # keys that are no text, or rings; the scorer's grader says so
+        return {}

@@ -1,14 +1,11 @@
 """Endless shuffled order over rows in memory, with a position that can be saved.
 
-    Grain: shuffle anew each epoch, repeat, (mix,) number, batch -> row numbers
+    Grain: shuffle anew each epoch, repeat, number, batch -> row numbers
 
 Rows are in memory, so Grain shuffles row numbers and reads them in the calling thread: no worker
 processes, nothing prefetched, nothing to lose. The order depends on the seed and on the number of
 rows only. The state is what Grain keeps, the number of rows taken so far ({"next_index": 48}), plus
 enough to notice that a checkpoint belongs to other data.
-
-Rows of several sources are shuffled source by source, each repeated when it ends, and mixed by weight: of any
-few hundred rows each source has its share.
 """
 
 from __future__ import annotations
@@ -36,34 +33,20 @@ class ShuffledRows:
       rows_per_batch: N.
       seed: of the order, below 2**32.
       checksum: of the rows, as `checksum` makes it; a state is taken back by the same rows only.
-      shares: where rows are of several sources, the number of rows and the weight of each, in their order.
 
     Raises:
       UserError: an argument breaks its rule.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        *,
-        rows_per_batch: int,
-        seed: int,
-        checksum: int,
-        shares: Sequence[tuple[int, float]] = (),
-    ):
-        if rows_per_batch < 1:
-            raise UserError(f"a batch of {rows_per_batch} holds nothing; use at least 1")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"data seed {seed} is out of range; use one from 0 to {2**32 - 1}")
+    def __init__(self, num_rows: int, *, rows_per_batch: int, seed: int, checksum: int):
+        check_order(rows_per_batch, seed)
         self._identity: dict[str, Any] = {
             "num_rows": num_rows,
             "seed": seed,
             "checksum": checksum,
         }
-        if len(shares) > 1:
-            self._identity["shares"] = [list(share) for share in shares]
         self._iterator = iter(
-            _order(num_rows, seed, shares)
+            shuffled(num_rows, seed)
             .map_with_index(lambda place, row: (place, row))
             # Everything is in memory: threads would only wait for each other.
             .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
@@ -86,29 +69,31 @@ class ShuffledRows:
           UserError: the state belongs to other rows or to another seed.
         """
         position = dict(state)
-        theirs = {name: position.pop(name, None) for name in self._identity}
-        if theirs != self._identity:
-            raise UserError(
-                f"the checkpoint's place is in other data: it has {theirs}, this run has "
-                f"{self._identity}. Give back the data, template, tokenizer, length limit and data "
-                "seed of that run, or start a new run from its weights"
-            )
+        check_same_data({name: position.pop(name, None) for name in self._identity}, self._identity)
         self._iterator.set_state(position)
 
 
-def _order(num_rows: int, seed: int, shares: Sequence[tuple[int, float]]) -> grain.MapDataset[int]:
-    """Row numbers without end."""
-    if len(shares) < 2:
-        return grain.MapDataset.range(num_rows).shuffle(seed=seed).repeat()
-    assert num_rows == sum(count for count, _ in shares), "every row is of one source"
-    orders, first = [], 0
-    for number, (count, _) in enumerate(shares):
-        # Sources of one length would otherwise be shuffled alike.
-        own_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-        rows = grain.MapDataset.range(first, first + count)
-        orders.append(rows.shuffle(seed=own_seed).repeat())
-        first += count
-    return grain.MapDataset.mix(orders, [weight for _, weight in shares])
+def shuffled(num_rows: int, seed: int) -> grain.MapDataset[int]:
+    """Row numbers without end, by their place: every row once an epoch, in a new order each epoch."""
+    return grain.MapDataset.range(num_rows).shuffle(seed=seed).repeat()
+
+
+def check_order(rows_per_batch: int, seed: int) -> None:
+    """Raises UserError for a batch that holds nothing, or a seed that Grain does not take."""
+    if rows_per_batch < 1:
+        raise UserError(f"a batch of {rows_per_batch} holds nothing; use at least 1")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"data seed {seed} is out of range; use one from 0 to {2**32 - 1}")
+
+
+def check_same_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises UserError unless a saved place is in the data that there are."""
+    if theirs != ours:
+        raise UserError(
+            f"the checkpoint's place is in other data: it has {theirs}, this run has {ours}. Give back the "
+            "data, weights, template, tokenizer, length limit and data seed of that run, or start a new run "
+            "from its weights"
+        )
 
 
 class ShuffledExamples(Generic[Item]):

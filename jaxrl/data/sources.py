@@ -1,6 +1,7 @@
 """Sources of problems, read and checked: what came of every row, and why a row was left out.
 
     file or task -> rows -> layout -> prompt, answer, extra -> no duplicates -> a truth that the grader reads
+    function     -> the same row by row, while prompts are drawn, if it has no end (`made_problems`)
 
 A row that cannot be used is dropped, counted, and the first of its kind named; or, by setting, refused. When
 none is left, or no field is what it should be, that is an error in any case.
@@ -14,30 +15,37 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-import pathlib
+import functools
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.jsonl import BadRow, checked_text, shown
-from jaxrl.data.messages import Context, as_context
-from jaxrl.data.records import ReasoningGymRecords, Record, disjoint, text_of_context
+from jaxrl.data.jsonl import BadRow, shown
+from jaxrl.data.made_problems import NUM_FIRST, FunctionRows, MadeProblems
+from jaxrl.data.messages import Context
+from jaxrl.data.records import (
+    ReasoningGymRecords,
+    Record,
+    TaskProblems,
+    disjoint,
+    normalised,
+    text_of_context,
+)
 from jaxrl.data.row_files import RowFile, open_rows
-from jaxrl.data.row_layouts import ID_NAMES, RowLayout, question_in, recognise, value_at, without
+from jaxrl.data.row_layouts import ID_NAMES, RowLayout, recognise, value_at
+from jaxrl.data.row_records import (
+    CONTRADICTIONS,
+    DUPLICATES,
+    HELD_OUT,
+    UNREADABLE,
+    Unusable,
+    record_of,
+)
 from jaxrl.errors import UserError
 
 FaultOf: TypeAlias = Callable[[str, Mapping[str, Any], str], str | None]
 """(answer, extra, source) -> what its grader says is wrong with the ground truth; None if nothing is."""
-
-MALFORMED = "malformed rows"
-NO_PROMPT = "rows without a prompt"
-NO_TRUTH = "rows without a truth"
-UNREADABLE = "truths that the grader cannot read"
-DUPLICATES = "duplicates"
-CONTRADICTIONS = "rows of problems with contradicting answers"
-HELD_OUT = "prompts of the evaluation"
 
 # Rows by which a layout is recognised, and how far to look for them.
 _FIRST_ROWS = 64
@@ -76,6 +84,7 @@ class Source:
       dropped: by reason.
       notes: what else a reader should know.
       own_template: words that were around every problem of the file, as a template; "" where there were none.
+      made: problems without end; `records` and `dropped` are then of the first few.
     """
 
     name: str
@@ -87,6 +96,7 @@ class Source:
     dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     own_template: str = ""
+    made: MadeProblems | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -110,14 +120,27 @@ class Source:
                 faults[row] = f"{self._place(row)}: {fault}"
                 if refuse:
                     raise UserError(f"{self.name}: {faults[row]}")
-        return self._without(faults, UNREADABLE)
+
+        def check(record: Record) -> tuple[str, str] | None:
+            fault = fault_of(record.answer, record.extra, record.source)
+            return None if fault is None else (UNREADABLE, fault)
+
+        made = self.made and self.made.checked(check)
+        return dataclasses.replace(self._without(faults, UNREADABLE), made=made)
 
     def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
         """Without problems that are evaluated with; UserError if nothing is left."""
         kept = {id(record) for record in disjoint(self.records, evaluation)}
         rows = [row for row, record in enumerate(self.records) if id(record) not in kept]
         told = {row: f"{self._place(row)}: {shown(self.records[row].prompt)}" for row in rows}
-        return self._without(told, HELD_OUT)
+        held_out = {normalised(record.prompt) for record in evaluation}
+
+        def check(record: Record) -> tuple[str, str] | None:
+            known = normalised(record.prompt) in held_out
+            return (HELD_OUT, shown(record.prompt)) if known else None
+
+        made = self.made and self.made.checked(check)
+        return dataclasses.replace(self._without(told, HELD_OUT), made=made)
 
     def _without(self, faults: Mapping[int, str], reason: str) -> Self:
         """Without some rows, by their number, each with what is said about it."""
@@ -148,14 +171,16 @@ def read_source(
     *,
     refuse_bad_rows: bool = False,
     keep_duplicates: bool = False,
+    may_be_endless: bool = False,
 ) -> Source:
-    """Reads a file or a task; truths are not yet put to a grader.
+    """Reads a file, a task or a function; truths are not yet put to a grader.
 
     Args:
       settings: which, and its fields.
       name: of the setting, for messages.
       refuse_bad_rows: a row that cannot be used is an error; otherwise it is dropped and counted.
-      keep_duplicates: a problem may stand in a file more than once. In a task it always may.
+      keep_duplicates: a problem may stand in a file more than once. What is made always may.
+      may_be_endless: problems may be made while they are drawn; otherwise there has to be a number of them.
 
     Raises:
       UserError: there is no such file or task, its layout is not known, a bad row is to be refused, or no row
@@ -166,14 +191,90 @@ def read_source(
             f"{name} names {'both a file and a task' if settings.path else 'neither a file nor a task'}; "
             f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
         )
+    if settings.is_endless and not may_be_endless:
+        raise UserError(
+            f"{name} is made without end by {settings.path or settings.task}, as only problems to train on "
+            f"may be; set {name}.size to a number of problems"
+        )
+    if settings.is_endless:
+        return _endless(settings, name, refuse=refuse_bad_rows)
     if settings.task:
         records = ReasoningGymRecords(
-            settings.task, size=settings.size, seed=settings.seed, **settings.options
+            settings.task,
+            size=settings.size or settings.limit,
+            seed=settings.seed,
+            **settings.options,
         )
         limit = settings.limit or len(records)
-        origin = f"reasoning-gym task {settings.task}"
-        return Source(name, settings, origin, len(records), tuple(records[:limit]))
+        return Source(name, settings, _origin(settings), len(records), tuple(records[:limit]))
+    keep_duplicates = keep_duplicates or settings.has_function
     return _Reader(settings, name, refuse=refuse_bad_rows, keep_duplicates=keep_duplicates).read()
+
+
+def _endless(settings: SourceConfig, name: str, *, refuse: bool) -> Source:
+    """Problems that are made while they are drawn, and the first of them."""
+    layout = None
+    if settings.task:
+        task = TaskProblems(settings.task, seed=settings.seed, **settings.options)
+        made = MadeProblems(task.record, lambda n: f"{settings.task} problem {n}", refuse=refuse)
+    else:
+        rows = _function_rows(settings)
+        layout = _recognised([rows[n] for n in range(NUM_FIRST)], settings)
+        made = MadeProblems(_maker(rows, layout, settings), rows.place, refuse=refuse)
+    found, left_out = made.first()
+    if not found:
+        raise UserError(
+            f"none of the first {NUM_FIRST} problems of {name} can be used: {left_out[0]}"
+        )
+    dropped: dict[str, Dropped] = {}
+    for error in left_out:
+        dropped[error.reason] = dropped.get(error.reason, Dropped(0)) + Dropped(1, (str(error),))
+    return Source(
+        name,
+        settings,
+        f"{_origin(settings, layout)}, without end; of the first {NUM_FIRST}:",
+        NUM_FIRST,
+        tuple(found.values()),
+        tuple(map(made.place, found)),
+        dropped,
+        own_template=layout.template if layout else "",
+        made=made,
+    )
+
+
+def _maker(
+    rows: FunctionRows, layout: RowLayout, settings: SourceConfig
+) -> Callable[[int], Record]:
+    return lambda n: record_of(
+        functools.partial(rows.__getitem__, n), layout, settings, rows.place(n)
+    )
+
+
+def _origin(settings: SourceConfig, layout: RowLayout | None = None) -> str:
+    return (
+        f"reasoning-gym task {settings.task}"
+        if layout is None
+        else (f"{settings.path} (made by a function, layout {layout.name})")
+    )
+
+
+def _function_rows(settings: SourceConfig) -> FunctionRows:
+    return FunctionRows(
+        settings.path,
+        size=settings.num_made,
+        seed=settings.seed,
+        options=settings.options,
+    )
+
+
+def _recognised(rows: Sequence[Mapping[str, Any]], settings: SourceConfig) -> RowLayout:
+    return recognise(
+        rows,
+        prompt_field=settings.prompt_field,
+        answer_field=settings.answer_field,
+        solution_field=settings.solution_field,
+        what=settings.path,
+    )
 
 
 class _Reader:
@@ -190,14 +291,8 @@ class _Reader:
 
     def read(self) -> Source:
         settings = self._settings
-        rows = open_rows(settings.path)
-        layout = recognise(
-            self._first(rows),
-            prompt_field=settings.prompt_field,
-            answer_field=settings.answer_field,
-            solution_field=settings.solution_field,
-            what=settings.path,
-        )
+        rows = _function_rows(settings) if settings.has_function else open_rows(settings.path)
+        layout = _recognised(self._first(rows), settings)
         num_rows = self._collect(rows, layout)
         records = tuple(self._records)
         places = tuple(rows.place(row) for row in self._places)
@@ -304,57 +399,15 @@ class _Reader:
 
     def _record(self, rows: RowFile, index: int, layout: RowLayout) -> tuple[Record | None, str]:
         """The problem of a row, and ""; or None, and why it is dropped."""
-        reason = MALFORMED
+        read = functools.partial(rows.__getitem__, index)
         try:
-            row = rows[index]
-            reason = NO_PROMPT
-            what = f"field {layout.prompt!r}"
-            prompt = layout.prompt_of(question_in(as_context(value_at(row, layout.prompt), what)))
-            reason = NO_TRUTH
-            answer = _answer(layout.answer_of(value_at(row, layout.answer)), layout.answer)
-            reason = MALFORMED
-            solution = self._solution(row, layout)
-        except BadRow as error:
-            self._drop(reason, f"{rows.place(index)}: {error}")
-            return None, reason
-        except RecursionError:  # read, but nested too deeply to be looked at
-            self._drop(MALFORMED, f"{rows.place(index)}: nested too deeply; remove the line")
-            return None, MALFORMED
-        extra = without(row, (layout.prompt, layout.answer, layout.solution))
-        return Record(prompt, answer, self._source_of(row, layout), solution, extra), ""
-
-    def _drop(self, reason: str, told: str) -> None:
-        if self._refuse:
-            raise UserError(told)
-        self._dropped[reason] = self._dropped.get(reason, Dropped(0)) + Dropped(1, (told,))
-
-    def _solution(self, row: Mapping[str, Any], layout: RowLayout) -> str | None:
-        if layout.solution is None:
-            return None
-        if self._settings.solution_field:
-            what = f"field {layout.solution!r}"
-            return checked_text(value_at(row, layout.solution), what)
-        value = row.get(layout.solution)
-        return value if isinstance(value, str) and value.strip() else None
-
-    def _source_of(self, row: Mapping[str, Any], layout: RowLayout) -> str:
-        if self._settings.source:
-            return self._settings.source
-        named = row.get(layout.source) if layout.source else None
-        if isinstance(named, str) and named.strip():
-            return named
-        return pathlib.Path(self._settings.path).stem
-
-
-def _answer(value: Any, name: str) -> str:
-    if isinstance(value, str):
-        return checked_text(value, f"field {name!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
-    # A whole number may be longer than a float holds.
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
-    return str(int(value)) if value == int(value) else str(value)
+            return record_of(read, layout, self._settings, rows.place(index)), ""
+        except Unusable as error:
+            if self._refuse:
+                raise UserError(str(error)) from error
+            dropped = self._dropped.get(error.reason, Dropped(0))
+            self._dropped[error.reason] = dropped + Dropped(1, (str(error),))
+            return None, error.reason
 
 
 def _key(prompt: Context) -> Any:

@@ -3,6 +3,7 @@
     Sampling            a generation batch, every response to its end
     OneStepAhead        the next batch is sampled while this one is learned from
     PartialSampling     a step ends once it has enough groups; what is unfinished goes on in the next
+    CurriculumSampling  lets the prompts learn from the groups of any of these (`curriculum_sampling`)
     DynamicSampling     takes from any of these until enough groups are mixed (`dynamic_sampling`)
 
 A finished group is graded once.
@@ -14,7 +15,7 @@ import concurrent.futures
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -38,8 +39,8 @@ class PromptSource(Protocol):
 
     def __next__(self) -> Prompts: ...
 
-    def state(self) -> dict[str, Any]:
-        """Where it stands; plain JSON."""
+    def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
+        """Where it stands, with the ids of prompts that are to be drawn once more; plain JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -219,8 +220,8 @@ class OneStepAhead:
         self._generation = generation
         self._rewards = rewards
         self._ahead: concurrent.futures.Future[Completions] | None = None
-        # Where the prompts stood before those that are being sampled.
-        self._position: dict[str, Any] = {}
+        # Of the prompts that are being sampled.
+        self._ids_ahead_N = np.zeros(0, np.int64)
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The batch that was begun a step ago, once the next one has been begun."""
@@ -236,17 +237,17 @@ class OneStepAhead:
     def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
         """Samples from the weights as they are now, beside whatever comes next."""
         generation = self._generation
-        self._position = prompts.state()
         batch = next(prompts)
+        self._ids_ahead_N = batch.ids_N
         generation.load_weights()
         return generation.actor.start_generating(
             batch, generation.current(), expected_tokens_N=generation.expected_tokens(batch)
         )
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """A resumed run samples again what was being sampled ahead."""
-        position = self._position or prompts.state()
-        return {"prompts": position, **self._generation.record()}
+        """A resumed run samples again what was being sampled ahead, whatever was learned of it since."""
+        state = prompts.state(again=self._ids_ahead_N)
+        return {"prompts": state, **self._generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
         """Goes on from a record."""

@@ -19,7 +19,7 @@ from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.packing import RowLimits
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.data.records import text_of_context
-from jaxrl.data.stream import EncodedPrompts, evaluation_prompts
+from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
@@ -32,7 +32,7 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
-from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
+from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
 from jaxrl.trainer.user_environment import environment_of
 from jaxrl.types import Prompts
 
@@ -52,7 +52,8 @@ class RunContext:
       placement: which role has which devices.
       model: the config's model, with the number of ids that the tokenizer has.
       demonstrations: of the warm start's file, if it has one.
-      train_prompts: the problems to train on as prompts, source by source, where the run asks for them.
+      train_prompts: the problems to train on as prompts, source by source, or what makes them; where the run
+        asks for them.
       card: what was read and what was left out, to be shown once.
     """
 
@@ -63,7 +64,7 @@ class RunContext:
     placement: Placement
     model: ModelConfig
     demonstrations: tuple[Demonstration, ...] = ()
-    train_prompts: tuple[Prompts, ...] = ()
+    train_prompts: tuple[Prompts | MadePrompts, ...] = ()
     card: str = ""
 
     def mesh_of(self, role: str) -> Mesh:
@@ -127,7 +128,7 @@ def build_context(
         placement=placement,
         model=model_for(config, tokenizer),
         demonstrations=demonstrations,
-        train_prompts=tuple(encoded.prompts for encoded in train),
+        train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
         card=card_of(problems, train, evaluation),
     )
 
@@ -302,7 +303,11 @@ def tokenizer_of(
     tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
     contexts = [
         *(demonstration.context for demonstration in demonstrations),
-        *(record.prompt for record in (*problems.train_records, *problems.evaluation_records)),
+        *(
+            record.prompt
+            for source in (*problems.train, *problems.evaluation)
+            for record in source.records
+        ),
     ]
     if all(isinstance(context, str) for context in contexts):
         return tokenizer

@@ -83,6 +83,7 @@ def check_algorithm(config: Config) -> None:
                 "keep in one order; use hosts.num_processes=1"
             )
     _check_rollout(config)
+    _check_curriculum(config)
     _check_correction(config)
     estimator_of(config)
     _check_old_logprobs(config)
@@ -174,6 +175,15 @@ def _check_rollout(config: Config) -> None:
     drivers.check_driver(
         options.driver, frozenset(name for name, wanted in asked.items() if wanted)
     )
+
+
+def _check_curriculum(config: Config) -> None:
+    """Raises UserError where there is no right and wrong to go by."""
+    if config.data.curriculum.by == "pass_rate" and not config.reward.grader_weight:
+        raise UserError(
+            "data.curriculum.by 'pass_rate' goes by which answers are right, and reward.grader_weight 0 says "
+            "that this run rewards something else; set it above 0, or data.curriculum.by to off"
+        )
 
 
 def estimator_of(config: Config) -> Estimator:

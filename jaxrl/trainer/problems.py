@@ -11,10 +11,11 @@ from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import PromptFormat
 from jaxrl.data.records import Record
 from jaxrl.data.sources import FaultOf, Source, read_source
-from jaxrl.data.stream import EncodedPrompts, encode_prompts
+from jaxrl.data.stream import EncodedPrompts, MadePrompts, encode_prompts, prompt_encoder
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.planner.requirements import Lookup
+from jaxrl.types import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,14 @@ class Problems:
 
     @property
     def train_records(self) -> tuple[Record, ...]:
-        """All problems to train on."""
+        """All problems to train on; UserError where they have no end."""
+        for source in self.train:
+            if source.made is not None:
+                raise UserError(
+                    f"{source.name} is made without end while prompts are drawn, and all of its problems are "
+                    f"asked for here, as for solutions, pairs or a file of them; set {source.name}.size to a "
+                    "number of problems"
+                )
         return _records(self.train)
 
     @property
@@ -120,6 +128,7 @@ class ProblemReader:
                 name,
                 refuse_bad_rows=self._data.bad_rows == "error",
                 keep_duplicates=self._data.duplicates == "keep",
+                may_be_endless=name in self._data.training_sources,
             )
         return self._found[name]
 
@@ -156,6 +165,33 @@ def encode(
         )
         for source in sources
     )
+
+
+def prompts_of(
+    sources: Sequence[Source],
+    encoded: Sequence[EncodedPrompts],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+) -> tuple[Prompts | MadePrompts, ...]:
+    """What a stream draws from: the prompts of each source, or what makes them."""
+    return tuple(
+        _prompts_of(source, of_source.prompts, data, tokenizer)
+        for source, of_source in zip(sources, encoded, strict=True)
+    )
+
+
+def _prompts_of(
+    source: Source, prompts: Prompts, data: DataConfig, tokenizer: Tokenizer
+) -> Prompts | MadePrompts:
+    if source.made is None:
+        return prompts
+    encode_one = prompt_encoder(
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        prompt_format=data.format_of(source.settings, source.own_template),
+        overlong=data.overlong,
+    )
+    return MadePrompts(source.made, encode_one, first=prompts, name=source.name)
 
 
 def card_of(

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import solutions_of
+from jaxrl.data.pass_rates import Curriculum
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import CostPhase, Multiplier
+from jaxrl.dataflows.curriculum_sampling import CurriculumSampling
 from jaxrl.dataflows.dynamic_sampling import (
     DynamicSampling,
     GroupFilter,
@@ -272,6 +275,7 @@ class RlStage(TrainingStage):
             sampler = OneStepAhead(generation, rewards)
         else:
             sampler = Sampling(generation, rewards)
+        sampler = CurriculumSampling(sampler, self._prompts)
         if self._dataflow.dynamic_sampling:
             sampler = DynamicSampling(
                 sampler,
@@ -343,4 +347,12 @@ def _prompt_stream(run: RunContext, *, groups_wanted: bool) -> PromptStream:
         # Partial sampling makes batches of what is missing.
         prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        curriculum=_curriculum(config),
     )
+
+
+def _curriculum(config: Config) -> Curriculum | None:
+    options = config.data.curriculum
+    if options.by == "off":
+        return None
+    return Curriculum(config.rollout.num_samples, options.least_chance, options.decay)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.data import Record, read_source
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import (
+from jaxrl.data.row_records import (
     CONTRADICTIONS,
     DUPLICATES,
     HELD_OUT,

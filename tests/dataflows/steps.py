@@ -66,13 +66,16 @@ class NumberedPrompts:
     def __init__(self, per_batch: int = 4):
         self._per_batch = per_batch
         self._next = 0
+        self._again: list[int] = []
 
     def __iter__(self):
         return self
 
     def __next__(self) -> Prompts:
-        numbers = range(self._next, self._next + self._per_batch)
-        self._next += self._per_batch
+        numbers, self._again = self._again, []
+        if not numbers:
+            numbers = range(self._next, self._next + self._per_batch)
+            self._next += self._per_batch
         return Prompts(
             ids_N=np.array(numbers, np.int64),
             tokens=tuple(np.array([n + 2], np.int32) for n in numbers),
@@ -81,11 +84,11 @@ class NumberedPrompts:
             sources=("numbers",) * self._per_batch,
         )
 
-    def state(self):
-        return {"next": self._next}
+    def state(self, *, again=()):
+        return {"next": self._next, "again": [int(n) for n in again]}
 
     def restore(self, state):
-        self._next = state["next"]
+        self._next, self._again = state["next"], list(state.get("again", ()))
 
 
 class CountingGrader:
