@@ -59,10 +59,11 @@ class ShuffledPrompts:
     def draw(self, turn: int) -> tuple[int, Prompts]:
         """The first prompt from a turn on that is drawn, and its own turn."""
         # Where a whole epoch's worth is passed over, the next one is taken, whatever it is.
-        end = turn + len(self)
-        while turn < end and not self._is_drawn(turn):
+        end, row = turn + len(self), self._row(turn)
+        while turn < end and not self._is_drawn(row, turn):
             turn += 1
-        return turn, self.prompt(turn)
+            row = self._row(turn)
+        return turn, self._prompts.take([row])
 
     def learn(self, turn: int, num_right: int, num_graded: int) -> None:
         """Takes in how the answers to the prompt of a turn were graded."""
@@ -74,10 +75,10 @@ class ShuffledPrompts:
         assert row is not None, "an order has a row at every turn"
         return row
 
-    def _is_drawn(self, turn: int) -> bool:
+    def _is_drawn(self, row: int, turn: int) -> bool:
         if self.pass_rates is None:
             return True
-        return is_drawn(self.pass_rates.chance(self._row(turn)), self._seed, turn)
+        return is_drawn(self.pass_rates.chance(row), self._seed, turn)
 
 
 class MadePrompts:

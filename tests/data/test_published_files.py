@@ -11,7 +11,7 @@ import pytest
 from jaxrl.data import PromptFormat, encode_prompts, load_tokenizer, read_source
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
-from jaxrl.data.sources import CONTRADICTIONS, DUPLICATES, NO_TRUTH
+from jaxrl.data.row_records import CONTRADICTIONS, DUPLICATES, NO_TRUTH
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no data beside the repository")

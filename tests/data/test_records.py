@@ -1,3 +1,4 @@
+import json
 import sys
 
 import pytest
@@ -88,3 +89,11 @@ def test_a_conversation_is_held_out_by_what_is_said():
     talk = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "of what?"})
     rows = [Record(talk, "2", "s"), Record("1 + 1?", "2", "s")]
     assert disjoint(rows, [Record("1 + 1?\nOf what?", "2", "t")]) == (rows[1],)
+
+
+def test_what_a_scorer_looks_at_comes_along():
+    for row in ReasoningGymRecords("countdown", size=3, seed=0):
+        metadata = row.extra["metadata"]
+        assert metadata["source_dataset"] == "countdown"
+        assert str(metadata["target"]) in str(row.prompt)
+        assert json.loads(json.dumps(metadata)) == metadata

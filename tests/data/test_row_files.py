@@ -14,8 +14,9 @@ from extras import import_extra
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.jsonl import BadRow
 from jaxrl.data.row_files import open_rows
+from jaxrl.data.row_records import DUPLICATES, MALFORMED
 from jaxrl.data.row_writers import write_rows
-from jaxrl.data.sources import DUPLICATES, MALFORMED, read_source
+from jaxrl.data.sources import read_source
 from jaxrl.errors import UserError
 
 ROWS = [

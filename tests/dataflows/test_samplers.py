@@ -85,6 +85,14 @@ def test_what_was_sampled_ahead_is_sampled_again_after_a_restart():
     assert ids_of(again.step()) == ids_of(bench.step()) == [4, 5, 6, 7]
 
 
+def test_what_was_sampled_ahead_is_named_and_not_drawn_anew():
+    bench = Bench(OneStepAhead)
+    bench.step()
+    record = bench.sampler.record(bench.prompts)
+    # The prompts have gone on: where they stand is one thing, what is under way another.
+    assert record["prompts"] == {"next": 8, "again": [4, 5, 6, 7]}
+
+
 def test_the_greedy_response_is_one_for_each_prompt():
     bench = Bench(Sampling)
     greedy = GreedySampling(bench.generation, bench.rewards)(next(bench.prompts))

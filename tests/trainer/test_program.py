@@ -14,7 +14,7 @@ from extras import import_extra
 
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
-from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.data_config import CurriculumConfig, DataConfig, SourceConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
@@ -377,6 +377,47 @@ def test_a_reward_that_raises_loses_no_step(tmp_path, problems, whole, capfd):
     own = ("reward/own/",)
     rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in curve(config)]
     assert rows == curve(whole)
+
+
+MADE = """
+def make(index, rng):
+    digit = int(rng.integers(10))
+    return {"problem": f"{index} made {digit}", "answer": "" if index % 5 == 0 else digit}
+"""
+
+
+def test_a_curriculum_and_made_problems_resume_to_the_same_curve(tmp_path, problems):
+    (tmp_path / "made.py").write_text(MADE)
+    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), limit=6)
+    data = DataConfig(
+        train=few,
+        sources={"made": SourceConfig(path=f"{tmp_path / 'made.py'}:make", weight=0.5)},
+        template="{prompt}\n",
+        max_prompt_tokens=24,
+        curriculum=CurriculumConfig("pass_rate"),
+    )
+
+    def config(name, num_steps):
+        return make_config(
+            tmp_path / name,
+            problems,
+            num_steps=num_steps,
+            data=data,
+            warm_start=WarmStartConfig(num_steps=0),
+            algorithm=AlgorithmConfig(dataflow="grpo"),
+            evaluation=EvaluationConfig(every=0),
+        )
+
+    program.train(config("whole", 4), devices=one_device())
+    for num_steps in (2, 4):
+        program.train(config("parts", num_steps), devices=one_device())
+    rows = curve(config("whole", 4))
+    assert curve(config("parts", 4)) == rows
+    assert rollouts(config("parts", 4)) == rollouts(config("whole", 4))
+    # Six problems that a fresh model never solves; what is made is not among the known.
+    assert rows[-1]["curriculum/known"] == 6 and rows[-1]["curriculum/solved_never"] > 0
+    assert sum(row["curriculum/skipped"] for row in rows) > 0
+    assert sum(row["data/made_problems_left_out"] for row in rows) > 0
 
 
 @pytest.mark.slow
