@@ -115,11 +115,11 @@ class MadePrompts:
         """The prompt of a problem, or None where it is left out; UserError where it cannot be made."""
         try:
             prompt = self._encode(self._problems.problem(turn))
-            told = "longer than data.max_prompt_tokens"
         except Unusable as error:
-            prompt, told = None, f"{error} ({error.reason})"
+            self._tell(f"{error} ({error.reason})")
+            return None
         if prompt is None:
-            self._tell(f"{self._name}, {self._problems.place(turn)}: {told}")
+            self._tell(f"{self._problems.place(turn)}: longer than data.max_prompt_tokens")
         return prompt
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
@@ -138,9 +138,7 @@ class MadePrompts:
         )
 
     def _tell(self, told: str) -> None:
-        self._told = told
+        self._told = f"{self._name}, {told}"
         if self._num_named < _NUM_NAMED:
             self._num_named += 1
-            logger.warning(
-                "%s; left out, as others may be, counted as data/made_problems_left_out", told
-            )
+            logger.warning("left out, and counted in data/made_problems_left_out: %s", self._told)

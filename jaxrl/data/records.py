@@ -161,6 +161,11 @@ def check_task_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"options.{name} {value!r} {fault}")
 
 
+def check_task(task: str) -> None:
+    """Raises UserError where there is no such task, or reasoning-gym is not installed."""
+    _factory_of(task)
+
+
 def _check_task_size(task: str, size: int, seed: int) -> None:
     if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
         raise UserError(

@@ -28,6 +28,7 @@ from jaxrl.data.records import (
     ReasoningGymRecords,
     Record,
     TaskProblems,
+    check_task,
     disjoint,
     normalised,
     text_of_context,
@@ -191,6 +192,8 @@ def read_source(
             f"{name} names {'both a file and a task' if settings.path else 'neither a file nor a task'}; "
             f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
         )
+    if settings.task:
+        check_task(settings.task)
     if settings.is_endless and not may_be_endless:
         raise UserError(
             f"{name} is made without end by {settings.path or settings.task}, as only problems to train on "

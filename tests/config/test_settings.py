@@ -93,6 +93,7 @@ MEANT = {
             "cost.multiplier_lr",
             "cost.pretrain_coef",
             "critic.warmup_steps",
+            "data.curriculum.decay",
             "data.evaluation.limit",
             "data.evaluation.seed",
             "data.shuffle_seed",

@@ -94,6 +94,27 @@ def test_files_are_shown_as_text_or_as_the_model_reads_them(capsys, folder):
     assert "\n  tokens up to" in out and "longest 39" in out
 
 
+MADE = """
+def make(index, rng):
+    return {"problem": f"{index} + 1", "answer": index + 1}
+"""
+
+
+def test_what_a_function_makes_is_shown_and_written_where_it_ends(capsys):
+    write("made.py", MADE)
+    assert data("made.py:make", "--show=2", "--template", "<{prompt}>") == 0
+    out = capsys.readouterr().out
+    assert (
+        "made.py:make: made.py:make (made by a function, layout problem/answer), without end" in out
+    )
+    assert "<0 + 1>\n[make]  answer '1'" in out and "<1 + 1>\n[make]  answer '2'" in out
+    assert data("made.py:make", "--to=out.jsonl") == 2
+    assert "made.py:make.size to a number of problems" in capsys.readouterr().err
+    size = ["--config.data.sources.sums.size=3", "--config.data.sources.sums.path=made.py:make"]
+    assert data("--config=recipe.py", *size, "--to=out.jsonl") == 0
+    assert "6 problems written to out.jsonl" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_what_is_converted_is_read_without_a_setting(capsys, suffix):
     assert data("sums.jsonl", "products.jsonl", "--to", f"out.{suffix}") == 0

@@ -12,7 +12,7 @@ from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
 from jaxrl.trainer.needs import truth_faults
-from jaxrl.trainer.problems import ProblemReader, card_of, encode
+from jaxrl.trainer.problems import ProblemReader, card_of, encode, prompts_of
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
 GRADERS = """
@@ -94,6 +94,51 @@ def test_the_card_has_a_paragraph_for_each_source(data):
     assert '1 prompts of the evaluation, left out\n    words.jsonl:3: "words 2"' in words
     assert "data.evaluations.words: words_test.jsonl" in card
     assert card.count("tokens up to") == 2
+
+
+MADE = """
+def make(index, rng):
+    return {"problem": f"made {index}", "answer": "y" * 400 if index % 3 == 0 else str(index)}
+"""
+
+
+def test_made_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
+    (tmp_path / "made.py").write_text(MADE)
+    (tmp_path / "test.jsonl").write_text('{"problem": "Made  1", "answer": "1"}')
+    sources = {"made": SourceConfig(path="made.py:make", template="[{prompt}]")}
+    made = DataConfig(**{**vars(data), "sources": sources})
+    problems = read(made)
+    encoded = encode(problems.train, made, TOKENIZER)
+    card = card_of(problems, encoded)
+    assert (
+        "data.sources.made: made.py:make (made by a function, layout problem/answer), without"
+        in card
+    )
+    assert "21 truths that the grader cannot read, left out\n    made.py:make index 0" not in card
+    assert "22 truths that the grader cannot read, left out\n    made.py:make index 0" in card
+    assert "1 prompts of the evaluation, left out\n    made.py:make index 1" in card
+    stream = PromptStream(
+        prompts_of(problems.train, encoded, made, TOKENIZER),
+        weights=[source.settings.weight for source in problems.train],
+        prompts_per_batch=4,
+        seed=0,
+    )
+    texts = [text for _ in range(4) for text in next(stream).texts if "made" in text]
+    assert texts == [f"[made {n}]" for n in (2, 4, 5, 7, 8, 10, 11, 13)]
+    with pytest.raises(
+        UserError, match=r"data\.sources\.made is made without end while.*\.made\.size"
+    ):
+        _ = problems.train_records
+    evaluated = DataConfig(**{**vars(data), "evaluations": sources})
+    with pytest.raises(
+        UserError, match=r"only problems to train on may be; set data\.evaluations\.made"
+    ):
+        read(evaluated)
+    strict = DataConfig(**{**vars(made), "train": SourceConfig(), "bad_rows": "error"})
+    with pytest.raises(
+        UserError, match=r"data\.sources\.made: made\.py:make index 0: ground truth"
+    ):
+        read(strict)
 
 
 def test_one_name_with_two_graders_is_refused(data):
