@@ -362,6 +362,11 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
         ("grpo", {"algorithm__aggregation": "mean"}, "aggregation 'mean' is not known; use one of"),
         ("grpo", {"algorithm__aggregation": "seq-mean-token-sum-norm"}, "needs scale"),
         ("safe_rlhf", {"algorithm__advantage": "gae"}, "needs a cost model; set cost.model"),
+        (
+            "grpo",
+            {"data__curriculum__by": "pass_rate", "reward__grader_weight": 0.0},
+            "goes by which answers are right, and reward.grader_weight 0 says",
+        ),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
 )
