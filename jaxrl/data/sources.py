@@ -254,11 +254,9 @@ def _maker(
 
 
 def _origin(settings: SourceConfig, layout: RowLayout | None = None) -> str:
-    return (
-        f"reasoning-gym task {settings.task}"
-        if layout is None
-        else (f"{settings.path} (made by a function, layout {layout.name})")
-    )
+    if layout is None:
+        return f"reasoning-gym task {settings.task}"
+    return f"{settings.path} (made by a function, layout {layout.name})"
 
 
 def _function_rows(settings: SourceConfig) -> FunctionRows:
