@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import reprlib
 import signal
 import subprocess
 import sys
@@ -35,6 +36,11 @@ PLAIN_TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+RESERVED_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "self"}
+)
+"""Variables of a template that are set here, or by jinja2, and by nobody else."""
 
 # What compiling or rendering once may take. A long conversation takes milliseconds, and a few megabytes.
 _CPU_SECONDS = 2.0
@@ -78,7 +84,8 @@ class ChatTemplate:
         Args:
           messages: `{"role": ..., "content": ...}`, oldest first; they, too, go through JSON.
           add_generation_prompt: end with the opening of the assistant's turn.
-          **kwargs: further variables of the template, such as `enable_thinking`.
+          **kwargs: further variables of the template, such as `enable_thinking`; none of
+            `RESERVED_VARIABLES`.
 
         Raises:
           UserError: the template refuses the messages, or does not come to an end.
@@ -93,8 +100,9 @@ class ChatTemplate:
             return _shared_worker().run(self.source, variables)
         except _TemplateFault as fault:
             roles = [message.get("role") for message in messages]
+            further = f" and variables {reprlib.repr(sorted(kwargs))}" if kwargs else ""
             raise UserError(
-                f"the chat template of {self._origin} refuses messages with roles {roles}: "
+                f"the chat template of {self._origin} refuses messages with roles {roles}{further}: "
                 f"{fault}; change the messages or set `chat` to False"
             ) from fault
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import SEED, at_least, between, check_fields, positive, token_count
+from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 from jaxrl.user_code import names_function
@@ -139,7 +140,7 @@ class DataConfig:
     def __post_init__(self):
         check_fields(self)
         check_template(self.template)
-        taken = {"messages", "add_generation_prompt"} & self.chat_options.keys()
+        taken = RESERVED_VARIABLES & self.chat_options.keys()
         if taken:
             raise ValueError(
                 f"chat_options.{min(taken)} is set by the program; name other variables of the chat template"

@@ -79,6 +79,8 @@ def test_a_slip_in_a_source_is_one_line(recipe, name, text, message):
 def test_variables_that_the_program_sets_are_refused():
     with pytest.raises(ValueError, match=r"chat_options\.messages is set by the program"):
         DataConfig(chat_options={"messages": []})
+    with pytest.raises(ValueError, match=r"chat_options\.self is set by the program"):
+        DataConfig(chat_options={"self": 1})
 
 
 def test_a_source_may_have_a_format_of_its_own():

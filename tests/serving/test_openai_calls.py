@@ -57,7 +57,16 @@ FIELDS = [
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "n", "seed", "stream", "stop"),
     *("stream_options", "logprobs", "top_logprobs", "best_of", "echo", "suffix", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "tools", "tool_choice", "parallel_tool_calls"),
-    *("functions", "function_call", "response_format", "modalities", "prediction", "audio", "user"),
+    *(
+        "chat_template_kwargs",
+        "functions",
+        "function_call",
+        "response_format",
+        "modalities",
+        "prediction",
+        "audio",
+        "user",
+    ),
     *(
         "metadata",
         "store",
@@ -78,8 +87,10 @@ class Tokenizer:
     def decode(self, ids):
         return bytes(ids).decode()
 
-    def encode_chat(self, messages):
-        return self.encode("".join(m["role"] + m["content"] for m in messages))
+    def encode_chat(self, messages, **variables):
+        # As a template's worker gets them: through JSON.
+        said = json.dumps(variables) if variables else ""
+        return self.encode("".join(m["role"] + m["content"] for m in messages) + said)
 
 
 def outcome(read, body):
@@ -113,6 +124,13 @@ def test_no_value_of_a_field_is_a_fault_of_the_server(field):
     for value in VALUES:
         check(outcome(read_completion, completion | {field: value}))
         check(outcome(read_chat, chat | {field: value}))
+
+
+def test_nor_is_one_of_a_variable_of_the_chat_template():
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for name in ("enable_thinking", "messages", "self", "", "x" * 10_000):
+        for value in VALUES:
+            check(outcome(read_chat, chat | {"chat_template_kwargs": {name: value}}))
 
 
 @pytest.mark.parametrize("key", ["role", "content", "name", "tool_calls"])

@@ -76,6 +76,13 @@ def test_parts_of_a_message_are_joined():
     assert message.text == "one two"
 
 
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -142,6 +149,26 @@ def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message)
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs 2: this server does not have it"),
         ({"response_format": {"type": "json_object"}}, "response_format", "does not have it"),
         ({"prompt": "x"}, "prompt", "prompt is no field of this request"),
+        *(
+            ({"chat_template_kwargs": value}, "chat_template_kwargs", message)
+            for value, message in (
+                ([], "chat_template_kwargs must be an object of up to 64 variables"),
+                ("x", "chat_template_kwargs is 'x'; it must be an object of up to 64 variables"),
+                ({"messages": []}, "messages is set by the server; name other variables"),
+                ({"add_generation_prompt": False}, "add_generation_prompt is set by the server"),
+                ({"tools": [{}]}, "tools is set by the server"),
+                ({"self": 1}, "self is set by the server"),
+                ({"raise_exception": 1}, "raise_exception is set by the server"),
+                ({"eos_token": ""}, "eos_token is set by the server"),
+                ({"a b": 1}, "'a b' is no name of a variable"),
+                ({"\ud800": 1}, r"'\ud800' is no name of a variable"),
+                ({"x" * 65: 1}, "is no name of a variable: letters"),
+                ({f"v{i}": 1 for i in range(65)}, "there are 65; give at most 64"),
+                ({"x": "\ud800"}, "x holds half of a surrogate pair"),
+                ({"x": [{"\ud800": 1}]}, "x holds half of a surrogate pair"),
+                ({"x": _nested(900)}, "x is nested too deeply; 8 levels are read"),
+            )
+        ),
     ],
 )
 def test_so_is_a_chat(fields, param, message):
@@ -151,11 +178,12 @@ def test_so_is_a_chat(fields, param, message):
     assert raised.value.param == param
 
 
-def _nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
+def test_variables_of_a_chat_template_are_taken_as_they_are():
+    deep = {"enable_thinking": False, "x": [[[[[[[[None, 1.5, "é"]]]]]]]]}
+    assert chat(chat_template_kwargs=deep).chat_template_kwargs == deep
+    assert chat(chat_template_kwargs=None).chat_template_kwargs == {}
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs is no field of this request"):
+        completion(chat_template_kwargs={})
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "serve.py"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %} briefly{% endif %}"
 )
 SIZES = {
     # Few sizes, so that little is compiled: 8 slots of capacity 64 or 96.
@@ -215,6 +216,17 @@ def test_a_chat_goes_through_the_template_whole_and_streamed(client, loaded):
     assert answer.usage.prompt_tokens == len(loaded.tokenizer.encode(rendered))
 
 
+def test_a_client_sets_variables_of_the_template(client, loaded):
+    messages = [{"role": "user", "content": "one two"}]
+    options = {**MODEL, "messages": messages, "seed": 5, "max_completion_tokens": 24}
+    extra = {"chat_template_kwargs": {"enable_thinking": False, "not_read": [{"x": None}]}}
+    answer = client.chat.completions.create(**options, extra_body=extra)
+    rendered = "[user] one two\n[assistant] briefly"
+    ((text, *_),) = offline(loaded, rendered, seed=5, max_tokens=24)[:1]
+    assert answer.choices[0].message.content == text
+    assert answer.usage.prompt_tokens == len(loaded.tokenizer.encode(rendered))
+
+
 def test_stops_settings_and_seeds(client):
     def text(**options):
         given = {**MODEL, "prompt": "one", "seed": 6, "max_tokens": 40, **options}
@@ -329,6 +341,10 @@ def test_a_request_that_cannot_be_served_says_why(body, status, message, server)
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
         ({"messages": [{**MESSAGES[0], "tool_calls": [1]}]}, "messages[0].tool_calls is no field"),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "chat_template_kwargs: add_generation_prompt is set by the server",
+        ),
         ({"messages": MESSAGES, "logprobs": 1}, "logprobs is 1; it must be true or false"),
         (
             {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},

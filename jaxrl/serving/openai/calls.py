@@ -43,8 +43,11 @@ class Tokenizer(Protocol):
         """The text of ids, without special tokens."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Int32 [T] ids of a conversation, up to where the answer begins; UserError if it cannot."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
+        """Int32 [T] ids of a conversation, up to where the answer begins; UserError if it cannot.
+
+        `variables` are further ones of the chat template, such as enable_thinking.
+        """
         ...
 
 
@@ -148,7 +151,7 @@ def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     """
     request = _checked(ChatRequest, body, limits)
     messages = [{"role": message.role, "content": message.text} for message in request.messages]
-    prompt = tokenizer.encode_chat(messages)
+    prompt = tokenizer.encode_chat(messages, **request.chat_template_kwargs)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens

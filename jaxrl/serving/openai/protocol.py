@@ -7,8 +7,8 @@
 
 The description of a request's field says what must be there. A field without one asks for what is not here;
 it is taken if it asks for nothing, since clients send their defaults. `null` stands for the default, as with
-OpenAI. Beyond OpenAI's fields there are `top_k`, `min_p`, `min_tokens` and `repetition_penalty`, as other
-servers have them.
+OpenAI. Beyond OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty` and
+`chat_template_kwargs`, as other servers have them.
 
 Not covered: what depends on the model (its name, its tokens, its longest prompt), and the ranges of `top_p`
 and its like, which the sampler checks. OpenAI's own package has no checks of requests, and brings the whole
@@ -31,6 +31,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from jaxrl.serving.openai.template_variables import VARIABLES_RULE, variables_fault
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
@@ -56,6 +58,12 @@ def _check_encodes(text: str) -> str:
     # JSON can hold half of a surrogate pair, which no tokenizer takes.
     text.encode()
     return text
+
+
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    if fault := variables_fault(variables):
+        raise PydanticCustomError("refused", "refused", {"fault": fault})
+    return variables
 
 
 _Text = Annotated[str, AfterValidator(_check_encodes)]
@@ -229,6 +237,9 @@ class ChatRequest(_Request):
     )
     max_completion_tokens: _Int32 | None = Field(default=None, description=_INT32)
     logprobs: bool = Field(default=False, description="true or false")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = Field(
+        default={}, description=VARIABLES_RULE
+    )
 
 
 RequestType = TypeVar("RequestType", CompletionRequest, ChatRequest)
@@ -265,6 +276,8 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
     where, rule = _path(known), rules[str(known[-1])]
     if found["type"] == "value_error":
         return InvalidRequest(f"{where} is no text: {context['error']}", where)
+    if found["type"] == "refused":
+        return InvalidRequest(f"{where}: {context['fault']}", where)
     value = found["input"] if len(known) == len(location) else None
     if rule is None:
         shown = "" if value is None else f" {reprlib.repr(value)}"
