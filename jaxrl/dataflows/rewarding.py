@@ -22,9 +22,9 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.grading import Verdict
+from jaxrl.rewards.grading import Failure, Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
-from jaxrl.rewards.score import score_completions, verdicts_of
+from jaxrl.rewards.score import begin_verdicts, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.rewards.worker import Interrupted
@@ -163,6 +163,21 @@ class OverlongPunishment:
         return np.asarray(penalty_B)
 
 
+@dataclasses.dataclass
+class BegunGrading:
+    """Responses that are being graded beside whatever comes next.
+
+    Attributes:
+      completions: the responses.
+      asked: waits for the verdicts; None where another host grades.
+      verdicts: once they have been collected.
+    """
+
+    completions: Completions
+    asked: Callable[[], list[Verdict]] | None
+    verdicts: list[Verdict] | None = None
+
+
 class Grading:
     """The graders of a run, asked on the first host alone.
 
@@ -173,33 +188,72 @@ class Grading:
         self._graders = graders
         self._failures: collections.Counter[str] = collections.Counter()
 
-    def begin(self, completions: Completions) -> Callable[[], list[Verdict]]:
-        """Grades beside whatever comes next; what it returns waits for the verdicts, and is collective."""
-        graders = self._graders
-        asked = (
-            graders.submit(lambda: verdicts_of(graders, completions)) if hosts.is_first() else None
+    def begin(self, completions: Completions) -> BegunGrading:
+        """Grades beside whatever comes next."""
+        first = hosts.is_first()
+        return BegunGrading(
+            completions, begin_verdicts(self._graders, completions) if first else None
         )
 
-        def record() -> dict[str, Any]:
-            assert asked is not None, "this is the first host"
-            verdicts = asked.result()
-            return {
-                "verdicts": [(v.score, v.correct, v.prediction) for v in verdicts],
-                "failures": graders.take_failures(),
-            }
+    def collect(self, begun: Sequence[BegunGrading]) -> list[Verdict]:
+        """Waits for the verdicts on all these responses, in their order. Collective.
 
-        def collected() -> list[Verdict]:
-            found = hosts.on_first(record)
-            self._failures.update(found["failures"])
-            return [Verdict(*fields) for fields in found["verdicts"]]
-
-        return collected
+        Raises:
+          UserError: a ground truth cannot be read.
+        """
+        awaited = [part for part in begun if part.verdicts is None]
+        if awaited:
+            # All at once: a word between hosts costs more than what is said.
+            found = hosts.on_first(lambda: [_as_json(part) for part in awaited])
+            for part, verdicts in zip(awaited, found, strict=True):
+                part.verdicts = [_of_json(*fields) for fields in verdicts]
+                self._failures.update(v.failure.kind for v in part.verdicts if v.failure)
+        return [verdict for part in begun for verdict in part.verdicts or ()]
 
     def take_metrics(self, prefix: str) -> dict[str, float]:
         """How often graders have failed since the last call, all together and by kind."""
         failures, self._failures = self._failures, collections.Counter()
         metrics = {f"{prefix}/failed": float(failures.total())}
         return metrics | {f"{prefix}/failed_{kind}": float(n) for kind, n in failures.items()}
+
+
+def _as_json(part: BegunGrading) -> list[tuple[Any, ...]]:
+    assert part.asked is not None, "this is the first host"
+    return [
+        (v.score, v.correct, v.prediction, v.failure and dataclasses.astuple(v.failure))
+        for v in part.asked()
+    ]
+
+
+def _of_json(
+    score: float, correct: bool, prediction: str | None, failure: Sequence[str] | None
+) -> Verdict:
+    return Verdict(score, correct, prediction, Failure(*failure) if failure else None)
+
+
+class GroupsBeside:
+    """Groups that are graded as they are finished, while others are sampled: given to who samples."""
+
+    def __init__(self, grading: Grading):
+        self._grading = grading
+        self._begun: dict[tuple[str, int], BegunGrading] = {}
+
+    def __call__(self, group: Completions) -> None:
+        """Begins to grade a finished group."""
+        (key,) = _keys(group)
+        self._begun[key] = self._grading.begin(group)
+
+    def of(self, completions: Completions) -> list[BegunGrading]:
+        """Those of a batch, in the order of its prompts."""
+        keys = _keys(completions)
+        assert self._begun.keys() >= set(keys), "a backend hands out every group that it finishes"
+        return [self._begun[key] for key in keys]
+
+
+def _keys(completions: Completions) -> list[tuple[str, int]]:
+    # In an evaluation ids are places in a file, and there may be several.
+    prompts = completions.prompts
+    return list(zip(prompts.sources, prompts.ids_N.tolist(), strict=True))
 
 
 class Rewards:
@@ -226,42 +280,39 @@ class Rewards:
         """Of the rewards that a score is the sum of, in the order of `Scored.term_BK`."""
         return ("grader", *(term.name for term in self._terms))
 
-    def begin(self, completions: Completions) -> Callable[[], Scored]:
-        """Grades beside whatever comes next; what it returns waits for the result, and is collective."""
-        verdicts = self._grading.begin(completions)
-        return lambda: score_completions(completions, verdicts(), overlong=self._overlong)
+    def beside(self) -> GroupsBeside:
+        """For the groups of a batch that is about to be sampled."""
+        return GroupsBeside(self._grading)
 
-    def graded(self, completions: Completions) -> Scored:
-        """Right or wrong by the grader alone, and punished where too long."""
-        return self.begin(completions)()
+    def graded(self, begun: Sequence[BegunGrading]) -> Scored:
+        """Right or wrong by the grader alone, and punished where too long. Collective."""
+        completions = Completions.concatenate([part.completions for part in begun])
+        return self._scored(completions, begun)
 
-    def __call__(
-        self, completions: Completions, *, graded: Mapping[int, Scored] | None = None
-    ) -> Sampled:
-        """The weighted sum of all rewards.
+    def _scored(self, completions: Completions, begun: Sequence[BegunGrading]) -> Scored:
+        verdicts = self._grading.collect(begun)
+        return score_completions(completions, verdicts, overlong=self._overlong)
+
+    def __call__(self, completions: Completions, beside: GroupsBeside | None = None) -> Sampled:
+        """The weighted sum of all rewards. Collective.
 
         Args:
           completions: B responses.
-          graded: groups that are graded already, by their prompts' ids; None grades here.
+          beside: has begun to grade their groups; None grades here.
 
         Raises:
           UserError: a reward is not a finite number for each response, or processes disagree.
         """
         with self._clock.phase("reward"):
             # Graders that have processes of their own work while models and functions do.
-            grading = self.begin(completions) if graded is None else None
+            begun = [self._grading.begin(completions)] if beside is None else beside.of(completions)
             others: list[Term] = []
             metrics: dict[str, Any] = {}
             for term in self._terms:
                 score_B, measured = term.scores(completions)
                 others.append(Term(term.name, term.weight, score_B))
                 metrics |= measured
-            if grading is not None:
-                scored = grading()
-            else:
-                assert graded is not None, "the groups are graded, or it was begun above"
-                ids = completions.prompts.ids_N.tolist()
-                scored = Scored.concatenate([graded[prompt_id] for prompt_id in ids])
+            scored = self._scored(completions, begun)
             terms = [grader_term(scored, weight=self._grader_weight), *others]
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)

@@ -6,7 +6,7 @@
     CurriculumSampling  lets the prompts learn from the groups of any of these (`curriculum_sampling`)
     DynamicSampling     takes from any of these until enough groups are mixed (`dynamic_sampling`)
 
-A finished group is graded once.
+A finished group is graded once, beside the sampling of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.mesh import hosts
-from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -83,9 +83,14 @@ class Policy(Protocol):
         ...
 
     def generate(
-        self, prompts: Prompts, options: SamplingOptions, *, expected_tokens_N: np.ndarray | None
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        *,
+        on_group: OnGroup | None,
+        expected_tokens_N: np.ndarray | None,
     ) -> Completions:
-        """Every response to its end."""
+        """Every response to its end; each group is handed out as it is finished."""
         ...
 
     def start_generating(
@@ -100,7 +105,7 @@ class Policy(Protocol):
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None,
-        enough: Callable[[Completions], bool] | None,
+        on_group: OnGroup | None,
         expected_tokens_N: np.ndarray | None,
     ) -> Rollout:
         """Goes on with unfinished groups, and may leave some."""
@@ -132,12 +137,18 @@ class Generation:
         """The options of the present step, with changes."""
         return self.options.replace(step=self.clock.step, **changes)
 
-    def generate(self, prompts: Prompts, **changes: Any) -> Completions:
-        """Every response to its end; `changes` are to the options."""
+    def generate(self, prompts: Prompts, on_group: OnGroup, **changes: Any) -> Completions:
+        """Every response to its end.
+
+        Args:
+          prompts: to answer.
+          on_group: is given each group as it is finished.
+          **changes: to the options.
+        """
         self.load_weights()
         expected_N = self.expected_tokens(prompts)
         completions = self.actor.generate(
-            prompts, self.current(**changes), expected_tokens_N=expected_N
+            prompts, self.current(**changes), on_group=on_group, expected_tokens_N=expected_N
         )
         self.learn_lengths(completions)
         return completions
@@ -175,11 +186,11 @@ class Sampling:
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The next generation batch with its rewards."""
         del enough
-        batch = next(prompts)
+        batch, beside = next(prompts), self._rewards.beside()
         with self._generation.clock.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self._generation.clock.step)
-            completions = self._generation.generate(batch)
-        return self._rewards(completions)
+            completions = self._generation.generate(batch, beside)
+        return self._rewards(completions, beside)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """What earlier steps teach, and where the prompts stand."""
@@ -200,9 +211,10 @@ class GreedySampling:
 
     def __call__(self, prompts: Prompts) -> Sampled:
         """One response to each."""
+        beside = self._rewards.beside()
         with self._generation.clock.phase("gen_max", shown="generate"):
-            completions = self._generation.generate(prompts, num_samples=1, temperature=0.0)
-        return self._rewards(completions)
+            completions = self._generation.generate(prompts, beside, num_samples=1, temperature=0.0)
+        return self._rewards(completions, beside)
 
 
 class OneStepAhead:
@@ -275,16 +287,14 @@ class PartialSampling:
         step = generation.clock.step
         unfinished = self._num_unfinished
         batch = self._fill_up(prompts, unfinished)
-        grading: dict[int, Callable[[], Scored]] = {}
+        beside = self._rewards.beside()
 
         def has_enough(group: Completions) -> bool:
-            prompt_id, collect = int(group.prompts.ids_N[0]), self._rewards.begin(group)
+            beside(group)
             if enough is None:
                 # Nothing hangs on it yet: it is graded beside the generation that goes on.
-                grading[prompt_id] = collect
                 return False
-            scored, asked = collect(), enough
-            grading[prompt_id] = lambda: scored
+            scored, asked = self._rewards.graded(beside.of(group)), enough
             return hosts.on_first(lambda: asked(scored))
 
         with generation.clock.phase("gen", shown="generate", may_stop=True):
@@ -294,14 +304,13 @@ class PartialSampling:
                 batch,
                 generation.current(),
                 unfinished=self._unfinished,
-                enough=has_enough,
+                on_group=has_enough,
                 expected_tokens_N=generation.expected_tokens(batch),
             )
             self._unfinished = rollout.unfinished
             generation.learn_lengths(rollout.completions)
         stale = sum(int((version < step).sum()) for version in rollout.versions)
-        graded = {prompt_id: collect() for prompt_id, collect in grading.items()}
-        sampled = self._rewards(rollout.completions, graded=graded)
+        sampled = self._rewards(rollout.completions, beside)
         counts = {"rollout/unfinished_groups": unfinished, "rollout/stale_tokens": stale}
         return dataclasses.replace(sampled, counts=counts)
 

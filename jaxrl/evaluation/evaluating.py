@@ -200,7 +200,7 @@ def _sample(planned: Planned, backend: RolloutBackend, prompts: Prompts, line: E
     tokenizer = planned.found.tokenizer
     pieces = TokenPieces(tokenizer) if planned.config.tokens else None
 
-    def take(group: Completions) -> bool:
+    def take(group: Completions) -> None:
         scored = unpunished(group, verdicts_of(planned.graders, group))
         rows = sample_rows(scored, pieces, stop_ids=tokenizer.stop_ids)
         planned.answers.add(scored, rows)
@@ -209,9 +209,8 @@ def _sample(planned: Planned, backend: RolloutBackend, prompts: Prompts, line: E
             correct=int(scored.correct_B.sum()),
             tokens=int(group.lengths_B.sum()),
         )
-        return False
 
-    backend.resume(prompts, planned.options, enough=take)
+    backend.generate(prompts, planned.options, on_group=take)
 
 
 def results_of(answers: AnswerFile, prompts: Prompts) -> dict[str, SetResults]:

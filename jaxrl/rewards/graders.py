@@ -2,11 +2,11 @@
 
     Graders(("answer", {}), {"math500": ("math", {}), "puzzles": ("reasoning_gym", {"task": "countdown"})})
       .grade(samples)   ->  each sample to the grader of its row's source  ->  verdicts, in order
-      .submit(question) ->  any of this beside whatever comes next
+      .submit(samples)  ->  the same beside whatever comes next
       .fault_of(row)    ->  why the ground truth of a row cannot be graded against
 
-Graders that need processes share one pool, which starts with the first question to it. Failures are
-counted by kind, and the first of each kind is logged in full.
+Graders that need processes share one pool, which starts with the first question to it. The first failure
+of each kind is logged in full; all of them are in the verdicts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import typing
@@ -43,8 +44,6 @@ from jaxrl.rewards.pool_functions import load_pool_function
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
 from jaxrl.rewards.worker import WorkerFault
 from jaxrl.user_code import load_function
-
-Result = typing.TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +123,11 @@ class Graders:
             if key not in made:
                 made[key] = _built(name, options, self._pool)
             self._graders[source], self._names[source] = made[key], name
-        self._failures: collections.Counter[str] = collections.Counter()
         self._shown: set[str] = set()
         self._aside: concurrent.futures.ThreadPoolExecutor | None = None
+        self._waiting: collections.deque[
+            tuple[Sequence[Sample], concurrent.futures.Future[list[Verdict]]]
+        ] = collections.deque()
 
     @staticmethod
     def of(grader: Grader) -> Graders:
@@ -150,23 +151,43 @@ class Graders:
             found = grader.grade([samples[n] for n in group])
             verdicts.update(zip(group, found, strict=True))
         ordered = [verdicts[n] for n in range(len(samples))]
-        self._count(samples, ordered)
+        self._show_new_failures(samples, ordered)
         return ordered
 
-    def submit(self, question: Callable[[], Result]) -> concurrent.futures.Future[Result]:
-        """Runs a question to these graders on a thread of its own, one after the other as they come."""
+    def submit(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Verdict]]:
+        """Grades beside whatever comes next, on one thread, in the order in which samples come.
+
+        All that waits is graded at once: a sample that takes long holds up those that came with it, and the
+        processes have enough to do.
+        """
+        future: concurrent.futures.Future[list[Verdict]] = concurrent.futures.Future()
+        self._waiting.append((samples, future))
         if self._aside is None:
             self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grading")
-        return self._aside.submit(question)
+        self._aside.submit(self._grade_waiting)
+        return future
+
+    def _grade_waiting(self) -> None:
+        asked = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not asked:
+            return
+        try:
+            together = self.grade([sample for samples, _ in asked for sample in samples])
+        except UserError:
+            # One of them has a truth that cannot be read: the others are not to hear of it.
+            for samples, future in asked:
+                _settle(future, lambda samples=samples: self.grade(samples))
+        except BaseException as error:
+            for _, future in asked:
+                future.set_exception(error)
+        else:
+            verdicts = iter(together)
+            for samples, future in asked:
+                future.set_result(list(itertools.islice(verdicts, len(samples))))
 
     def fault_of(self, row: Row) -> str | None:
         """Why the row cannot be graded against; None if it can."""
         return empty_fault(row) or self._grader_of(row).fault_of(row)
-
-    def take_failures(self) -> dict[str, int]:
-        """How often graders have failed since the last call, by kind."""
-        failures, self._failures = dict(self._failures), collections.Counter()
-        return failures
 
     def close(self) -> None:
         """Ends what grades beside, and the processes."""
@@ -178,13 +199,10 @@ class Graders:
     def _grader_of(self, row: Row) -> Grader:
         return self._graders.get(row.source, self._graders[""])
 
-    def _count(self, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
+    def _show_new_failures(self, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
         for sample, verdict in zip(samples, verdicts, strict=True):
             failure = verdict.failure
-            if failure is None:
-                continue
-            self._failures[failure.kind] += 1
-            if failure.kind not in self._shown:
+            if failure is not None and failure.kind not in self._shown:
                 self._shown.add(failure.kind)
                 self._show(sample, failure)
 
@@ -200,6 +218,15 @@ class Graders:
             sample.text[-160:],
             failure.kind,
         )
+
+
+def _settle(
+    future: concurrent.futures.Future[list[Verdict]], grade: Callable[[], list[Verdict]]
+) -> None:
+    try:
+        future.set_result(grade())
+    except BaseException as error:  # it is the asker's to see
+        future.set_exception(error)
 
 
 class _PathGrader:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,9 +40,25 @@ def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
     Raises:
       UserError: a ground truth is empty or its grader cannot read it; the message names the prompt.
     """
-    prompts = completions.prompts
-    try:
+    with _naming_the_prompt(graders, completions.prompts):
         return graders.grade(samples_of(completions))
+
+
+def begin_verdicts(graders: Graders, completions: Completions) -> Callable[[], list[Verdict]]:
+    """`verdicts_of` beside whatever comes next; what it returns waits for the verdicts, and raises."""
+    asked = graders.submit(samples_of(completions))
+
+    def verdicts() -> list[Verdict]:
+        with _naming_the_prompt(graders, completions.prompts):
+            return asked.result()
+
+    return verdicts
+
+
+@contextlib.contextmanager
+def _naming_the_prompt(graders: Graders, prompts: Prompts) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         for n, row in enumerate(rows_of(prompts)):
             if fault := graders.fault_of(row):

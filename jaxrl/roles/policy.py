@@ -29,7 +29,7 @@ from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig, each_micro
-from jaxrl.rollout.backend import Enough, RolloutBackend, SamplingOptions
+from jaxrl.rollout.backend import OnGroup, RolloutBackend, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
@@ -176,11 +176,14 @@ class Actor(Learner):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
         """Samples responses to each prompt from the current weights; see `RolloutBackend.generate`."""
         self._prepare_sampling()
-        return self.backend.generate(prompts, options, expected_tokens_N=expected_tokens_N)
+        return self.backend.generate(
+            prompts, options, on_group=on_group, expected_tokens_N=expected_tokens_N
+        )
 
     def resume(
         self,
@@ -188,7 +191,7 @@ class Actor(Learner):
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None = None,
-        enough: Enough | None = None,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """`generate` that goes on with unfinished groups and may leave some; see `RolloutBackend.resume`."""
@@ -197,7 +200,7 @@ class Actor(Learner):
             prompts,
             options,
             unfinished=unfinished,
-            enough=enough,
+            on_group=on_group,
             expected_tokens_N=expected_tokens_N,
         )
 

@@ -31,8 +31,9 @@ from jaxrl.types import Completions, Prompts
 
 # Token ids to text.
 DecodeText: TypeAlias = Callable[[np.ndarray], str]
-# Called with each group as it is finished, as completions of one prompt: whether the others may be left.
-Enough: TypeAlias = Callable[[Completions], bool]
+# Called with each group as it is finished, as completions of one prompt, while the others are sampled. It may
+# do with it what it likes, and to `resume` it may say True: the others may be left.
+OnGroup: TypeAlias = Callable[[Completions], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ class RolloutBackend(Protocol):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
         """Samples G responses to each prompt, all to their end.
@@ -96,6 +98,8 @@ class RolloutBackend(Protocol):
         Args:
           prompts: N prompts.
           options: how, without a budget.
+          on_group: called with each group, on this thread and in an order that every process has alike; what
+            it says changes nothing.
           expected_tokens_N: how long responses are thought to become, from earlier steps say; the longest
             start first. By default the length of the prompt is all there is to go by.
 
@@ -113,7 +117,7 @@ class RolloutBackend(Protocol):
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None = None,
-        enough: Enough | None = None,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """Goes on with the groups of an earlier call, samples `prompts`, and may leave groups unfinished.
@@ -124,7 +128,7 @@ class RolloutBackend(Protocol):
         Args:
           prompts, options: as of `generate`; a budget ends each sample after so many tokens more.
           unfinished: groups that an earlier call has left; they come before `prompts`.
-          enough: once it says True nothing more is sampled.
+          on_group: as of `generate`; once it says True nothing more is sampled.
           expected_tokens_N: for each of `prompts`.
 
         Returns:

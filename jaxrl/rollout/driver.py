@@ -22,7 +22,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import (
     DecodeText,
-    Enough,
+    OnGroup,
     SamplingOptions,
     check_lengths,
     expected_or_prompt_lengths,
@@ -82,13 +82,14 @@ class OfflineBackend(EngineBackend):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
         """Samples G responses to each prompt, all to their end."""
         assert not options.budget_tokens, "a budget leaves samples unfinished: call `resume`"
         batch = self._start(prompts, options, None, expected_tokens_N)
         while batch.unfinished:
-            batch.dispatch()
+            _hand_out(batch, batch.dispatch(), on_group)
         return batch.completions(range(len(prompts)))
 
     def resume(
@@ -97,18 +98,17 @@ class OfflineBackend(EngineBackend):
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None = None,
-        enough: Enough | None = None,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """Goes on with unfinished groups and samples `prompts`, until there is enough.
 
-        An unfinished sample is prefilled, prompt and tokens, under the present weights. `enough` is looked
-        at after each dispatch.
+        An unfinished sample is prefilled, prompt and tokens, under the present weights. `on_group` is asked
+        after each dispatch.
         """
         batch = self._start(prompts, options, unfinished, expected_tokens_N)
         while batch.unfinished:
-            groups = batch.dispatch()
-            if enough is not None and any([enough(batch.completions([n])) for n in groups]):
+            if _hand_out(batch, batch.dispatch(), on_group):
                 break
         return batch.rollout()
 
@@ -126,6 +126,11 @@ class OfflineBackend(EngineBackend):
         batch = _Batch(self.engine, self.params, prompts, self._decode_text, options, samples)
         batch.start(_order(samples, num_resumed, expected_N))
         return batch
+
+
+def _hand_out(batch: _Batch, finished: Sequence[int], on_group: OnGroup | None) -> bool:
+    """Gives all finished groups away; whether there is enough with one of them."""
+    return on_group is not None and any([on_group(batch.completions([n])) for n in finished])
 
 
 def _joined(
@@ -187,6 +192,8 @@ class _Batch:
         self._slots = Slots(engine, params)
         self._prefix: Prefix | None = None
         self._replies: dict[int, np.ndarray] = {}
+        # Texts of long responses take a while: each is made once, whoever asks first.
+        self._groups: dict[int, Completions] = {}
 
     def start(self, order: Sequence[int]) -> None:
         """Queues the samples at `order`; they start with the next dispatch."""
@@ -210,6 +217,14 @@ class _Batch:
 
     def completions(self, prompts: Sequence[int]) -> Completions:
         """The groups of finished prompts."""
+        if not prompts:
+            return self._completions_of([])
+        for n in prompts:
+            if n not in self._groups:
+                self._groups[n] = self._completions_of([n])
+        return Completions.concatenate([self._groups[n] for n in prompts])
+
+    def _completions_of(self, prompts: Sequence[int]) -> Completions:
         samples = [sample for n in prompts for sample in self._group(n)]
         return completions_of(
             self._prompts.take(prompts), samples, self._options.num_samples, self._decode_text

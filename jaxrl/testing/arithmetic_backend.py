@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.backend import DecodeText, Enough, SamplingOptions, check_lengths
+from jaxrl.rollout.backend import DecodeText, OnGroup, SamplingOptions, check_lengths
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
@@ -81,10 +81,17 @@ class ArithmeticBackend:
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
         """See `RolloutBackend.generate`; nothing starts before anything else."""
-        return self.resume(prompts, options.replace(budget_tokens=0)).completions
+
+        def goes_on(group: Completions) -> None:
+            if on_group is not None:
+                on_group(group)
+
+        options = options.replace(budget_tokens=0)
+        return self.resume(prompts, options, on_group=goes_on).completions
 
     def resume(
         self,
@@ -92,7 +99,7 @@ class ArithmeticBackend:
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None = None,
-        enough: Enough | None = None,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """See `RolloutBackend.resume`; group after group gets W tokens at a time."""
@@ -106,7 +113,7 @@ class ArithmeticBackend:
         groups = [before[n * G : (n + 1) * G] for n in range(len(before) // G)]
         for n in range(len(groups), len(prompts)):
             groups.append([Sample(n, k, options.step) for k in range(G)])
-        self._decode(prompts, groups, options, enough)
+        self._decode(prompts, groups, options, on_group)
         finished = [n for n, group in enumerate(groups) if _finished(group)]
         left = [n for n, group in enumerate(groups) if not _finished(group)]
         return Rollout(
@@ -137,7 +144,7 @@ class ArithmeticBackend:
         prompts: Prompts,
         groups: list[list[Sample]],
         options: SamplingOptions,
-        enough: Enough | None,
+        on_group: OnGroup | None,
     ) -> None:
         """Rounds of W tokens for as many groups as have slots, until all have had theirs, or enough."""
         W, G = self._config.tokens_per_dispatch, options.num_samples
@@ -154,8 +161,8 @@ class ArithmeticBackend:
                     count = min(W, ends[id(sample)] - len(sample))
                     self._add(sample, prompts.tokens[n], count, options.step)
             done = [n for n in now if _finished(groups[n])]
-            if enough is not None and any(
-                [enough(self._completions(prompts, groups, [n], G)) for n in done]
+            if on_group is not None and any(
+                [on_group(self._completions(prompts, groups, [n], G)) for n in done]
             ):
                 return
 

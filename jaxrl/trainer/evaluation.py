@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.rewarding import Grading
+from jaxrl.dataflows.rewarding import Grading, GroupsBeside
 from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
 from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
 from jaxrl.rewards.graders import Graders
@@ -23,7 +23,8 @@ class Evaluation:
 
     def __call__(self, actor: Actor, when: str) -> Metrics:
         """Metrics of an actor; the report shows some answers of "before" and "after" training."""
-        completions = actor.generate(self._run.evaluation_prompts, self._options)
-        scored = unpunished(completions, self._grading.begin(completions)())
+        beside = GroupsBeside(self._grading)
+        completions = actor.generate(self._run.evaluation_prompts, self._options, on_group=beside)
+        scored = unpunished(completions, self._grading.collect(beside.of(completions)))
         keep_samples(self._run.config, scored, when)
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}

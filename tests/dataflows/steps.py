@@ -45,19 +45,19 @@ class SamplingPolicy:
         assert self.can_sample, "weights are loaded before anything is sampled"
         self.sampled += [(i, self.loaded, options.step) for i in prompts.ids_N.tolist()]
 
-    def generate(self, prompts, options, *, expected_tokens_N):
+    def generate(self, prompts, options, *, on_group=None, expected_tokens_N):
         self._note(prompts, options)
         assert expected_tokens_N.shape == (len(prompts),)
-        return self.backend.generate(prompts, options)
+        return self.backend.generate(prompts, options, on_group=on_group)
 
     def start_generating(self, prompts, options, *, expected_tokens_N):
         future = concurrent.futures.Future()
         future.set_result(self.generate(prompts, options, expected_tokens_N=expected_tokens_N))
         return future
 
-    def resume(self, prompts, options, *, unfinished, enough, expected_tokens_N):
+    def resume(self, prompts, options, *, unfinished, on_group, expected_tokens_N):
         self._note(prompts, options)
-        return self.backend.resume(prompts, options, unfinished=unfinished, enough=enough)
+        return self.backend.resume(prompts, options, unfinished=unfinished, on_group=on_group)
 
 
 class NumberedPrompts:

@@ -1,8 +1,10 @@
 """Samplers without a model: what they take from the prompts, when, and with which weights."""
 
+import threading
+
 import numpy as np
 import pytest
-from steps import CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
+from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 
 from jaxrl.dataflows.clock import Unclocked
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
@@ -17,6 +19,7 @@ from jaxrl.dataflows.samplers import (
 from jaxrl.errors import UserError
 from jaxrl.rewards import FunctionGrader, Graders
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.testing.arithmetic_backend import counting
 
 OPTIONS = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
 NO_PUNISHMENT = OverlongPunishment(12, 0, 0.0)
@@ -30,9 +33,9 @@ def first_sample_of_even_prompts(number: int, response: str) -> bool:
 class Bench:
     """A sampler with all that is around it."""
 
-    def __init__(self, kind, *, grader=None, per_batch=4, **settings):
+    def __init__(self, kind, *, grader=None, per_batch=4, respond=None, **settings):
         self.clock = Unclocked()
-        self.policy = SamplingPolicy(make_backend())
+        self.policy = SamplingPolicy(make_backend(respond))
         self.generation = Generation(self.policy, OPTIONS, self.clock)
         self.grader = grader or CountingGrader()
         graders = Graders.of(FunctionGrader(self.grader))
@@ -58,6 +61,54 @@ def test_a_generation_batch_with_the_weights_and_keys_of_its_step():
     assert ids_of(bench.step()) == [4, 5, 6, 7]
     # (prompt, version of the weights, step)
     assert bench.policy.sampled == [(n, n // 4, n // 4) for n in range(8)]
+
+
+@pytest.mark.parametrize("inside_dynamic_sampling", [False, True])
+def test_grading_begins_before_the_last_prompt_is_sampled(inside_dynamic_sampling):
+    graded = threading.Event()
+
+    def right(number, response):
+        graded.set()
+        return first_sample_of_even_prompts(number, response)
+
+    def respond(prompt, index):
+        # Prompts 4 to 7 have no slots before 0 to 3 are finished.
+        assert prompt[0] - 2 < 4 or graded.wait(60), "nothing was graded beside"
+        return counting((STOP,))(prompt, index)
+
+    bench = Bench(Sampling, grader=CountingGrader(right), per_batch=8, respond=respond)
+    sampled = bench.step(dynamic(bench, 4) if inside_dynamic_sampling else None)
+    assert sampled.scored.correct_NG.sum() == 4
+    assert bench.grader.calls == 16
+
+
+def test_what_is_graded_beside_is_what_is_graded_after():
+    def bench():
+        return Bench(Sampling, grader=CountingGrader(first_sample_of_even_prompts), per_batch=7)
+
+    beside = bench().step()
+    other = bench()
+    other.generation.load_weights()
+    completions = other.policy.generate(next(other.prompts), OPTIONS, expected_tokens_N=np.zeros(7))
+    after = other.rewards(completions)
+    assert beside.metrics == after.metrics
+    assert beside.completions.texts == after.completions.texts
+    assert beside.scored.predictions == after.scored.predictions
+    for name in ("correct_B", "score_B", "shaping_B", "term_BK", "reward_B"):
+        ours, theirs = (getattr(s.scored, name) for s in (beside, after))
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+def test_a_truth_that_cannot_be_graded_names_its_prompt():
+    class Refusing(CountingGrader):
+        def __call__(self, response, answer):
+            if answer == "2":
+                raise UserError("no truth; fix the row")
+            return super().__call__(response, answer)
+
+    with pytest.raises(UserError, match="prompt 2 of 'numbers': no truth; fix the row"):
+        Bench(Sampling, grader=Refusing()).step()
 
 
 def test_rewards_come_with_the_groups():

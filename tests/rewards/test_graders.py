@@ -1,6 +1,7 @@
 """Graders by name and source: verdicts, failures that touch nobody else, and faults of ground truths."""
 
 import logging
+import threading
 import time
 
 import numpy as np
@@ -140,9 +141,7 @@ def test_what_a_grader_does_costs_one_verdict_and_touches_no_other(graders, own,
         None, "raised", None, "died", None, "timeout", None, "timeout", "memory", "raised", None,
     ]  # fmt: skip
     assert all(v.score == -1.0 for v in verdicts if v.failure)
-    # Counted, and the first of each kind shown with what it was about.
-    assert ours.take_failures() == {"raised": 2, "died": 1, "timeout": 2, "memory": 1}
-    assert ours.take_failures() == {}
+    # The first of each kind is shown with what it was about.
     assert len(caplog.records) == 4
     assert "KeyError: 'lost'" in caplog.text and "reward/grader/failed_died" in caplog.text
     capfd.readouterr()
@@ -167,13 +166,57 @@ def test_a_function_that_raises_is_a_failure_here_as_well():
     ours = Graders.of(FunctionGrader(broken))
     first, second = ours.grade([sample("8", "7"), sample("7", "7")])
     assert first.failure.kind == "raised" and second == Verdict(1.0, True, "7")
-    assert ours.take_failures() == {"raised": 1}
 
 
-def test_graders_answer_beside_what_comes_next(graders):
-    ours = graders(("answer", {}))
-    asked = [ours.submit(lambda n=n: ours.grade([sample(f"Answer: {n}", "1")])) for n in range(3)]
-    assert [correct(a.result()) for a in asked] == [[False], [True], [False]]
+class Waiting:
+    """Grades once it is let; notes how many samples came together."""
+
+    def __init__(self):
+        self.let = threading.Event()
+        self.batches = []
+
+    def __call__(self, response, answer):
+        assert self.let.wait(60)
+        self.batches[-1] += 1
+        if answer == "?":
+            raise UserError("no truth")
+        return Grade(response == answer, response)
+
+
+def test_graders_answer_beside_what_comes_next_and_take_up_at_once_what_has_waited():
+    function = Waiting()
+    inner = FunctionGrader(function)
+
+    class Batches:
+        fault_of = inner.fault_of
+
+        def grade(self, samples):
+            function.batches.append(0)
+            return inner.grade(samples)
+
+    ours = Graders.of(Batches())
+    first = ours.submit([sample("1", "1")])
+    while not function.batches:
+        time.sleep(0.01)
+    # While the first is graded, three more come.
+    others = [ours.submit([sample(str(n), "1")] * 2) for n in range(3)]
+    function.let.set()
+    assert correct(first.result()) == [True]
+    assert [correct(a.result()) for a in others] == [[False] * 2, [True] * 2, [False] * 2]
+    assert function.batches == [1, 6]
+    ours.close()
+
+
+def test_a_truth_that_cannot_be_read_is_told_to_who_asked_with_it():
+    function = Waiting()
+    ours = Graders.of(FunctionGrader(function))
+    function.batches.append(0)
+    good, bad, fine = (ours.submit([sample("1", truth)]) for truth in "1?1")
+    function.let.set()
+    assert correct(good.result()) == correct(fine.result()) == [True]
+    with pytest.raises(UserError, match="no truth"):
+        bad.result()
+    ours.close()
 
 
 def test_no_process_is_started_for_those_that_need_none(graders):

@@ -129,7 +129,6 @@ def test_what_takes_for_ever_costs_its_time_and_nobody_elses_verdict(graders):
     assert [v.correct for v in verdicts][1::2] == [True, True]
     failed = [v.failure.kind for v in verdicts if v.failure]
     assert set(failed) <= {"timeout", "memory"} and len(failed) in (0, 2)
-    graders.take_failures()
 
 
 # ---- the data sets

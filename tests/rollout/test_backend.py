@@ -76,10 +76,23 @@ def test_a_batch_is_in_order_and_whole(backend):
     assert by_prompt(backend.generate(PROMPTS, OPTIONS)) == by_prompt(completions)
 
 
+def test_groups_are_handed_out_once_each_as_they_are_finished(backend):
+    groups = []
+    completions = backend.generate(PROMPTS, OPTIONS, on_group=groups.append)
+    assert sorted(int(i) for g in groups for i in g.prompts.ids_N) == sorted(PROMPTS.ids_N.tolist())
+    again = Completions.concatenate(
+        sorted(groups, key=lambda g: PROMPTS.ids_N.tolist().index(int(g.prompts.ids_N[0])))
+    )
+    assert by_prompt(again) == by_prompt(completions) and again.texts == completions.texts
+    # Nobody can stop a generation that goes to its end.
+    whole = backend.generate(PROMPTS, OPTIONS, on_group=lambda group: True)
+    assert by_prompt(whole) == by_prompt(completions)
+
+
 @pytest.mark.parametrize("how", ["enough", "budget"])
 def test_what_is_left_goes_on_to_the_same_samples(backend, how):
     whole = by_prompt(backend.generate(PROMPTS, OPTIONS))
-    stop = {"enough": lambda group: True} if how == "enough" else {}
+    stop = {"on_group": lambda group: True} if how == "enough" else {}
     options = OPTIONS.replace(budget_tokens=3) if how == "budget" else OPTIONS
     part = backend.resume(PROMPTS.take([0, 1, 2]), options, **stop)
     assert len(part.unfinished.prompts) > 0

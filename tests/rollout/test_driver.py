@@ -215,7 +215,7 @@ def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
         return len(seen) == 2
 
     engine = engine_of(slots=8)
-    part = backend_of(engine).resume(PROMPTS, OPTIONS, enough=enough)
+    part = backend_of(engine).resume(PROMPTS, OPTIONS, on_group=enough)
     assert sorted(seen) == sorted(part.completions.prompts.ids_N.tolist())
     assert 2 <= len(seen) < N
     assert sorted(part.prompt_indices) == sorted(seen)
@@ -234,7 +234,7 @@ def test_the_longest_expected_start_first():
     # One slot after the other, and one token each, so that groups finish in the order of their start.
     engine = engine_of(slots=1, prefill_prompts=1, max_response_tokens=1)
     for expected, first in [(None, 3), (np.array([5, 9, 2, 1, 30]), 4)]:
-        backend_of(engine).resume(PROMPTS, OPTIONS, enough=enough, expected_tokens_N=expected)
+        backend_of(engine).resume(PROMPTS, OPTIONS, on_group=enough, expected_tokens_N=expected)
         assert started.pop() == first
 
 

@@ -25,7 +25,11 @@ OFFLINE, JETSTREAM = OfflineBackend, jetstream_backend.JetStreamBackend
 @pytest.mark.parametrize("num_samples, train", [(4, "1-1-1"), (3, "1-1-1"), (2, "1-2-4")])
 def test_its_driver_gives_the_samples_of_ours(num_samples, train):
     options = OPTIONS.replace(num_samples=num_samples, truncation=CHOICE)
-    ours, theirs = (loaded(k, train).generate(PROMPTS, options) for k in (OFFLINE, JETSTREAM))
+    ours, groups = loaded(OFFLINE, train).generate(PROMPTS, options), []
+    theirs = loaded(JETSTREAM, train).generate(PROMPTS, options, on_group=groups.append)
+    handed = {int(g.prompts.ids_N[0]): g.texts for g in groups}
+    N = range(len(PROMPTS))
+    assert handed == {int(PROMPTS.ids_N[n]): theirs.take([n]).texts for n in N}
     assert 0 < ours.truncated_B.sum() < len(ours)
     assert [t.tolist() for t in theirs.tokens] == [t.tolist() for t in ours.tokens]
     assert theirs.texts == ours.texts

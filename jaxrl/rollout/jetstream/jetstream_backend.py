@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import num_processes
 from jaxrl.rollout.backend import (
-    Enough,
+    OnGroup,
     SamplingOptions,
     check_lengths,
     expected_or_prompt_lengths,
@@ -81,9 +81,10 @@ class JetStreamBackend(EngineBackend):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """See `RolloutBackend.generate`.
+        """See `RolloutBackend.generate`; groups are handed out in the order in which they have begun.
 
         Raises:
           UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
@@ -93,14 +94,26 @@ class JetStreamBackend(EngineBackend):
         _check_options(options)
         check_lengths(prompts, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
-        found = self._collected(prompts, options, np.argsort(-expected_N, kind="stable").tolist())
+        order = np.argsort(-expected_N, kind="stable").tolist()
+        groups: dict[int, Completions] = {}
+
+        def take(n: int, columns: Sequence[np.ndarray]) -> None:
+            groups[n] = self._group(prompts.take([n]), columns, options)
+            if on_group is not None:
+                on_group(groups[n])
+
+        self._collect(prompts, options, order, take)
+        return Completions.concatenate([groups[n] for n in range(len(prompts))])
+
+    def _group(
+        self, prompt: Prompts, columns: Sequence[np.ndarray], options: SamplingOptions
+    ) -> Completions:
         stop_ids, decode_text = self.engine.config.stop_ids, self._decode_text
         samples = [
-            _sample_of(n, first + k, columns, options, stop_ids, decode_text)
-            for n, first in sorted(found)
-            for k, columns in enumerate(found[n, first])
+            _sample_of(0, k, columns_RC, options, stop_ids, decode_text)
+            for k, columns_RC in enumerate(columns)
         ]
-        return completions_of(prompts, samples, options.num_samples, decode_text)
+        return completions_of(prompt, samples, options.num_samples, decode_text)
 
     def resume(
         self,
@@ -108,7 +121,7 @@ class JetStreamBackend(EngineBackend):
         options: SamplingOptions,
         *,
         unfinished: UnfinishedGroups | None = None,
-        enough: Enough | None = None,
+        on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """Raises UserError: JetStream samples to the end."""
@@ -117,10 +130,14 @@ class JetStreamBackend(EngineBackend):
             "the driver of our own"
         )
 
-    def _collected(
-        self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
-    ) -> dict[tuple[int, int], list[np.ndarray]]:
-        """(prompt, first sample) -> [R, C] of each of the samples that share a slot."""
+    def _collect(
+        self,
+        prompts: Prompts,
+        options: SamplingOptions,
+        order: Sequence[int],
+        take: Callable[[int, list[np.ndarray]], None],
+    ) -> None:
+        """Hands prompt after prompt to `take`, with [R, C] of each of its samples."""
         per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
         adapter = JetStreamEngine(
             self.engine,
@@ -131,15 +148,17 @@ class JetStreamBackend(EngineBackend):
             columns=FIELDS,
         )
         longest = self.engine.config.max_response_tokens
-        channels: dict[tuple[int, int], CollectedSamples] = {}
+        firsts = range(0, options.num_samples, per_slot)
+        channels: dict[int, list[CollectedSamples]] = {n: [] for n in order}
         driver = JetStreamDriver(adapter)
         try:
             for n in order:
-                for first in range(0, options.num_samples, per_slot):
-                    channel = channels[n, first] = CollectedSamples()
+                for first in firsts:
+                    channels[n].append(CollectedSamples())
                     work = Work(prompts.tokens[n], longest, int(prompts.ids_N[n]), first)
-                    driver.submit(work, channel)
-            return {at: channel.wait() for at, channel in channels.items()}
+                    driver.submit(work, channels[n][-1])
+            for n, of_prompt in channels.items():
+                take(n, [columns for channel in of_prompt for columns in channel.wait()])
         finally:
             driver.stop()
 
