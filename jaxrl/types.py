@@ -162,6 +162,19 @@ class Completions:
 
 
 @dataclasses.dataclass(frozen=True)
+class GraderFailure:
+    """Why there is no verdict on a response, which then counts as wrong.
+
+    Attributes:
+      kind: "timeout", "died", "memory" or "raised".
+      message: for people.
+    """
+
+    kind: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Scored:
     """Completions with their rewards.
 
@@ -174,6 +187,7 @@ class Scored:
       term_BK: float32, the rewards that the score is the weighted sum of; if not given, the score is the only
         one.
       term_weight_K: float32, their weights.
+      failures: of the grader, B of them, None where it gave a verdict; if not given, it always did.
     """
 
     completions: Completions
@@ -183,10 +197,13 @@ class Scored:
     predictions: tuple[str | None, ...]
     term_BK: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     term_weight_K: np.ndarray = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+    failures: tuple[GraderFailure | None, ...] = ()
 
     def __post_init__(self):
         if self.term_BK.ndim == 1:
             object.__setattr__(self, "term_BK", self.score_B[:, None])
+        if not self.failures:
+            object.__setattr__(self, "failures", (None,) * len(self.predictions))
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -216,6 +233,7 @@ class Scored:
             predictions=_pick(self.predictions, rows),
             term_BK=self.term_BK[rows],
             term_weight_K=self.term_weight_K,
+            failures=_pick(self.failures, rows),
         )
 
     @staticmethod
@@ -229,6 +247,7 @@ class Scored:
             predictions=_join([p.predictions for p in parts]),
             term_BK=np.concatenate([p.term_BK for p in parts]),
             term_weight_K=parts[0].term_weight_K,
+            failures=_join([p.failures for p in parts]),
         )
 
 

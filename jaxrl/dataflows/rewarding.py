@@ -22,7 +22,7 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.grading import Failure, Verdict
+from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
 from jaxrl.rewards.score import begin_verdicts, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
@@ -31,7 +31,7 @@ from jaxrl.rewards.worker import Interrupted
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.reward_model import RewardModel
-from jaxrl.types import Completions, PackedBatch, Scored
+from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 
 class RewardTerm(Protocol):
@@ -228,7 +228,7 @@ def _as_json(part: BegunGrading) -> list[tuple[Any, ...]]:
 def _of_json(
     score: float, correct: bool, prediction: str | None, failure: Sequence[str] | None
 ) -> Verdict:
-    return Verdict(score, correct, prediction, Failure(*failure) if failure else None)
+    return Verdict(score, correct, prediction, GraderFailure(*failure) if failure else None)
 
 
 class GroupsBeside:

@@ -37,6 +37,7 @@ class AnswerRow:
     length: int
     truncated: bool
     entropy: float
+    failed: bool
 
 
 class AnswerFile:
@@ -180,4 +181,5 @@ def _answer(row: Mapping[str, Any]) -> AnswerRow:
         int(row["length"]),
         bool(row["truncated"]),
         float(row["entropy"] or 0),
+        row.get("failure") is not None,
     )

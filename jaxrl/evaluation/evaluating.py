@@ -57,6 +57,7 @@ class SetResults:
       response_tokens: mean length.
       truncated: share of responses that ran into the limit.
       without_answer: share of responses in which the grader has found none.
+      failed: responses, counted as wrong, on which the grader gave no verdict.
       entropy: mean over tokens, in nats.
     """
 
@@ -65,6 +66,7 @@ class SetResults:
     response_tokens: float
     truncated: float
     without_answer: float
+    failed: int
     entropy: float
 
     def as_json(self) -> dict[str, Any]:
@@ -237,6 +239,7 @@ def _results(rows: Sequence[Sequence[AnswerRow]]) -> SetResults:
         response_tokens=float(length_NG.mean()),
         truncated=float(of("truncated").mean()),
         without_answer=float(np.mean([[p is None for p in row] for row in predictions])),
+        failed=int(of("failed").sum()),
         entropy=float((of("entropy") * length_NG).sum() / tokens),
     )
 
@@ -311,6 +314,8 @@ def table_of(results: Mapping[str, SetResults]) -> str:
         lines.append([name, *(_percent(found.statistics[name]) for found in results.values())])
     for label, name in (("truncated", "truncated"), ("without answer", "without_answer")):
         lines.append([label, *(f"{getattr(found, name):.1%}" for found in results.values())])
+    if any(found.failed for found in results.values()):
+        lines.append(["grader failed", *(f"{found.failed:,}" for found in results.values())])
     lines.append(
         ["response tokens", *(f"{found.response_tokens:,.1f}" for found in results.values())]
     )

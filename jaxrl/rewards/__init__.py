@@ -8,7 +8,6 @@ from jaxrl.rewards.answer import (
 )
 from jaxrl.rewards.graders import GRADERS, Graders, check_grader
 from jaxrl.rewards.grading import (
-    Failure,
     FunctionGrader,
     Grader,
     Row,
@@ -26,13 +25,14 @@ from jaxrl.rewards.judge import (
 from jaxrl.rewards.score import begin_verdicts, rows_of, samples_of, score_completions, verdicts_of
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
+from jaxrl.types import GraderFailure
 
 __all__ = [
     "GRADERS",
-    "Failure",
     "FunctionGrader",
     "Grade",
     "Grader",
+    "GraderFailure",
     "Graders",
     "JudgeTemplate",
     "Responses",

@@ -30,7 +30,6 @@ from jaxrl.rewards.answer import grade_answer, grade_gsm8k
 from jaxrl.rewards.caged_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import (
-    Failure,
     FunctionGrader,
     Grader,
     Row,
@@ -43,6 +42,7 @@ from jaxrl.rewards.math_grader import EQUAL, MathGrader
 from jaxrl.rewards.pool_functions import load_pool_function
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
 from jaxrl.rewards.worker import WorkerFault
+from jaxrl.types import GraderFailure
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Graders:
                 self._shown.add(failure.kind)
                 self._show(sample, failure)
 
-    def _show(self, sample: Sample, failure: Failure) -> None:
+    def _show(self, sample: Sample, failure: GraderFailure) -> None:
         name = self._names.get(sample.row.source, self._names[""])
         logger.warning(
             "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "

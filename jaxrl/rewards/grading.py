@@ -1,10 +1,9 @@
 """What a grader is: of each response a verdict, and of each ground truth whether it can be read.
 
-    Sample(text, tokens, row) -> Grader -> Verdict(score, correct, prediction), or one with a Failure
+    Sample(text, tokens, row) -> Grader -> Verdict(score, correct, prediction), or one with a GraderFailure
 
-A failure is no verdict on the response: the grader ran out of time, or broke. The response counts as
-wrong, since a
-policy must not gain by what breaks its grader; and the failure is counted and shown (`graders.Graders`).
+A failure is no verdict on the response: the grader ran out of time, or broke. The response counts as wrong,
+since a policy must not gain by what breaks its grader; and the failure is counted and shown.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.answer import Grade
+from jaxrl.types import GraderFailure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +49,6 @@ class Sample:
     row: Row
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """Why there is no verdict.
-
-    Attributes:
-      kind: "timeout", "died", "memory" or "raised".
-      message: for people.
-    """
-
-    kind: str
-    message: str
-
-
 RIGHT, WRONG = 1.0, -1.0
 """DAPO eq. 7."""
 
@@ -80,7 +67,7 @@ class Verdict:
     score: float
     correct: bool
     prediction: str | None = None
-    failure: Failure | None = None
+    failure: GraderFailure | None = None
 
     @staticmethod
     def of(correct: bool, prediction: str | None) -> Verdict:
@@ -90,7 +77,7 @@ class Verdict:
     @staticmethod
     def failed(kind: str, message: str, prediction: str | None = None) -> Verdict:
         """None, for a reason that lies with the grader."""
-        return Verdict(WRONG, False, prediction, Failure(kind, message))
+        return Verdict(WRONG, False, prediction, GraderFailure(kind, message))
 
 
 class Grader(Protocol):

@@ -89,4 +89,5 @@ def score_completions(
         score_B=np.array([v.score for v in verdicts], np.float32),
         shaping_B=shaping_B,
         predictions=tuple(v.prediction for v in verdicts),
+        failures=tuple(v.failure for v in verdicts),
     )

@@ -2,18 +2,21 @@
 
     {"step": 20, "source": "chain_sum", "prompt_id": 812, "sample": 3,
      "prompt": "5 + 9 - 7 =\\n", "answer": "7", "completion": "14 - 7 = 7; Answer: 7",
-     "prediction": "7", "correct": true, "score": 1.0, "shaping": 0.0, "reward": 1.0,
+     "prediction": "7", "correct": true, "failure": null, "score": 1.0, "shaping": 0.0, "reward": 1.0,
      "reward_parts": {"grader": 1.0}, "length": 14, "truncated": false, "stop_reason": "stop_token",
      "entropy": 0.11, "token_pieces": {"text": ["14", " -", ...], "rollout_logprob": [-0.01, ...],
      "old_logprob": [-0.01, ...], "given": [5, 6]}}
 
-`token_pieces` comes last, so that a reader who lists samples need not parse it. In it `rollout_logprob` is
-what the sampler said and `old_logprob`, where it is known, what the trainer said of the same token; `given`
-are the places of tokens that an environment inserted. Prompts and completions are text of strangers.
+Where the grader gave no verdict `failure` says why, {"kind": "timeout", "message": "..."}; the response then
+counts as wrong. `token_pieces` comes last, so that a reader who lists samples need not parse it. In it
+`rollout_logprob` is what the sampler said and `old_logprob`, where it is known, what the trainer said of the
+same token; `given` are the places of tokens that an environment inserted. Prompts and completions are text of
+strangers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +68,7 @@ def sample_rows(
             "completion": completions.texts[b],
             "prediction": scored.predictions[b],
             "correct": bool(scored.correct_B[b]),
+            "failure": _failure_of(scored, b),
             "score": _number(scored.score_B[b]),
             "shaping": _number(scored.shaping_B[b]),
             "reward": _number(scored.reward_B[b]),
@@ -181,6 +185,11 @@ def _pieces_of(
         found["old_logprob"] = _rounded(old_logprob)
     given = np.flatnonzero(completions.mask[b] == 0).tolist()
     return found | ({"given": given} if given else {})
+
+
+def _failure_of(scored: Scored, b: int) -> dict[str, str] | None:
+    failure = scored.failures[b]
+    return None if failure is None else dataclasses.asdict(failure)
 
 
 def _stop_reason(completions: Completions, b: int, stop_ids: Collection[int]) -> str:

@@ -100,6 +100,21 @@ def test_what_is_graded_beside_is_what_is_graded_after():
         np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
+def test_what_a_grader_fails_on_is_counted_and_stays_with_its_response():
+    class Failing(CountingGrader):
+        def __call__(self, response, answer):
+            if answer == "2":
+                raise ZeroDivisionError("2")
+            return super().__call__(response, answer)
+
+    sampled = Bench(Sampling, grader=Failing()).step()
+    kinds = [f and f.kind for f in sampled.scored.failures]
+    assert kinds == [None] * 4 + ["raised"] * 2 + [None] * 2
+    assert sampled.scored.correct_B.tolist() == [kind is None for kind in kinds]
+    assert sampled.metrics["reward/grader/failed"] == 2
+    assert sampled.metrics["reward/grader/failed_raised"] == 2
+
+
 def test_a_truth_that_cannot_be_graded_names_its_prompt():
     class Refusing(CountingGrader):
         def __call__(self, response, answer):

@@ -17,6 +17,7 @@ from jaxrl.evaluation import evaluate_command, evaluating
 from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
+from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.evaluation.policy_loading import find_model
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
@@ -140,6 +141,29 @@ def test_what_is_right_is_counted_by_set(directory, tokenizer, problems, tmp_pat
     assert "token_pieces" not in rows[0]
     text = table_of(results)
     assert "mean@4" in text and "50.0% ± 0.0%" in text and "best@" not in text
+
+
+def test_a_grader_that_fails_is_seen(directory, tokenizer, problems, tmp_path, capfd):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from jaxrl.rewards import Grade\n"
+        "def grade(response, answer):\n"
+        "    return Grade(1 / (response != '7') > 2, response)\n"
+    )
+    out, graded = tmp_path / "out", {"grader": f"{own}:grade", "grader_workers": 1, "n": 2}
+    planned = plan_evaluation(config_of(directory, problems[:1], out, **graded))
+    results = evaluate(planned, say=quiet, build=says(tokenizer, "7", "1"))
+    assert results["right"].failed == 3 and results["right"].statistics["mean@2"].value == 0
+    assert "grader failed" in table_of(results)
+    failures = [row["failure"] for row in rows_of(out)]
+    assert [f and f["kind"] for f in failures] == ["raised", None] * 3
+    assert "ZeroDivisionError" in failures[0]["message"]
+    page = write_evaluation_page(planned.answers.folder, title="x", table=table_of(results))
+    assert "grader failed (raised)" in page.read_text()
+    # They are counted after a second start too.
+    again = plan_evaluation(config_of(directory, problems[:1], out, **graded))
+    assert evaluate(again, say=quiet)["right"].failed == 3
+    capfd.readouterr()
 
 
 def test_it_goes_on_from_whole_problems(directory, tokenizer, problems, tmp_path):

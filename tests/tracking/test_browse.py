@@ -55,6 +55,7 @@ def row_of(number=0, **changes) -> dict:
         "completion": f"it is {number}",
         "prediction": str(number),
         "correct": number % 2 == 0,
+        "failure": {"kind": "timeout", "message": "4 s"} if number in (1, 5) else None,
         "score": 1.0,
         "shaping": 0.0,
         "reward": number / 10,
@@ -216,6 +217,10 @@ def test_the_newest_step_comes_first(client):
         ("correct=yes", 5),
         ("correct=no&source=sums", 4),
         ("truncated=yes", 1),
+        ("failure=timeout", 3),
+        ("failure=any+kind&source=sums", 2),
+        ("failure=none", 7),
+        ("failure=died", 0),
         ("reward_from=0.35&reward_to=0.55", 2),
         ("length_to=1", 2),
         ("text=WHAT+is+1", 4),
@@ -230,6 +235,21 @@ def test_filters(client, query, found):
     page = get(client, f"/?{query}")
     assert f"{found} samples" in re.sub(r"\s+", " ", page.text)
     assert_harmless(page)
+
+
+def test_a_failure_of_the_grader_is_shown_where_there_is_one(client, tmp_path, opened):
+    names = {a["name"] for tag, a in get(client, "/").tags if tag == "select"}
+    assert "failure" in names and "grader failed: timeout" in get(client, "/").text
+    page = re.sub(r"\s+", " ", get(client, "/sample/step_10/5").text)
+    assert "grader failedtimeout: 4 s" in page
+    assert "grader failed" not in get(client, "/sample/step_10/4").text
+    # Files of before have no such field, and strangers write what they like.
+    rows = [row_of(0, failure=odd) for odd in ("x", 3, [], {"kind": ["<b>"]}, {})]
+    del rows[0]["failure"]
+    write(tmp_path / "samples.jsonl", rows)
+    odd = TestClient(build_app(opened(tmp_path / "samples.jsonl"), title="x"), base_url=HERE)
+    for at in ("/", *(f"/sample/samples/{n}" for n in range(5))):
+        assert_harmless(get(odd, at))
 
 
 def test_orders(index):
@@ -311,6 +331,7 @@ def test_hostile_text_is_text(tmp_path, name, opened):
         **dict.fromkeys(("prompt", "completion", "answer", "prediction", "source"), text),
         reward_parts={text: 1.0},
         stop_reason=text,
+        failure={"kind": text, "message": text},
         token_pieces={"text": [text, text], "rollout_logprob": [-1, -2]},
     )
     path = tmp_path / "samples.jsonl"

@@ -19,7 +19,7 @@ from jaxrl.tracking.sample_rows import (
     sample_rows,
     to_line,
 )
-from jaxrl.types import Completions, Prompts, Scored
+from jaxrl.types import Completions, GraderFailure, Prompts, Scored
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,15 @@ def rows_of(tokenizer, scored, **options) -> list[dict]:
     return [json.loads(to_line(row)) for row in rows]
 
 
+def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
+    failure = GraderFailure("timeout", "it has not answered within 4 s")
+    scored = scored_of(tokenizer, ["two", "three"], failures=(None, failure))
+    expected = [None, {"kind": "timeout", "message": "it has not answered within 4 s"}]
+    assert [row["failure"] for row in rows_of(tokenizer, scored)] == expected
+    both = Scored.concatenate([scored, scored.take([0])])
+    assert [row["failure"] for row in rows_of(tokenizer, both)] == expected * 2
+
+
 def test_a_row_has_what_a_person_wants_to_know(tokenizer):
     first, last = rows_of(tokenizer, scored_of(tokenizer, ["two", "three"]), step=20)
     pieces = first.pop(PIECES)
@@ -72,6 +81,7 @@ def test_a_row_has_what_a_person_wants_to_know(tokenizer):
         "completion": "two",
         "prediction": "1",
         "correct": True,
+        "failure": None,
         "score": 1.0,
         "shaping": -0.25,
         "reward": 0.75,

@@ -25,6 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl.tracking.browse.sample_index import (
+    ANY_FAILURE,
+    NO_FAILURE,
     ORDERS,
     SEARCHED_CHARS,
     Filter,
@@ -89,6 +91,7 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
         pages = max(1, math.ceil(overview.count / _PER_PAGE))
         number = _page_number(given, pages)
         total, read = index.progress
+        kinds = index.failures()
         return rendered(
             "list.html",
             given=given,
@@ -99,6 +102,7 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
             pages=pages,
             links=_page_links(given, number, pages),
             sources=index.sources(),
+            failures=[ANY_FAILURE, NO_FAILURE, *kinds] if kinds else [],
             orders=list(ORDERS),
             unread=1 - read / total if read < total else 0,
             bad_lines=index.bad_lines,
@@ -198,6 +202,7 @@ def filter_of(given: Mapping[str, str]) -> Filter:
         source=given.get("source", ""),
         correct=yes_or_no.get(given.get("correct", "")),
         truncated=yes_or_no.get(given.get("truncated", "")),
+        failure=given.get("failure", "")[:1000],
         step=between("step"),
         reward=between("reward"),
         length=between("length"),
@@ -283,6 +288,9 @@ def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     names = ("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward")
     names += ("score", "shaping", "length", "truncated", "stop_reason", "entropy")
     facts = [(name, row[name]) for name in names if row.get(name) is not None]
+    failure = row.get("failure")
+    if isinstance(failure, dict):
+        facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
     parts = row.get("reward_parts")
     if isinstance(parts, dict):
         facts += [(f"reward, {name}", value) for name, value in parts.items()]

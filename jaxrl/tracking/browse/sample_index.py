@@ -20,7 +20,7 @@ import pathlib
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.tracking.readable import visible
@@ -45,17 +45,21 @@ ORDERS = {
 }
 """How a list may be ordered."""
 
+ANY_FAILURE, NO_FAILURE = "any kind", "none"
+"""What a list may ask for beside the kinds there are."""
+
 _TABLES = """
 CREATE TABLE samples (
   id INTEGER PRIMARY KEY, file TEXT, line INTEGER, start INTEGER, size INTEGER,
   step INTEGER, source TEXT, prompt_id INTEGER, sample INTEGER,
   correct INTEGER, reward REAL, length INTEGER, truncated INTEGER, stop_reason TEXT,
-  prompt TEXT, completion TEXT, answer TEXT, prediction TEXT
+  failure TEXT, prompt TEXT, completion TEXT, answer TEXT, prediction TEXT
 );
 CREATE UNIQUE INDEX by_place ON samples (file, line);
 CREATE INDEX by_step ON samples (step DESC, file, line);
 CREATE INDEX by_prompt ON samples (file, source, prompt_id);
 CREATE INDEX by_source ON samples (source);
+CREATE INDEX by_failure ON samples (failure);
 CREATE INDEX by_reward ON samples (reward);
 CREATE INDEX by_length ON samples (length);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, folded TEXT);
@@ -73,7 +77,16 @@ _COLUMNS = (
         "correct",
         "reward",
     ),
-    *("length", "truncated", "stop_reason", "prompt", "completion", "answer", "prediction"),
+    *(
+        "length",
+        "truncated",
+        "stop_reason",
+        "failure",
+        "prompt",
+        "completion",
+        "answer",
+        "prediction",
+    ),
 )
 
 
@@ -85,6 +98,7 @@ class Filter:
       text: in prompt, completion or answer, whatever the case.
       source: name of a data set.
       correct, truncated: so, or not so.
+      failure: of the grader, by its kind, `ANY_FAILURE` or `NO_FAILURE`.
       step, reward, length: (lowest, highest).
       order: a name of `ORDERS`.
     """
@@ -93,6 +107,7 @@ class Filter:
     source: str = ""
     correct: bool | None = None
     truncated: bool | None = None
+    failure: str = ""
     step: tuple[float | None, float | None] = (None, None)
     reward: tuple[float | None, float | None] = (None, None)
     length: tuple[float | None, float | None] = (None, None)
@@ -106,6 +121,11 @@ class Filter:
             if value not in ("", None):
                 parts.append(f"{name} = ?")
                 values.append(value)
+        if self.failure in (ANY_FAILURE, NO_FAILURE):
+            parts.append(f"failure {'!=' if self.failure == ANY_FAILURE else '='} ''")
+        elif self.failure:
+            parts.append("failure = ?")
+            values.append(self.failure)
         for name in ("step", "reward", "length"):
             for sign, bound in zip((">=", "<="), getattr(self, name), strict=True):
                 if bound is not None:
@@ -196,9 +216,18 @@ class SampleIndex:
 
     def sources(self, *, most: int = 200) -> list[str]:
         """Names of data sets."""
-        query = "SELECT DISTINCT source FROM samples WHERE source != '' ORDER BY source LIMIT ?"
+        return self._different("source", most)
+
+    def failures(self, *, most: int = 50) -> list[str]:
+        """Kinds of failures of graders."""
+        return self._different("failure", most)
+
+    def _different(self, column: str, most: int) -> list[str]:
+        query = (
+            f"SELECT DISTINCT {column} FROM samples WHERE {column} != '' ORDER BY {column} LIMIT ?"
+        )
         with self._open() as database:
-            return [row["source"] for row in database.execute(query, [most])]
+            return [row[column] for row in database.execute(query, [most])]
 
     def sample(self, file: str, line: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The index's row and the file's, whole; None if there is no such sample (any more)."""
@@ -322,6 +351,7 @@ def _indexed(line: bytes) -> tuple[list[Any], str] | None:
         _whole(row.get("length")),
         _flag(row.get("truncated")),
         _text(row.get("stop_reason")),
+        failure_kind(row),
         _excerpt(prompt),
         _excerpt(completion),
         _excerpt(answer),
@@ -350,6 +380,12 @@ def real(value: Any) -> float | None:
     """A number that is finite; None of anything else."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def failure_kind(row: Mapping[str, Any]) -> str:
+    """Of the grader's failure on a sample; "" of none."""
+    failure = row.get("failure")
+    return _text(failure.get("kind"))[:_START_CHARS] if isinstance(failure, dict) else ""
 
 
 def _whole(value: Any) -> int | None:
