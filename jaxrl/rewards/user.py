@@ -8,7 +8,8 @@ work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from jaxrl.rewards.terms import checked_scores
 from jaxrl.rewards.worker import Worker, WorkerFault
 from jaxrl.types import Completions
 from jaxrl.user_code import load_function
+
+Of = TypeVar("Of")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Responses:
       texts: B responses, without special tokens.
       answers: B ground truths.
       sources: B names of data sets.
+      extras: B mappings, what else the rows of the data hold (`types.Prompts.extras`).
       tokens: B int32 arrays, the responses' tokens, end-of-sequence included.
       truncated_B: bool, the length limit came before end-of-sequence.
       num_samples: G, responses to each prompt.
@@ -39,6 +43,7 @@ class Responses:
     texts: tuple[str, ...]
     answers: tuple[str, ...]
     sources: tuple[str, ...]
+    extras: tuple[Mapping[str, Any], ...]
     tokens: tuple[np.ndarray, ...]
     truncated_B: np.ndarray
     num_samples: int
@@ -51,7 +56,7 @@ class Responses:
         """The completions, what belongs to a prompt repeated for each response to it."""
         prompts = completions.prompts
 
-        def repeated(values: tuple[str, ...]) -> tuple[str, ...]:
+        def repeated(values: tuple[Of, ...]) -> tuple[Of, ...]:
             return tuple(values[n] for n in completions.prompt_index_B)
 
         return Responses(
@@ -59,6 +64,7 @@ class Responses:
             texts=completions.texts,
             answers=repeated(prompts.answers),
             sources=repeated(prompts.sources),
+            extras=repeated(prompts.extras),
             tokens=completions.tokens,
             truncated_B=completions.truncated_B,
             num_samples=completions.num_samples,

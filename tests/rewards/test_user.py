@@ -1,5 +1,6 @@
 """Reward functions by path, from modules and files that tests write."""
 
+import dataclasses
 import re
 import sys
 import textwrap
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Responses, user_reward
+from jaxrl.rewards import Responses, UserRewards, user_reward
 
 BREVITY = """
     def brevity(responses):
@@ -39,6 +40,26 @@ def test_a_function_of_a_file(written, completions):
     scores = user_reward(f"{written(BREVITY)}:brevity")(completions)
     np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
     assert scores.dtype == np.float32
+
+
+def test_a_function_sees_what_else_the_rows_hold(written, completions):
+    path = written(
+        """
+        def level(responses):
+            assert len(responses.extras) == len(responses) == 4
+            return [extra.get("info", {}).get("level", 0) for extra in responses.extras]
+        """
+    )
+    extras = ({"info": {"level": 3}, "id": 7}, {})
+    prompts = dataclasses.replace(completions.prompts, extras=extras)
+    completions = dataclasses.replace(completions, prompts=prompts)
+    rewards = UserRewards([f"{path}:level"], timeout_s=60)
+    for scores in (
+        user_reward(f"{path}:level")(completions),
+        rewards.scores(f"{path}:level", completions),
+    ):
+        assert scores.tolist() == [3, 3, 0, 0]
+    rewards.close()
 
 
 def test_a_function_of_a_module(written, completions, tmp_path, monkeypatch):
