@@ -151,16 +151,19 @@ def grade_gsm8k(response: str, solution: str) -> Grade:
 def gsm8k_answer(solution: str) -> str:
     """The final answer of a GSM8K solution as it stands there: "... #### 1,234" -> "1,234".
 
+    A number alone is one that was taken out already, as `data.row_layouts` does.
+
     Raises:
-      UserError: there is no "####", or nothing after it.
+      UserError: there is no "####", or nothing after it, and it is no number.
     """
     _, hashes, answer = solution.rpartition(_HASHES)
-    if not hashes or not answer.strip():
+    answer = answer.strip()
+    if not answer or not (hashes or _NUMBER.fullmatch(answer)):
         raise UserError(
             f"GSM8K solution ending in {solution[-80:]!r} has no final answer: it must end with "
-            f"'#### N'; fix the row, or use the grader 'answer' if the answer stands alone"
+            f"'#### N', or be the number N alone; fix the row, or use the grader 'answer' for other answers"
         )
-    return answer.strip()
+    return answer
 
 
 def _last_box(text: str) -> str | None:

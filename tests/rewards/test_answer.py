@@ -209,10 +209,19 @@ def test_gsm8k():
         assert grade("#### 1234.", solution) == Grade(True, "1234")
         assert grade("#### 1235", solution) == Grade(False, "1235")
     assert grade_answer(solution, "1234") == Grade(True, "1234")
-    with pytest.raises(UserError, match="no final answer"):
-        gsm8k_answer("1234")
-    with pytest.raises(UserError, match="no final answer"):
-        gsm8k_answer("so ####  ")
+    for other in ("so ####  ", "x = 12", "twelve", "12 apples", "", "12 or 13"):
+        with pytest.raises(UserError, match="no final answer"):
+            gsm8k_answer(other)
+
+
+@pytest.mark.parametrize("number", ["1234", "1,234", " 1234 ", "1234.0"])
+def test_gsm8k_takes_the_number_alone(number):
+    assert grade_gsm8k("He has 1,234 apples.\n#### 1,234", number) == Grade(True, "1234")
+    # Of answers no more is right than against the whole solution.
+    solution = f"He has them.\n#### {number}"
+    for response in ("1234", "#### 1234 or 5", "#### 1235", "Answer: not 1234", "Answer: $1234.00"):
+        assert grade_gsm8k(response, number) == grade_gsm8k(response, solution)
+    assert not grade_gsm8k("1234", number).correct
 
 
 @pytest.mark.parametrize("answer", ["", " ", "$$", r"\boxed{}", "1" * 301])

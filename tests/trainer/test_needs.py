@@ -136,7 +136,7 @@ JUDGE = {"reward__judge__chat": False}
             {**JUDGE, "reward__judge__model": "few_words_language"},
             "258 tokens, the model's embedding",
         ),
-        ({"reward__grader": "gsm8k"}, "train.jsonl:1: GSM8K solution ending in"),
+        ({"reward__grader": "choice"}, "train.jsonl:1: ground truth"),
         (
             {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
             "did you mean chain_sum",
