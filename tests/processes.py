@@ -1,6 +1,7 @@
 """Processes that a test starts and that never outlive it."""
 
 import contextlib
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 
@@ -23,3 +24,10 @@ def started(commands: Sequence[Sequence], **options) -> Iterator[list[subprocess
             stack.callback(process.kill)
             processes.append(process)
         yield processes
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

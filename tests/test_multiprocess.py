@@ -6,14 +6,13 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from closeness import assert_close
-from processes import started
+from processes import free_port, started
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -96,12 +95,6 @@ def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
     path = folder / "recipe.py"
     path.write_text(RECIPE.format(settings=settings))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:

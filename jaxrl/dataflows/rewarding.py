@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,7 +24,7 @@ from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
-from jaxrl.rewards.score import begin_verdicts, score_completions
+from jaxrl.rewards.score import AskedVerdicts, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.rewards.worker import Interrupted
@@ -169,12 +169,12 @@ class BegunGrading:
 
     Attributes:
       completions: the responses.
-      asked: waits for the verdicts; None where another host grades.
+      asked: the graders' work on them; None where another host grades.
       verdicts: once they have been collected.
     """
 
     completions: Completions
-    asked: Callable[[], list[Verdict]] | None
+    asked: AskedVerdicts | None
     verdicts: list[Verdict] | None = None
 
 
@@ -190,10 +190,8 @@ class Grading:
 
     def begin(self, completions: Completions) -> BegunGrading:
         """Grades beside whatever comes next."""
-        first = hosts.is_first()
-        return BegunGrading(
-            completions, begin_verdicts(self._graders, completions) if first else None
-        )
+        asked = AskedVerdicts(self._graders, completions) if hosts.is_first() else None
+        return BegunGrading(completions, asked)
 
     def collect(self, begun: Sequence[BegunGrading]) -> list[Verdict]:
         """Waits for the verdicts on all these responses, in their order. Collective.
@@ -221,7 +219,7 @@ def _as_json(part: BegunGrading) -> list[tuple[Any, ...]]:
     assert part.asked is not None, "this is the first host"
     return [
         (v.score, v.correct, v.prediction, v.failure and dataclasses.astuple(v.failure))
-        for v in part.asked()
+        for v in part.asked.result()
     ]
 
 

@@ -87,12 +87,10 @@ class AnswerFile:
             self._file.close()
             self._file = None
 
-    def missing(self, prompts: Prompts) -> Prompts:
-        """The prompts that are not answered yet."""
+    def missing(self, prompts: Prompts) -> list[int]:
+        """Which of the prompts are not answered yet."""
         problems = zip(prompts.sources, prompts.ids_N.tolist(), strict=True)
-        return prompts.take(
-            [i for i, problem in enumerate(problems) if problem not in self.answers]
-        )
+        return [i for i, problem in enumerate(problems) if problem not in self.answers]
 
     def add(self, scored: Scored, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the answers to one problem.

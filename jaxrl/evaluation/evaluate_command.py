@@ -7,8 +7,8 @@ DIR is a Hugging Face directory, or the folder of a run, whose newest intact che
 results goes to stdout, everything else to stderr; samples, results and a page go to --out, by default to a
 folder of evaluations/ whose name stands for the model and for what is asked of it. An evaluation that was
 interrupted goes on when the same command is started again: problems whose answers are all there are not asked
-again. What the user can fix is one line on stderr and exit status 2. docs/evaluation.md says what the
-statistics are.
+again. Several processes with the same command evaluate together (--coordinator). What the user can fix is one
+line on stderr and exit status 2. docs/evaluation.md says what the statistics are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
+from jaxrl.mesh import hosts
 
 _HELP = {
     "out": "folder of samples.jsonl, results.json and samples.html",
@@ -42,6 +43,8 @@ _HELP = {
     "max_prompt_tokens": "longest prompt; 0: the longest there is",
     "max_response_tokens": "longest response; 0: what the model's context leaves, up to 8192",
     "overlong": "prompts that are too long: error, drop, or cut: left, right, middle",
+    "environment": "your own function that answers finished turns: package.module:function or "
+    "path/to/file.py:function (default: of a run the one it was trained with, which 'none' leaves out)",
     "mesh": "p-t-d of the devices to use: pipeline, tensor and data parallel size",
     "slots": "samples decoded side by side at most",
     "smallest_bucket": "fewest slots that a program is compiled for; more compile less and end slower",
@@ -51,6 +54,12 @@ _HELP = {
     "unroll": "layers per iteration of the layer scan; all of them is fastest on CPU",
     "dtype": "of weights and activations, float32 or bfloat16",
     "kv_dtype": "of the cache, float32, bfloat16 or int8 (default: as dtype)",
+}
+_HOSTS_HELP = {
+    "coordinator": "address:port of process 0 where several processes evaluate together, or auto",
+    "num_processes": "how many there are; all are started with the same command",
+    "process_id": "which of them this is, from 0",
+    "lost_after_s": "seconds of silence after which another process counts as lost",
 }
 _SWITCHES = {
     "chat": "send prompts through the tokenizer's chat template",
@@ -63,35 +72,53 @@ def main(argv: Sequence[str]) -> int:
     program, *arguments = argv
     parser = _parser(program)
     settings: dict[str, Any] = vars(parser.parse_args(arguments))
-    settings["sets"] = tuple(settings["sets"])
-    planned: Planned | None = None
+    planned: list[Planned] = []
     try:
-        planned = plan_evaluation(EvaluateConfig(**settings))
-        results = evaluate(planned, say=_say)
-        page = write_evaluation_page(
-            planned.answers.folder, title=planned.found.name, table=table_of(results)
-        )
+        config = _config_of(settings)
+        hosts.start(config.hosts)
+        with hosts.watched(config.hosts):
+            _run(config, planned)
     except UserError as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted{_what_is_kept(planned)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(table_of(results))
-    _say(f"{page.parent}: samples.jsonl, results.json, samples.html")
     return 0
+
+
+def _config_of(settings: dict[str, Any]) -> EvaluateConfig:
+    of_hosts = {name: settings.pop(name) for name in _HOSTS_HELP}
+    sets, stops = (tuple(settings.pop(name)) for name in ("sets", "stop_strings"))
+    try:
+        config = hosts.HostsConfig(**of_hosts)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return EvaluateConfig(**settings, sets=sets, stop_strings=stops, hosts=config)
+
+
+def _run(config: EvaluateConfig, planned: list[Planned]) -> None:
+    """Evaluates; what is planned is left in the list, for who is interrupted."""
+    planned.append(plan_evaluation(config))
+    results = evaluate(planned[0], say=_say)
+    if not results:
+        return  # the first process tells
+    table = table_of(results)
+    page = write_evaluation_page(planned[0].folder, title=planned[0].found.name, table=table)
+    print(table)
+    _say(f"{page.parent}: samples.jsonl, results.json, samples.html")
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _what_is_kept(planned: Planned | None) -> str:
-    if planned is None:
+def _what_is_kept(planned: Sequence[Planned]) -> str:
+    if not planned or planned[0].answers is None:
         return ""
-    answered, total = len(planned.answers.answers), len(planned.prompts)
+    answered, total = len(planned[0].answers.answers), len(planned[0].prompts)
     return (
-        f"; {planned.answers.folder} has the answers to {answered} of {total} problems, and the same command "
+        f"; {planned[0].folder} has the answers to {answered} of {total} problems, and the same command "
         "goes on from them"
     )
 
@@ -111,8 +138,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSONL file of problems; may be given several times",
     )
-    for name, text in _HELP.items():
-        default = getattr(EvaluateConfig, name)
+    parser.add_argument(
+        "--stop",
+        dest="stop_strings",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends an answer; may be given several times (default: of a run what it was trained "
+        "with)",
+    )
+    for name, text in (_HELP | _HOSTS_HELP).items():
+        default = getattr(hosts.HostsConfig if name in _HOSTS_HELP else EvaluateConfig, name)
         shown = f"{text} (default: {default})" if default != "" else text
         parser.add_argument(f"--{name}", type=type(default), default=default, help=shown)
     for name, text in _SWITCHES.items():

@@ -6,8 +6,13 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import SEED, at_least, between, count, token_count
+from jaxrl.errors import UserError
+from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
+
+NO_ENVIRONMENT = "none"
+"""As `environment`: none, though a run was trained with one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +36,13 @@ class EvaluateConfig(EngineSettings):
       limit: only the first so many problems of each set; 0 takes all.
       max_prompt_tokens: longest prompt; 0 is the longest there is.
       max_response_tokens: longest response; 0 is what the model's context leaves, up to 8,192.
+      stop_strings: texts that end an answer, or a turn of it; of a run by default those it was trained with.
+      environment: what answers a finished turn, as of `rollout` in a training config; "" is none, and of a
+        run the one it was trained with, unless this is `NO_ENVIRONMENT`.
       overlong: what happens to prompts that are too long, as of `data.overlong`.
       tokens: keep what every token was, with its log-probability.
-      mesh: "p-t-d" of the devices, the first of those that are here.
+      mesh: "p-t-d" of the devices, the first of those that are here; of several processes all of them.
+      hosts: the processes of the evaluation, as in a training config.
     """
 
     model: str
@@ -63,3 +72,11 @@ class EvaluateConfig(EngineSettings):
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     mesh: str = "1-1-1"
+    stop_strings: tuple[str, ...] = ()
+    environment: str = ""
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if "" in self.stop_strings:
+            raise UserError("a --stop is empty, which would end every answer at once; drop it")

@@ -2,14 +2,15 @@
 
     files, limits, answers of an earlier start   checked: nothing is loaded or compiled before
     weights -> rollout backend                   only if something is not answered yet
-    group after group, as it is finished         graded, written, counted
+    group after group, as it is finished         graded beside generation, written, counted
     samples.jsonl                                statistics of each set, and of all together
 
-It runs on one process. Not covered: environments and stop strings, which belong to a task of a run.
+Several processes read the same files and sample together; the first one alone has the folder, and grades.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,28 +20,31 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat
 from jaxrl.errors import UserError
 from jaxrl.evaluation.answer_file import AnswerFile, AnswerRow
+from jaxrl.evaluation.answer_writer import AnswerWriter
 from jaxrl.evaluation.eta_line import EtaLine
-from jaxrl.evaluation.evaluate_config import EvaluateConfig
+from jaxrl.evaluation.evaluate_config import NO_ENVIRONMENT, EvaluateConfig
 from jaxrl.evaluation.evaluation_metrics import ALL
 from jaxrl.evaluation.policy_loading import FoundModel, find_model
 from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
-from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
+from jaxrl.evaluation.sampled_answers import EVALUATION_STEP
 from jaxrl.evaluation.statistics import Estimate, statistics_of
+from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.score import verdicts_of
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.user_environment import environment_of
 from jaxrl.serving.model_loading import build_generation_mesh
 from jaxrl.tracking.run_folder import EvaluationFolder
-from jaxrl.tracking.sample_rows import TokenPieces, sample_rows
 from jaxrl.types import Completions, Prompts
 
 # Where nothing else limits a response.
@@ -83,25 +87,29 @@ class Planned:
     Attributes:
       found: the model.
       prompts: of all sets.
+      missing: those of them that are not answered yet.
       engine: shapes of the rollout programs.
       mesh: where it samples.
       graders: the grader, with its processes.
       options: how it samples.
-      answers: the folder, with what an earlier start has left.
+      folder: of the evaluation.
+      answers: what an earlier start has left there; None but in the first process.
     """
 
     config: EvaluateConfig
     found: FoundModel
     prompts: Prompts
+    missing: Prompts
     engine: EngineConfig
     mesh: Mesh
     graders: Graders
     options: SamplingOptions
-    answers: AnswerFile
+    folder: EvaluationFolder
+    answers: AnswerFile | None
 
 
 def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = None) -> Planned:
-    """Reads everything but the weights, and checks that it fits together.
+    """Reads everything but the weights, and checks that it fits together. Collective.
 
     Args:
       config: the evaluation.
@@ -119,31 +127,99 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         graders=graders,
     )
     found = find_model(pathlib.Path(config.model))
-    template = config.template or found.trained_with("data.template") or ""
-    chat = config.chat or bool(found.trained_with("data.chat"))
+    task = _task_of(config, found)
     prompts = prompts_of(
         sets,
         found.tokenizer,
-        template=template,
-        chat=chat,
+        task.prompt_format,
+        own_words=not config.template,
         max_prompt_tokens=config.max_prompt_tokens or found.context_tokens - 1,
         overlong=config.overlong,
     )
-    engine = _engine_config(config, found, prompts)
-    mesh = build_generation_mesh(config.mesh, devices)
-    check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
-    check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
-    options = SamplingOptions(
+    engine = _engine_config(config, found, prompts, task.stop_ids)
+    mesh = _mesh(config, devices)
+    settings = _settings(config, found, prompts, engine, task)
+    hosts.check_same("the evaluation", [json.dumps(settings, sort_keys=True)])
+    folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
+    answers, missing = _earlier_answers(folder, settings, config.n, prompts)
+    return Planned(
+        config=config,
+        found=found,
+        prompts=prompts,
+        missing=missing,
+        engine=engine,
+        mesh=mesh,
+        graders=graders,
+        options=_sampling(config, found, task),
+        folder=folder,
+        answers=answers,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What a model was trained to do, or what the user says instead: its prompts, and what ends its turns."""
+
+    prompt_format: PromptFormat
+    stop_strings: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    environment: str
+
+
+def _task_of(config: EvaluateConfig, found: FoundModel) -> _Task:
+    trained = found.trained_with
+    environment = config.environment or trained("rollout.environment") or ""
+    return _Task(
+        PromptFormat(
+            template=config.template or trained("data.template") or PLAIN_FORMAT.template,
+            chat=config.chat or bool(trained("data.chat")),
+            system_prompt=trained("data.system_prompt") or "",
+            chat_options=trained("data.chat_options") or {},
+            answer_prefix=trained("data.answer_prefix") or "",
+        ),
+        stop_strings=config.stop_strings or tuple(trained("rollout.stop_strings") or ()),
+        stop_ids=(*found.tokenizer.stop_ids, *(trained("rollout.stop_ids") or ())),
+        environment="" if environment == NO_ENVIRONMENT else environment,
+    )
+
+
+def _sampling(config: EvaluateConfig, found: FoundModel, task: _Task) -> SamplingOptions:
+    return SamplingOptions(
         num_samples=config.n,
         seed=config.seed,
         step=EVALUATION_STEP,
         temperature=config.temperature,
         truncation=truncation_of(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
+        stop_strings=task.stop_strings,
+        environment=environment_of(task.environment, found.tokenizer),
     )
-    settings = _settings(config, found, prompts, engine, template=template, chat=chat)
-    folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
-    answers = AnswerFile(folder, settings, config.n)
-    return Planned(config, found, prompts, engine, mesh, graders, options, answers)
+
+
+def _mesh(config: EvaluateConfig, devices: Sequence[Any] | None) -> Mesh:
+    mesh = build_generation_mesh(config.mesh, devices)
+    total = jax.device_count()
+    if hosts.num_processes() > 1 and mesh.size != total:
+        raise UserError(
+            f"--mesh {config.mesh} takes {mesh.size} of the {total} devices of {hosts.num_processes()} "
+            "processes, each of which has to take part; choose a layout of all of them"
+        )
+    check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
+    check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
+    return mesh
+
+
+def _earlier_answers(
+    folder: EvaluationFolder, settings: Mapping[str, Any], n: int, prompts: Prompts
+) -> tuple[AnswerFile | None, Prompts]:
+    """What the folder holds, which the first process alone looks into, and what is still to be answered."""
+    opened: list[AnswerFile] = []
+
+    def find() -> list[int]:
+        opened.append(AnswerFile(folder, settings, n))
+        return opened[0].missing(prompts)
+
+    missing = hosts.on_first(find)
+    return (opened[0] if opened else None), prompts.take(missing)
 
 
 def evaluate(
@@ -152,41 +228,30 @@ def evaluate(
     say: Callable[[str], None],
     build: Callable[..., RolloutBackend] = build_backend,
 ) -> dict[str, SetResults]:
-    """Answers what is not answered yet, and tells what all answers say, by set.
+    """Answers what is not answered yet, and tells what all answers say, by set. Collective.
 
     Args:
       planned: the evaluation.
-      say: told what takes long, a line each.
+      say: told what takes long, a line each, in the first process.
       build: makes the rollout backend, as `rollout.drivers.build_backend`.
+
+    Returns:
+      Results in the first process; nothing in the others.
 
     Raises:
       UserError: weights are damaged, or the disk does not take the answers.
     """
-    answers, prompts, found = planned.answers, planned.prompts, planned.found
-    missing = answers.missing(prompts)
-    before = len(prompts) - len(missing)
-    if before:
-        say(f"{answers.folder.samples} has the answers to {before} of {len(prompts)} problems")
+    answers, prompts = planned.answers, planned.prompts
+    before = len(prompts) - len(planned.missing)
+    if before and answers is not None:
+        say(f"{planned.folder.samples} has the answers to {before} of {len(prompts)} problems")
     start_s = time.perf_counter()
-    with answers:
-        if len(missing):
-            say(f"loading {found.path} ({found.weights})")
-            backend = build(
-                "offline", found.model, planned.mesh, planned.engine, found.tokenizer.decode
-            )
-            backend.load(found.load(planned.mesh, backend.dtype))
-            say(
-                f"answering {len(missing)} problems {planned.config.n} times, prompts of up to "
-                f"{planned.engine.max_prompt_tokens} and responses of up to "
-                f"{planned.engine.max_response_tokens} tokens, into {answers.folder}"
-            )
-            line = EtaLine(len(prompts), before=before)
-            try:
-                _sample(planned, backend, missing, line)
-            finally:
-                line.close()
-                backend.close()
-                planned.graders.close()
+    with contextlib.ExitStack() as stack:
+        hosts.on_first(lambda: _enter(stack, answers))
+        if len(planned.missing):
+            _answer(planned, say if answers is not None else _say_nothing, build)
+        if answers is None:
+            return {}
         results = results_of(answers, prompts)
         answers.write_results(
             {
@@ -197,22 +262,63 @@ def evaluate(
     return results
 
 
-def _sample(planned: Planned, backend: RolloutBackend, prompts: Prompts, line: EtaLine) -> None:
-    """Answers the prompts, each of them written as soon as all its answers are there."""
-    tokenizer = planned.found.tokenizer
-    pieces = TokenPieces(tokenizer) if planned.config.tokens else None
+def _enter(stack: contextlib.ExitStack, answers: AnswerFile | None) -> None:
+    assert answers is not None, "this is the first process"
+    stack.enter_context(answers)
 
-    def take(group: Completions) -> None:
-        scored = unpunished(group, verdicts_of(planned.graders, group))
-        rows = sample_rows(scored, pieces, stop_ids=tokenizer.stop_ids)
-        planned.answers.add(scored, rows)
-        line.add(
-            answers=len(scored),
-            correct=int(scored.correct_B.sum()),
-            tokens=int(group.lengths_B.sum()),
+
+def _say_nothing(text: str) -> None:
+    del text
+
+
+def _answer(
+    planned: Planned, say: Callable[[str], None], build: Callable[..., RolloutBackend]
+) -> None:
+    """Loads the model and answers the problems that are missing."""
+    found, config, engine = planned.found, planned.config, planned.engine
+    say(f"loading {found.path} ({found.weights})")
+    backend = build("offline", found.model, planned.mesh, engine, found.tokenizer.decode)
+    backend.load(found.load(planned.mesh, backend.dtype))
+    say(
+        f"answering {len(planned.missing)} problems {config.n} times, prompts of up to "
+        f"{engine.max_prompt_tokens} and responses of up to {engine.max_response_tokens} tokens, into "
+        f"{planned.folder}"
+    )
+    try:
+        _sample(planned, backend)
+    finally:
+        backend.close()
+        planned.graders.close()
+
+
+def _sample(planned: Planned, backend: RolloutBackend) -> None:
+    """Every group goes to the writer of the first process; what is wrong there ends all of them."""
+    prompts = planned.prompts
+    line = EtaLine(len(prompts), before=len(prompts) - len(planned.missing))
+    writer = None
+    if planned.answers is not None:
+        writer = AnswerWriter(
+            planned.answers,
+            planned.graders,
+            planned.found.tokenizer,
+            line,
+            stop_ids=planned.engine.stop_ids,
+            tokens=planned.config.tokens,
         )
 
-    backend.generate(prompts, planned.options, on_group=take)
+    def take(group: Completions) -> None:
+        hosts.on_first(lambda: writer and writer.add(group))
+
+    try:
+        backend.generate(planned.missing, planned.options, on_group=take)
+        hosts.on_first(lambda: writer and writer.finish())
+    except KeyboardInterrupt:
+        # What is answered is kept; a second Ctrl-C does not wait for graders.
+        if writer is not None:
+            writer.finish()
+        raise
+    finally:
+        line.close()
 
 
 def results_of(answers: AnswerFile, prompts: Prompts) -> dict[str, SetResults]:
@@ -244,7 +350,9 @@ def _results(rows: Sequence[Sequence[AnswerRow]]) -> SetResults:
     )
 
 
-def _engine_config(config: EvaluateConfig, found: FoundModel, prompts: Prompts) -> EngineConfig:
+def _engine_config(
+    config: EvaluateConfig, found: FoundModel, prompts: Prompts, stop_ids: tuple[int, ...]
+) -> EngineConfig:
     longest, context = longest_of(prompts), found.context_tokens
     prompt = config.max_prompt_tokens or longest
     response = config.max_response_tokens or min(context - prompt, _LONGEST_RESPONSE)
@@ -259,7 +367,7 @@ def _engine_config(config: EvaluateConfig, found: FoundModel, prompts: Prompts) 
         **config.engine_settings(prefill_chunk_tokens=chunk),
         max_prompt_tokens=prompt,
         max_response_tokens=response,
-        stop_ids=found.tokenizer.stop_ids,
+        stop_ids=stop_ids,
     )
 
 
@@ -268,22 +376,28 @@ def _settings(
     found: FoundModel,
     prompts: Prompts,
     engine: EngineConfig,
-    *,
-    template: str,
-    chat: bool,
+    task: _Task,
 ) -> dict[str, Any]:
     """All that answers depend on; not where and how fast they are sampled."""
+    around = task.prompt_format
+    # Said only where they are set, so that answers of before are still those to the same question.
+    further = {
+        "stop_strings": task.stop_strings,
+        "environment": task.environment,
+        "grader_options": config.grader_options,
+    }
     asked = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "grader", "dtype", "kv_dtype")
     return {
         "model": str(found.path),
         "weights": found.weights,
         "sets": {name: _checksum(prompts, name) for name in dict.fromkeys(prompts.sources)},
-        "template": template,
-        "chat": chat,
+        "template": "" if around.template == PLAIN_FORMAT.template else around.template,
+        "chat": around.chat,
         **{name: getattr(config, name) for name in asked},
         "max_prompt_tokens": engine.max_prompt_tokens,
         "max_response_tokens": engine.max_response_tokens,
         "tokens": config.tokens,
+        **{name: value for name, value in further.items() if value},
     }
 
 

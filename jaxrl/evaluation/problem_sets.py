@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.messages import PromptFormat
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat
 from jaxrl.data.sources import Source, read_source
 from jaxrl.data.stream import Overlong, encode_prompts
 from jaxrl.data.tokenizer import Tokenizer
@@ -57,13 +58,15 @@ def read_sets(
 def prompts_of(
     sets: dict[str, Source],
     tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
     *,
-    template: str,
-    chat: bool,
+    own_words: bool,
     max_prompt_tokens: int,
     overlong: Overlong,
 ) -> Prompts:
     """All problems as prompts, set after set. Ids are row numbers, which two sets share.
+
+    With `own_words` those that a file has around its problems stay there, unless the format has others.
 
     Raises:
       UserError: a prompt is too long, or the template or the tokenizer cannot make one.
@@ -71,13 +74,16 @@ def prompts_of(
     parts = []
     for name, source in sets.items():
         try:
-            around = template or source.own_template or "{prompt}"
+            is_plain = prompt_format.template == PLAIN_FORMAT.template
+            own = source.own_template if own_words and is_plain else ""
             parts.append(
                 encode_prompts(
                     source.records,
                     tokenizer,
                     max_prompt_tokens=max_prompt_tokens,
-                    prompt_format=PromptFormat(around, chat),
+                    prompt_format=dataclasses.replace(prompt_format, template=own)
+                    if own
+                    else prompt_format,
                     overlong=overlong,
                 ).prompts
             )

@@ -49,7 +49,7 @@ _STATUS = re.compile(
 )
 _REMEDY = (
     "look at the output and at the host of the lost one, then start all processes again with the same "
-    "command: the run goes on from its last checkpoint"
+    "command: it goes on from what was saved"
 )
 
 

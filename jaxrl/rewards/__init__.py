@@ -22,13 +22,14 @@ from jaxrl.rewards.judge import (
     parse_verdicts,
     score_parser,
 )
-from jaxrl.rewards.score import begin_verdicts, rows_of, samples_of, score_completions, verdicts_of
+from jaxrl.rewards.score import AskedVerdicts, rows_of, samples_of, score_completions, verdicts_of
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
 from jaxrl.types import GraderFailure
 
 __all__ = [
     "GRADERS",
+    "AskedVerdicts",
     "FunctionGrader",
     "Grade",
     "Grader",
@@ -43,7 +44,6 @@ __all__ = [
     "TextGrader",
     "UserRewards",
     "Verdict",
-    "begin_verdicts",
     "check_grader",
     "extract_answer",
     "grade_answer",

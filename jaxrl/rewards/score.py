@@ -44,15 +44,23 @@ def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
         return graders.grade(samples_of(completions))
 
 
-def begin_verdicts(graders: Graders, completions: Completions) -> Callable[[], list[Verdict]]:
-    """`verdicts_of` beside whatever comes next; what it returns waits for the verdicts, and raises."""
-    asked = graders.submit(samples_of(completions))
+class AskedVerdicts:
+    """Verdicts that graders are at work on, beside whatever comes next."""
 
-    def verdicts() -> list[Verdict]:
-        with _naming_the_prompt(graders, completions.prompts):
-            return asked.result()
+    def __init__(self, graders: Graders, completions: Completions):
+        """Asks for them."""
+        self._graders = graders
+        self._prompts = completions.prompts
+        self._future = graders.submit(samples_of(completions))
 
-    return verdicts
+    def done(self) -> bool:
+        """`result` does not wait."""
+        return self._future.done()
+
+    def result(self) -> list[Verdict]:
+        """Waits for them; raises as `verdicts_of`."""
+        with _naming_the_prompt(self._graders, self._prompts):
+            return self._future.result()
 
 
 @contextlib.contextmanager

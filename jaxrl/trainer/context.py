@@ -29,11 +29,11 @@ from jaxrl.planner.requirements import Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.user_environment import environment_of
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
-from jaxrl.trainer.user_environment import environment_of
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.

@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import free_port, started
 
 from jaxrl import cli
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.evaluation import evaluate_command, evaluating
+from jaxrl.evaluation import answer_writer, evaluate_command, evaluating
 from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
@@ -30,6 +33,7 @@ from jaxrl.serving.model_loading import build_generation_mesh
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.tracking.checkpoints import Checkpoints
 
+ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ModelConfig(
     vocab_size=320, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8
 )
@@ -304,8 +308,97 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
     ]
 
 
+ENVIRONMENT = """
+def again(turn, tokenizer):
+    # The first turn is answered, the second one ends the sample.
+    return tokenizer.encode("four") if len(turn.response) == len(turn.tokens) else None
+"""
+
+
+def test_stop_strings_and_environments(directory, problems, tmp_path, tokenizer):
+    (tmp_path / "tools.py").write_text(ENVIRONMENT)
+    asked = ["--model", directory, "--set", problems[0], "--n", 2, "--tokens"]
+    assert run_command(*asked, "--out", tmp_path / "plain") == 0
+    plain = {(r["prompt_id"], r["sample"]): r for r in rows_of(tmp_path / "plain")}
+    # A text that some answer has in its middle.
+    stop = next(
+        p for r in plain.values() for p in r["token_pieces"]["text"][2:6] if p.isascii() and p
+    )
+    stops = ["--stop", "never said", "--stop", stop]
+    assert run_command(*asked, *stops, "--out", tmp_path / "stops") == 0
+    tools = ["--environment", f"{tmp_path / 'tools.py'}:again"]
+    assert run_command(*asked, *stops, *tools, "--out", tmp_path / "tools") == 0
+    answered = 0
+    for row in rows_of(tmp_path / "stops"):
+        whole = plain[row["prompt_id"], row["sample"]]["completion"]
+        assert whole.startswith(row["completion"].rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert (row["stop_reason"] == "stop_string") == (stop in whole)
+    four = len(tokenizer.encode("four"))
+    for row in rows_of(tmp_path / "tools"):
+        given = row["token_pieces"].get("given", [])
+        assert len(given) in (0, four)
+        answered += bool(given)
+        assert not given or "".join(row["token_pieces"]["text"][i] for i in given) == "four"
+    assert answered
+    settings = json.loads((tmp_path / "tools" / "settings.json").read_text())
+    assert settings["stop_strings"] == ["never said", stop]
+    assert settings["environment"] == tools[1]
+
+
+def test_what_ends_an_answer_of_a_run_is_what_it_was_trained_with(tmp_path, tokenizer, problems):
+    (tmp_path / "tools.py").write_text(ENVIRONMENT)
+    path = f"{tmp_path / 'tools.py'}:again"
+    run = run_folder(
+        tmp_path / "run",
+        tokenizer,
+        MODEL,
+        {1: random_params(MODEL)},
+        rollout__stop_strings=("x", "y"),
+        rollout__stop_ids=(5,),
+        rollout__environment=path,
+        data__answer_prefix="So ",
+    )
+    planned = plan_evaluation(config_of(run, problems, tmp_path / "a"))
+    assert planned.options.stop_strings == ("x", "y") and planned.options.environment is not None
+    assert planned.engine.stop_ids == (*tokenizer.stop_ids, 5)
+    assert all(text.endswith("So ") for text in planned.prompts.texts)
+    given = {"stop_strings": ("z",), "environment": "none"}
+    planned = plan_evaluation(config_of(run, problems, tmp_path / "b", **given))
+    assert planned.options.stop_strings == ("z",) and planned.options.environment is None
+
+
+def test_two_processes_answer_as_one(directory, problems, tmp_path):
+    """A model split over two processes writes the samples of one; the first one alone has the folder."""
+    asked = ["--model", directory, "--set", problems[0], "--n", 2]
+    asked += [f"--{name}={value}" for name, value in SMALL.items()]
+    address = f"localhost:{free_port()}"
+    commands = [
+        [
+            *(sys.executable, ROOT / "launch/evaluate.py", *map(str, asked)),
+            *("--mesh=1-2-1", f"--coordinator={address}", "--num_processes=2"),
+            *(f"--process_id={i}", "--out", tmp_path / f"out{i}"),
+        ]
+        for i in range(2)
+    ]
+    flags = "--xla_force_host_platform_device_count=1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    with started(commands, cwd=ROOT, env=env) as processes:
+        outputs = [process.communicate(timeout=300) for process in processes]
+        assert [p.returncode for p in processes] == [0, 0], outputs
+    assert ["mean@2" in out for out, _ in outputs] == [True, False]
+    assert ["loading" in err for _, err in outputs] == [True, False]
+    assert not (tmp_path / "out1").exists()
+    assert run_command(*asked, "--mesh", "1-2-1", "--out", tmp_path / "one") == 0
+
+    def by_problem(out):
+        return {(r["prompt_id"], r["sample"]): r["completion"] for r in rows_of(out)}
+
+    assert by_problem(tmp_path / "out0") == by_problem(tmp_path / "one")
+    assert len(by_problem(tmp_path / "one")) == 6
+
+
 def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
-    real = evaluating.unpunished
+    real = answer_writer.unpunished
     calls = []
 
     def interrupted(*args):
@@ -314,7 +407,7 @@ def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys,
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(evaluating, "unpunished", interrupted)
+    monkeypatch.setattr(answer_writer, "unpunished", interrupted)
     asked = ["--model", directory, "--set", problems[0], "--out", tmp_path / "out"]
     assert run_command(*asked) == 130
     _, err = capsys.readouterr()
@@ -347,6 +440,10 @@ def faults(directory, problems, tmp_path):
         "cannot be graded": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--grader", "anwser"],
         "has no {prompt}": [*model, *sets, "--template", "Say it"],
+        "a --stop is empty": [*model, *sets, "--stop", ""],
+        "environment 'no.py:f' is not there": [*model, *sets, "--environment", "no.py:f"],
+        "without a coordinator": [*model, *sets, "--num_processes", 2],
+        "process_id 3 is not one of 1 processes": [*model, *sets, "--process_id", 3],
         "n 0 is below 1": [*model, *sets, "--n", 0],
         "top_p 0.0 is not positive": [*model, *sets, "--top_p", 0],
         "temperature nan is not a number": [*model, *sets, "--temperature", "nan"],

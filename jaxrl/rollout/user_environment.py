@@ -1,15 +1,23 @@
-"""The user's environment of a run: what answers the turns of its conversations."""
+"""A user's environment: what answers the turns of conversations, in training and in evaluations."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.rollout.environment import Environment, Turn, load_environment
+
+
+class Tokenizer(Protocol):
+    """What the user's function gets, as far as it is looked at here."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that exist."""
+        ...
 
 
 def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
