@@ -367,34 +367,52 @@ def test_what_ends_an_answer_of_a_run_is_what_it_was_trained_with(tmp_path, toke
     assert planned.options.stop_strings == ("z",) and planned.options.environment is None
 
 
-def test_two_processes_answer_as_one(directory, problems, tmp_path):
-    """A model split over two processes writes the samples of one; the first one alone has the folder."""
-    asked = ["--model", directory, "--set", problems[0], "--n", 2]
-    asked += [f"--{name}={value}" for name, value in SMALL.items()]
+def together(*arguments, outs, status=0) -> list[tuple[str, str]]:
+    """(stdout, stderr) of two processes with a device each that evaluate together, into their own folders."""
     address = f"localhost:{free_port()}"
     commands = [
         [
-            *(sys.executable, ROOT / "launch/evaluate.py", *map(str, asked)),
-            *("--mesh=1-2-1", f"--coordinator={address}", "--num_processes=2"),
-            *(f"--process_id={i}", "--out", tmp_path / f"out{i}"),
+            *(sys.executable, ROOT / "launch/evaluate.py", *map(str, arguments), "--out", out),
+            *(f"--coordinator={address}", "--num_processes=2", f"--process_id={i}"),
         ]
-        for i in range(2)
+        for i, out in enumerate(outs)
     ]
     flags = "--xla_force_host_platform_device_count=1"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     with started(commands, cwd=ROOT, env=env) as processes:
         outputs = [process.communicate(timeout=300) for process in processes]
-        assert [p.returncode for p in processes] == [0, 0], outputs
+        assert [p.returncode for p in processes] == [status] * 2, outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(directory, problems, tmp_path):
+    """A model split over two processes writes the samples of one; the first one alone has the folder."""
+    asked = ["--model", directory, "--set", problems[0], "--n", 2, "--mesh", "1-2-1"]
+    asked += [f"--{name}={value}" for name, value in SMALL.items()]
+    outputs = together(*asked, outs=[tmp_path / "first", tmp_path / "second"])
     assert ["mean@2" in out for out, _ in outputs] == [True, False]
     assert ["loading" in err for _, err in outputs] == [True, False]
-    assert not (tmp_path / "out1").exists()
-    assert run_command(*asked, "--mesh", "1-2-1", "--out", tmp_path / "one") == 0
+    assert not (tmp_path / "second").exists()
+    assert run_command(*asked, "--out", tmp_path / "one") == 0
 
     def by_problem(out):
         return {(r["prompt_id"], r["sample"]): r["completion"] for r in rows_of(out)}
 
-    assert by_problem(tmp_path / "out0") == by_problem(tmp_path / "one")
+    assert by_problem(tmp_path / "first") == by_problem(tmp_path / "one")
     assert len(by_problem(tmp_path / "one")) == 6
+
+
+def test_what_the_first_process_cannot_do_ends_both(directory, problems, tmp_path):
+    asked = ["--model", directory, "--set", problems[0], "--mesh", "1-1-2"]
+    outputs = together(*asked, outs=["/dev/null/x", tmp_path / "second"], status=2)
+    assert all("cannot write to the output folder" in err for _, err in outputs)
+
+
+def test_devices_that_would_be_left_out_are_an_error(directory, problems, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluating.hosts, "num_processes", lambda: 2)
+    with pytest.raises(UserError, match=r"takes 1 of the \d+ devices of 2 processes"):
+        plan_evaluation(config_of(directory, problems, tmp_path / "out"))
 
 
 def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
