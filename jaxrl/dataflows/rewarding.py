@@ -179,19 +179,25 @@ class BegunGrading:
 
 
 class Grading:
-    """The graders of a run, asked on the first host alone.
+    """The graders of a run, which all hosts share: each grades its part, and all get all verdicts.
 
-    One that runs out of time on one host would part them.
+    A response is graded on one host. Two of them could say different things of it, as one of them runs out of
+    time, and would part.
     """
 
     def __init__(self, graders: Graders):
         self._graders = graders
+        # Groups are finished in one order on every host, so that this count needs no word between them.
+        self._next_host = 0
         self._failures: collections.Counter[str] = collections.Counter()
 
     def begin(self, completions: Completions) -> BegunGrading:
-        """Grades beside whatever comes next."""
-        asked = AskedVerdicts(self._graders, completions) if hosts.is_first() else None
-        return BegunGrading(completions, asked)
+        """Grades beside whatever comes next, on one of the hosts. Called by all of them, in one order."""
+        mine = hosts.is_turn_of_this(self._next_host)
+        self._next_host += 1
+        return BegunGrading(
+            completions, AskedVerdicts(self._graders, completions) if mine else None
+        )
 
     def collect(self, begun: Sequence[BegunGrading]) -> list[Verdict]:
         """Waits for the verdicts on all these responses, in their order. Collective.
@@ -202,10 +208,12 @@ class Grading:
         awaited = [part for part in begun if part.verdicts is None]
         if awaited:
             # All at once: a word between hosts costs more than what is said.
-            found = hosts.on_first(lambda: [_as_json(part) for part in awaited])
-            for part, verdicts in zip(awaited, found, strict=True):
-                part.verdicts = [_of_json(*fields) for fields in verdicts]
-                self._failures.update(v.failure.kind for v in part.verdicts if v.failure)
+            for found in hosts.gather(lambda: _as_json(awaited)):
+                for place, verdicts in found:
+                    awaited[place].verdicts = [_of_json(*fields) for fields in verdicts]
+        for part in awaited:
+            assert part.verdicts is not None, "some host has graded it"
+            self._failures.update(v.failure.kind for v in part.verdicts if v.failure)
         return [verdict for part in begun for verdict in part.verdicts or ()]
 
     def take_metrics(self, prefix: str) -> dict[str, float]:
@@ -215,12 +223,18 @@ class Grading:
         return metrics | {f"{prefix}/failed_{kind}": float(n) for kind, n in failures.items()}
 
 
-def _as_json(part: BegunGrading) -> list[tuple[Any, ...]]:
-    assert part.asked is not None, "this is the first host"
+def _as_json(begun: Sequence[BegunGrading]) -> list[tuple[int, list[tuple[Any, ...]]]]:
+    """(place, verdicts) of those that this host grades."""
     return [
-        (v.score, v.correct, v.prediction, v.failure and dataclasses.astuple(v.failure))
-        for v in part.asked.result()
+        (place, [_fields_of(verdict) for verdict in part.asked.result()])
+        for place, part in enumerate(begun)
+        if part.asked is not None
     ]
+
+
+def _fields_of(verdict: Verdict) -> tuple[Any, ...]:
+    failure = verdict.failure and dataclasses.astuple(verdict.failure)
+    return verdict.score, verdict.correct, verdict.prediction, failure
 
 
 def _of_json(
@@ -239,6 +253,7 @@ class GroupsBeside:
     def __call__(self, group: Completions) -> None:
         """Begins to grade a finished group."""
         (key,) = _keys(group)
+        assert key not in self._begun, "a batch has each prompt once, by its source and id"
         self._begun[key] = self._grading.begin(group)
 
     def of(self, completions: Completions) -> list[BegunGrading]:
@@ -287,6 +302,10 @@ class Rewards:
         completions = Completions.concatenate([part.completions for part in begun])
         return self._scored(completions, begun)
 
+    def _begin(self, completions: Completions) -> list[BegunGrading]:
+        groups = range(len(completions.prompts))
+        return [self._grading.begin(completions.take([n])) for n in groups]
+
     def _scored(self, completions: Completions, begun: Sequence[BegunGrading]) -> Scored:
         verdicts = self._grading.collect(begun)
         return score_completions(completions, verdicts, overlong=self._overlong)
@@ -303,7 +322,7 @@ class Rewards:
         """
         with self._clock.phase("reward"):
             # Graders that have processes of their own work while models and functions do.
-            begun = [self._grading.begin(completions)] if beside is None else beside.of(completions)
+            begun = self._begin(completions) if beside is None else beside.of(completions)
             others: list[Term] = []
             metrics: dict[str, Any] = {}
             for term in self._terms:

@@ -145,6 +145,15 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def is_turn_of_this(turn: int) -> bool:
+    """Whether a piece of work that one process does is this one's, where they take turns.
+
+    Args:
+      turn: counts the pieces, from 0 and alike on every process.
+    """
+    return turn % num_processes() == jax.process_index()
+
+
 def fetch(tree: Any) -> Any:
     """The values of a tree of arrays as NumPy arrays, whole, on every process. Collective."""
     leaves, structure = jax.tree.flatten(tree)
@@ -240,13 +249,36 @@ def on_first(function: Callable[[], Result]) -> Result:
     """
     if num_processes() == 1:
         return function()
-    outcome: dict[str, Any] = {}
-    if is_first():
-        try:
-            outcome["result"] = function()
-        except UserError as error:
-            outcome["error"] = str(error)
-    outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
+    outcome = _outcome_of(function) if is_first() else {}
+    return _result_of(json.loads(_broadcast(json.dumps(outcome).encode())))
+
+
+def gather(function: Callable[[], Result]) -> list[Result]:
+    """What `function` returns in each process, in their order, on every process. Collective.
+
+    Args:
+      function: its result must be JSON-able.
+
+    Raises:
+      UserError: the function did, in one process or several; raised on every process.
+    """
+    if num_processes() == 1:
+        return [function()]
+    content = json.dumps(_outcome_of(function)).encode()
+    sizes = _of_each(np.array([len(content)], np.int32)).reshape(-1).tolist()
+    each = _of_each(_padded(content, max(sizes))).astype(np.uint8)
+    outcomes = [json.loads(bytes(row[:size])) for row, size in zip(each, sizes, strict=True)]
+    return [_result_of(outcome) for outcome in outcomes]
+
+
+def _outcome_of(function: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"result": function()}
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def _result_of(outcome: dict[str, Any]) -> Any:
     if "error" in outcome:
         raise UserError(outcome["error"])
     return outcome["result"]
@@ -255,8 +287,12 @@ def on_first(function: Callable[[], Result]) -> Result:
 def _broadcast(content: bytes) -> bytes:
     """The first process's content."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    # Few shapes, so that few programs are compiled.
-    padded = np.zeros(1 << max(size - 1, 1).bit_length(), np.uint8)
-    if is_first():
-        padded[:size] = np.frombuffer(content, np.uint8)
+    padded = _padded(content if is_first() else b"", size)
     return bytes(multihost_utils.broadcast_one_to_all(padded).astype(np.uint8)[:size])
+
+
+def _padded(content: bytes, size: int) -> np.ndarray:
+    """With room for `size` bytes, of few shapes, so that few programs are compiled."""
+    padded = np.zeros(1 << max(size - 1, 1).bit_length(), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    return padded
