@@ -52,7 +52,7 @@ class RewardConfig:
     Attributes:
       grader: a name of `rewards.graders.GRADERS`, or "package.module:function" or "path/to/file.py:function".
       grader_options: of that grader, by name.
-      grader_workers: processes, on each host, for graders that need some (math, regex, code, your own, ...); 0
+      grader_workers: processes on each host, for graders that need some (math, regex, code, your own); 0
         takes one for each core, and at most 8.
       grader_timeout_s: processor time that grading one response may take in such a process.
       grader_weight: of its +1 or -1 in the reward.

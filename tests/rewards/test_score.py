@@ -74,6 +74,6 @@ def test_an_empty_ground_truth_names_its_prompt(answer):
 
 
 def test_a_ground_truth_the_grader_cannot_read_names_its_prompt():
-    completions = completions_of(["42"], ["Answer: 42"], [1])
+    completions = completions_of(["six"], ["Answer: 6"], [1])
     with pytest.raises(UserError, match=r"prompt 100 of 'toy'.*####"):
         verdicts_of(Graders(("gsm8k", {})), completions)
