@@ -41,8 +41,8 @@ def attention(
       kind: the window, counted in places of the row, and the cap of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
-      block_tokens: longest row that "xla" attends to at once, and tile of longer ones; tile of
-        "splash", there a multiple of 128. "cudnn" chooses its own.
+      block_tokens: tile of "xla" and "splash", from `pick_block_tokens`; of "splash" a multiple of 128.
+        "cudnn" chooses its own.
 
     Returns:
       [B, T, Q, H], in the type of `q_BTQH`; softmax is taken in float32.
@@ -100,3 +100,8 @@ def pick_implementation(
             f"{' with capped scores' if softcap else ''}: it runs on {rule} only; use auto or xla"
         )
     return requested
+
+
+def pick_block_tokens(platform: str | None) -> int:
+    """The tile of `attention` for a kind of device: on CPU its scores stay in the cache of a core."""
+    return 128 if platform == "cpu" else 512

@@ -10,6 +10,7 @@ called with logical names where a layout may want to pin an activation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,8 +64,8 @@ class Attention(nnx.Module):
         compute: Compute,
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, D] and what `attend` gave for this layer."""
-        dtype, constrain = compute.dtype, compute.constrain
-        q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, dtype) for project in (self.q, self.k, self.v))
+        constrain = compute.constrain
+        q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, compute) for project in (self.q, self.k, self.v))
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
         q_BTQH = rotate(q_BTQH, rotation, scale=self.query_scale)
@@ -73,7 +74,7 @@ class Attention(nnx.Module):
         v_BTKH = constrain(v_BTKH, ("batch", "length", "kv_heads", "head_dim"))
         q_BTQH, k_BTKH, v_BTKH = (checkpoint_name(a, "qkv") for a in (q_BTQH, k_BTKH, v_BTKH))
         mixed_BTQH, layer_out = attend(q_BTQH, k_BTKH, v_BTKH)
-        return checkpoint_name(self.o(mixed_BTQH, dtype), "attention_out"), layer_out
+        return checkpoint_name(self.o(mixed_BTQH, compute), "attention_out"), layer_out
 
 
 def _norm(config: ModelConfig, size: int, axis: str) -> RMSNorm:
@@ -96,11 +97,17 @@ class FeedForward(nnx.Module):
     ) -> tuple[jax.Array, None]:
         """Returns [B, T, D], and that nothing was routed. Padding costs what every token costs."""
         del live_BT
-        dtype = compute.dtype
         activate = _ACTIVATIONS[self.activation]
-        hidden_BTF = activate(self.gate(x_BTD, dtype)) * self.up(x_BTD, dtype)
-        hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
-        return checkpoint_name(self.down(hidden_BTF, dtype), "mlp_out"), None
+
+        # Computed again in the backward pass: two arrays of this width are kept then, not four.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+            hidden_BTF = activate(gate_BTF) * up_BTF
+            hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
+            return self.down(hidden_BTF, compute)
+
+        out_BTD = down(self.gate(x_BTD, compute), self.up(x_BTD, compute))
+        return checkpoint_name(out_BTD, "mlp_out"), None
 
 
 class Layer(nnx.Module):
@@ -240,12 +247,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 logits [..., V]; padding ids get a logit that no softmax can see."""
         weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-        logits = jnp.einsum(
-            "...d,dv->...v",
-            hidden,
-            weight_DV.astype(compute.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
         if self.config.logits_softcap:
             cap = self.config.logits_softcap
             logits = cap * jnp.tanh(logits / cap)
@@ -256,12 +258,7 @@ class Decoder(nnx.Module):
 
     def scores(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 scores [..., S] of a reward, cost or value model."""
-        return jnp.einsum(
-            "...d,ds->...s",
-            hidden,
-            self.score_head[...].astype(compute.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return compute.product(hidden, self.score_head[...], out_type=jnp.float32)
 
 
 def _rotation_of(rotations: tuple[Any, Any], kind: AttentionKind) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import LoraConfig
 
 # Name and size of each dimension; None names one that is never split.
@@ -65,15 +66,15 @@ class Projection(nnx.Module):
             self.scale = lora.scale
         self.num_ins = len(ins)
 
-    def __call__(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Projects the last dimensions of `x`, in `dtype`."""
-        out = jnp.tensordot(x, self.weight[...].astype(dtype), self.num_ins)
+    def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
+        """Projects the last dimensions of `x`."""
+        out = compute.product(x, self.weight[...], num_summed=self.num_ins)
         if self.has_bias:
-            bias = self.bias[...].astype(dtype)
+            bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
         if self.has_adapter:
-            low_rank = jnp.tensordot(x, self.lora_a[...].astype(dtype), self.num_ins)
-            out = out + self.scale * jnp.tensordot(low_rank, self.lora_b[...].astype(dtype), 1)
+            low_rank = compute.product(x, self.lora_a[...], num_summed=self.num_ins)
+            out = out + self.scale * compute.product(low_rank, self.lora_b[...])
         return out
 
 

@@ -3,8 +3,7 @@
     B sequences   T tokens   Q query heads   K kv heads   H head size   G = Q/K
     N blocks of C tokens   S = C keys of a block
 
-A row of one block is attended to at once. A longer one is cut into blocks, and a tile is the scores of
-one block of queries against one of keys:
+A row is cut into blocks, and a tile is the scores of one block of queries against one of keys:
 
     key block    0  1  2  3
     queries 0    #  .  .  .      #  causal within the tile
@@ -42,46 +41,8 @@ def xla_attention(
     block_tokens: int,
 ) -> jax.Array:
     """`attention` by matrix products, a tile of `block_tokens` x `block_tokens` scores at a time."""
-    arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
-    if q_BTQH.shape[1] <= block_tokens:
-        return _at_once(*arrays, kind)
-    return _in_blocks(*arrays, kind, block_tokens)
-
-
-def _at_once(
-    q_BTQH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array,
-    kind: AttentionKind,
-) -> jax.Array:
     B, T, Q, H = q_BTQH.shape
-    K = k_BTKH.shape[2]
-    q_BTKGH = q_BTQH.reshape(B, T, K, Q // K, H)
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32
-    ) * (H**-0.5)
-    causal_TT = jnp.tril(jnp.ones((T, T), bool))
-    reach = kind.reach
-    if reach is not None:
-        position_T = jnp.arange(T)
-        causal_TT &= position_T[:, None] - position_T[None, :] < reach
-    same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    scores = jnp.where((same_BTT & causal_TT[None])[:, None, None], kind.capped(scores), _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKH.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BTKH).reshape(B, T, Q, H)
-
-
-def _in_blocks(
-    q_BTQH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array,
-    kind: AttentionKind,
-    block_tokens: int,
-) -> jax.Array:
-    B, T, Q, H = q_BTQH.shape
-    K, C = k_BTKH.shape[2], block_tokens
+    K, C = k_BTKH.shape[2], min(block_tokens, T)
     N = -(-T // C)
 
     def blocks(x_BT: jax.Array) -> jax.Array:

@@ -25,7 +25,12 @@ from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models import lora
-from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
+from jaxrl.models.attention import (
+    IMPLEMENTATIONS,
+    attention,
+    pick_block_tokens,
+    pick_implementation,
+)
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import apply_experts
@@ -102,12 +107,19 @@ class PackedModel:
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
             unroll=train.unroll,
+            flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
         )
         implementation = pick_implementation(
             platform_of(mesh), train.dtype, train.attention, softcap=model.attention_softcap
         )
         self._attention = attention_parallel(
-            functools.partial(attention, implementation=implementation), mesh, TRAIN_RULES
+            functools.partial(
+                attention,
+                implementation=implementation,
+                block_tokens=pick_block_tokens(platform_of(mesh)),
+            ),
+            mesh,
+            TRAIN_RULES,
         )
         self.train_shardings = shardings(self.axes, self.shapes, tables.weights, mesh)
 

@@ -157,15 +157,6 @@ def test_bfloat16_stays_bfloat16_and_close(packed, block_tokens):
         assert_close(a.astype(jnp.float32), twin, rtol=BFLOAT16)
 
 
-def test_a_row_of_one_block_needs_no_loop(packed):
-    def program(block_tokens):
-        attend = functools.partial(attention, block_tokens=block_tokens)
-        return with_gradients.lower(attend, *packed, packed[0]).as_text()
-
-    assert "while" not in program(9)
-    assert "while" in program(8)
-
-
 def test_blocks_without_a_common_segment_and_blocks_of_the_future_are_never_computed():
     rng = np.random.default_rng(2)
     q, k, v = normal(rng, 2, 16, 2, 8), normal(rng, 2, 16, 1, 8), normal(rng, 2, 16, 1, 8)

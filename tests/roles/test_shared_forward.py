@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from test_policy import (
-    ADAM,
     EIGHT_DEVICES,
-    GRADIENT_SHOWS,
     ONE_DEVICE,
     PACKED,
     TWO_UPDATES,
@@ -37,13 +35,13 @@ CORRECTIONS = {
 }
 
 
-def step(shape, correction, *, shares, layout=ONE_DEVICE, optim=GRADIENT_SHOWS, loss="clipped"):
+def step(shape, correction, *, shares, layout=ONE_DEVICE):
     """Weights, metrics and the batch that `look` is shown, after one step of the actor's phase."""
-    actor = fresh(layout, optim)
+    actor = fresh(layout)
     corrects_inside = shares and (correction.weighs or bool(correction.rejections))
     objective = policy(
-        loss,
-        OPTIONS if loss == "clipped" else {},
+        "clipped",
+        OPTIONS,
         correction=correction if corrects_inside else None,
         shares_forward=shares,
     )
@@ -82,8 +80,8 @@ def test_one_update_a_step_takes_no_other_pass(correction, layout, monkeypatch):
 
 
 def test_the_first_of_two_updates_shares_its_forward_pass():
-    plain, told, seen = step(TWO_UPDATES, CorrectionConfig(), shares=False, optim=ADAM)
-    shared, metrics, seen_shared = step(TWO_UPDATES, CorrectionConfig(), shares=True, optim=ADAM)
+    plain, told, seen = step(TWO_UPDATES, CorrectionConfig(), shares=False)
+    shared, metrics, seen_shared = step(TWO_UPDATES, CorrectionConfig(), shares=True)
     assert_close(shared, plain)
     assert_close(seen_shared.old_logprob, seen.old_logprob)
     assert metrics["actor/first_ratio_max_deviation"] == 0

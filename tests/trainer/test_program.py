@@ -16,13 +16,13 @@ from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
 from jaxrl.data.data_config import CurriculumConfig, DataConfig, SourceConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
+from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
-from jaxrl.roles.policy import Actor
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
@@ -211,15 +211,17 @@ def test_signal_saves_and_the_next_run_goes_on(
         run=dataclasses.replace(whole.run, output=str(tmp_path), save_every=100),
     )
     warm(config, whole)
-    update = Actor.update
+    update = ActorPhase.update
 
-    def update_then_signal(actor, *args, **kwargs):
-        if int(actor.state.step) == 1:
+    def signal_then_update(phase, experience):
+        if len(seen) == 1:
             os.kill(os.getpid(), number)
-        return update(actor, *args, **kwargs)
+        seen.append(experience)
+        return update(phase, experience)
 
+    seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(Actor, "update", update_then_signal)
+        patch.setattr(ActorPhase, "update", signal_then_update)
         assert program.train(config, devices=one_device()) == status
     assert curve(config)[-1]["step"] == 2
     assert program.train(config, devices=one_device()) == 0
