@@ -1,0 +1,528 @@
+"""What there is to learn from ten minutes on one accelerator: one line of JSON a check.
+
+    python benchmarks/accelerator.py --part A     roofs, kernels against XLA, same tokens, TF32
+    python benchmarks/accelerator.py --part B     the update and decoding of Qwen2.5-1.5B, a stored executable
+
+    A  versions, roofs, attention, decode_attention, decode_blocks, same_tokens, tf32
+    B  update, decode, executable, demo
+
+Each part is meant to end within nine minutes on one GPU; a check that would begin after `--limit_s` is left
+out and says so. Each is tried for itself: one that fails is a line with its error. Only jax, flax, optax and
+numpy are needed, no network and no files; the demo is left out where it lacks a package. On CPU, or with
+--small, shapes are small and kernels are interpreted: so the script is tried without an accelerator.
+
+Lines have `check`, `ok` and `seconds`; what else is in them is said at each function. Errors are the largest
+difference to float32 by XLA, against the largest of its values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import pickle
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable
+
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.attention import attention, pick_implementation
+from jaxrl.models.cache.cached_attention import cached_attention
+from jaxrl.models.cache.kv_cache import cache_of
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.kernels import paged_attention as paged
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.shapes import model_shapes
+from jaxrl.roles.losses import policy
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import PackedBatch, Prompts, TrainBatch
+
+ROOT = pathlib.Path(__file__).parents[1]
+CHECKS: dict[str, list[Callable[..., Any]]] = {"A": [], "B": []}
+TINY = ModelConfig(
+    vocab_size=512, num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16
+)
+LOSS = policy(
+    "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How large a check may be.
+
+    Attributes:
+      small: shapes for CPU, whose kernels are interpreted.
+      model: that is trained and sampled from.
+      dtype: of its activations.
+    """
+
+    small: bool
+    model: ModelConfig
+    dtype: str
+
+
+def check(part: str):
+    """Registers a check; it returns, or yields, what its lines hold."""
+    return lambda function: CHECKS[part].append(function) or function
+
+
+def seconds(function: Callable[..., Any], *args: Any, rounds: int = 5) -> float:
+    """The median time of a call, compiled before."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Random numbers made on the device."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def error(value: Any, truth: Any) -> float:
+    """The largest difference of any leaf, against the largest of its values."""
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(value), jax.tree.leaves(truth), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        worst = max(worst, float(np.abs(x - y).max() / np.abs(y).max()))
+    return worst
+
+
+# Part A
+
+
+@check("A")
+def versions(scale: Scale):
+    """What runs here."""
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    return {
+        "python": platform.python_version(),
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "memory": (device.memory_stats() or {}).get("bytes_limit"),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+@check("A")
+def roofs(scale: Scale):
+    """TFLOP/s of square products by type, GB/s of a copy (bytes read and written)."""
+    n = 512 if scale.small else 8192
+    for name, dtype, precision in (
+        ("bfloat16", jnp.bfloat16, None),
+        ("float32", jnp.float32, "highest"),
+        ("float32 as by default", jnp.float32, None),
+        ("int8", jnp.int8, None),
+    ):
+        a, b = (normal(i, n, n, dtype=dtype) for i in range(2))
+        out = jnp.int32 if dtype == jnp.int8 else None
+        product = jax.jit(
+            functools.partial(jnp.matmul, precision=precision, preferred_element_type=out)
+        )
+        yield {"product": name, "tflops": 2 * n**3 / seconds(product, a, b) / 1e12}
+    x = normal(0, 2**20 if scale.small else 2**29)
+    copied = seconds(jax.jit(lambda x: x + 1), x)
+    yield {"copy_gb_per_s": 2 * x.nbytes / copied / 1e9}
+
+
+@check("A")
+def attention_kernels(scale: Scale):
+    """The platform's attention, forward and backward, against float32 by XLA; XLA in its type beside it."""
+    lengths = (77,) if scale.small else (1024, 1000, 777)
+    implementation = pick_implementation(jax.default_backend(), scale.dtype)
+    for heads, kv_heads in ((4, 2),) if scale.small else ((12, 2), (28, 4), (10, 2)):
+        for length in lengths:
+            arrays = _attention_inputs(heads, kv_heads, length, 32 if scale.small else 128)
+            truth = _attended("xla", "highest")(*arrays)
+            narrow = [x.astype(scale.dtype) if x.dtype == jnp.float32 else x for x in arrays]
+            yield {
+                "heads": [heads, kv_heads],
+                "length": length,
+                "implementation": implementation,
+                "error": error(_attended(implementation)(*narrow), truth),
+                "error_of_xla": error(_attended("xla")(*narrow), truth),
+            }
+    length = 256 if scale.small else 8192
+    arrays = [
+        x.astype(scale.dtype) if x.dtype == jnp.float32 else x
+        for x in _attention_inputs(12, 2, length, 32 if scale.small else 128, segments=1)
+    ]
+    spent = seconds(_attended(implementation), *arrays)
+    # Causal: half of the scores; a backward pass is two and a half times a forward one.
+    flops = 3.5 * 2 * 2 * 12 * length**2 * arrays[0].shape[-1] / 2
+    yield {"length": length, "seconds_forward_backward": spent, "tflops": flops / spent / 1e12}
+
+
+def _attention_inputs(heads: int, kv_heads: int, length: int, size: int, segments: int = 3):
+    q = normal(0, 1, length, heads, size)
+    k, v = (normal(i, 1, length, kv_heads, size) for i in (1, 2))
+    ids = jnp.sort(jax.random.randint(jax.random.key(3), (1, length), 1, segments + 1))
+    return q, k, v, ids, normal(4, *q.shape)
+
+
+def _attended(implementation: str, precision: str | None = None):
+    """Attention and the gradients of queries, keys and values."""
+
+    @jax.jit
+    def run(q, k, v, ids, cotangent):
+        with jax.default_matmul_precision(precision or "default"):
+            out, pull = jax.vjp(
+                lambda *new: attention(*new, ids, implementation=implementation), q, k, v
+            )
+            return out, pull(cotangent)
+
+    return run
+
+
+def _decode_inputs(rows: int, capacity: int, kv_dtype: Any, scale: Scale, group: int = 6):
+    size, kv_heads, layers = (16, 2, 2) if scale.small else (128, 2, 2)
+    dtype = jnp.float32 if scale.small else jnp.bfloat16
+    q = normal(0, rows, kv_heads * group, size, dtype=dtype)
+    k, v = (normal(i, rows, kv_heads, size, dtype=dtype) for i in (1, 2))
+    shape = (layers, rows, capacity, kv_heads, size)
+    cache = cache_of(normal(3, *shape), normal(4, *shape), kv_dtype, "head_dim")
+    return (q, k, v), cache
+
+
+def _by_kernel(scale: Scale, new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
+    kernel = (
+        paged.paged_attention_tpu if jax.default_backend() == "tpu" else paged.paged_attention_gpu
+    )
+    past = kernel(new[0], cache, jnp.int32(1), length_B, interpret=scale.small)
+    return cached_attention(*new, [], past)
+
+
+def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
+    return cached_attention(*new, [(jax.tree.map(lambda x: x[1], cache), length_B)])
+
+
+@check("A")
+def decode_attention(scale: Scale):
+    """The decode kernel against XLA at the edges of its blocks, by type of the cache."""
+    types = (jnp.float32, jnp.int8) if scale.small else (jnp.bfloat16, jnp.int8)
+    capacity = 192 if scale.small else 1088
+    length_B = jnp.array([0, 1, 63, 64, 65, 128, capacity - 1, capacity], jnp.int32)
+    for kv_dtype in types:
+        new, cache = _decode_inputs(len(length_B), capacity, kv_dtype, scale)
+        wide = [x.astype(jnp.float32) for x in new]
+        with jax.default_matmul_precision("highest"):
+            truth = jax.jit(_by_xla)(wide, cache, length_B)
+        kernel = jax.jit(functools.partial(_by_kernel, scale))(new, cache, length_B)
+        yield {
+            "cache": jnp.dtype(kv_dtype).name,
+            "error": error(kernel, truth),
+            "error_of_xla": error(jax.jit(_by_xla)(new, cache, length_B), truth),
+        }
+
+
+@check("A")
+def decode_blocks(scale: Scale):
+    """GB/s at which the decode kernel reads the cache, by its block and its splits, beside XLA."""
+    rows, capacity = (4, 128) if scale.small else (256, 4096)
+    kv_dtype = jnp.float32 if scale.small else jnp.bfloat16
+    new, cache = _decode_inputs(rows, capacity, kv_dtype, scale)
+    length_B = jnp.full(rows, capacity * 3 // 4, jnp.int32)
+    read = (
+        2 * rows * int(length_B[0]) * cache.v.shape[2] * cache.v.shape[-1] * cache.v.dtype.itemsize
+    )
+    plain = jax.jit(_by_xla)
+    yield {"kernel": "xla", "gb_per_s": read / seconds(plain, new, cache, length_B) / 1e9}
+    blocks = (
+        ((64, 16),) if scale.small else ((32, 16), (64, 4), (64, 8), (64, 16), (64, 32), (128, 8))
+    )
+    for block, splits in blocks:
+        with mock.patch.multiple(paged, _GPU_BLOCK=block, _GPU_SPLITS=splits):
+            kernel = jax.jit(functools.partial(_by_kernel, scale))
+            rate = read / seconds(kernel, new, cache, length_B) / 1e9
+        yield {"block": block, "splits": splits, "gb_per_s": rate}
+
+
+@check("A")
+def same_tokens(scale: Scale):
+    """Share of tokens that 8 slots and 64 draw alike in float32, before the first that differs."""
+    for precision in ("highest",) if scale.small else ("highest", "default"):
+        drawn = []
+        with jax.default_matmul_precision(precision):
+            for slots in (8, 64):
+                actor = _sampler(TINY, "float32", slots=slots, response=24)
+                drawn.append(_sampled(actor, prompts=16, samples=4).tokens)
+        same = [
+            int(np.cumprod(a[: len(b)] == b[: len(a)]).sum()) for a, b in zip(*drawn, strict=True)
+        ]
+        yield {"precision": precision, "same": sum(same) / sum(map(len, drawn[0]))}
+
+
+@check("A")
+def tf32(scale: Scale):
+    """The gap between sampler's and trainer's log-probabilities in float32, by precision of products."""
+    for precision in ("highest",) if scale.small else ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            actor = _sampler(TINY, "float32", slots=16, response=24)
+            out = _sampled(actor, prompts=8, samples=4)
+            batch = _batch_of(
+                [np.concatenate(pair) for pair in zip(_repeated(out), out.tokens, strict=True)], 64
+            )
+            trained = np.asarray(actor.logprobs(batch)).reshape(-1, 64)
+        gap = [
+            np.abs(row[len(prompt) : len(prompt) + len(tokens)] - logprob)
+            for row, prompt, tokens, logprob in zip(
+                trained, _repeated(out), out.tokens, out.rollout_logprob, strict=True
+            )
+        ]
+        gap = np.concatenate(gap)
+        yield {"precision": precision, "mean": float(gap.mean()), "max": float(gap.max())}
+
+
+def _repeated(out: Any) -> list[np.ndarray]:
+    return [out.prompts.tokens[i] for i in out.prompt_index_B]
+
+
+# Part B
+
+
+@check("B")
+def update(scale: Scale):
+    """Seconds, tokens/s and TFLOP/s of one optimiser update on packed rows, and the peak of memory."""
+    rows, length = (2, 128) if scale.small else (1, 8192)
+    actor = _actor(scale.model, scale.dtype, rows=rows, length=length)
+    actor.init()
+    sequence = 64 if scale.small else 1024
+    rng = np.random.default_rng(0)
+    packed = [
+        rng.integers(0, scale.model.vocab_size, sequence).astype(np.int32)
+        for _ in range(rows * length // sequence)
+    ]
+    batch = actor.place(_batch_of(packed, length, per_row=length // sequence))
+    weights = sum(x.size for x in jax.tree.leaves(actor.state.params))
+    spent = seconds(lambda: actor.update(batch, LOSS), rounds=3)
+    model = scale.model
+    # Of the dense products 6 for each weight and token; of attention 12 for half of the scores of each head.
+    dense = 6 * weights * rows * length
+    scores = 6 * model.num_layers * model.num_heads * model.head_dim * sequence * rows * length
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "weights": weights,
+        "tokens": rows * length,
+        "update_seconds": spent,
+        "tokens_per_s": rows * length / spent,
+        "tflops": (dense + scores) / spent / 1e12,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+@check("B")
+def decode(scale: Scale):
+    """Tokens/s of decoding and GB/s of weights and cache read, by rows."""
+    response = 16 if scale.small else 128
+    for rows in (4,) if scale.small else (12, 64, 256):
+        actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=())
+        out = _sampled(actor, prompts=rows, samples=1)
+        begun = time.perf_counter()
+        out = _sampled(actor, prompts=rows, samples=1, step=1)
+        spent = time.perf_counter() - begun
+        model, item = scale.model, jnp.dtype(scale.dtype).itemsize
+        held = item * sum(x.size for x in jax.tree.leaves(actor.shapes))
+        of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
+        cached = rows * of_token * (16 + response / 2)
+        yield {
+            "rows": rows,
+            "tokens_per_s": int(out.lengths_B.sum()) / spent,
+            "gb_per_s": (held + cached) * response / spent / 1e9,
+        }
+        actor.close()
+
+
+@check("B")
+def executable(scale: Scale, stored: str):
+    """Whether a compiled program that was stored runs: one of this machine, or `--executable FILE`."""
+    x = normal(0, 256, 256)
+    if stored:
+        payload, *trees = pickle.loads(pathlib.Path(stored).read_bytes())
+    else:
+        compiled = jax.jit(lambda x: jnp.tanh(x @ x).sum()).lower(x).compile()
+        payload, *trees = serialize_executable.serialize(compiled)
+    loaded = serialize_executable.deserialize_and_load(payload, *trees)
+    return {"bytes": len(payload), "value": float(np.asarray(loaded(x))), "stored": stored}
+
+
+@check("B")
+def demo(scale: Scale):
+    """The first steps of the demo, from the command."""
+    missing = [
+        name
+        for name in ("grain", "ml_collections", "tokenizers")
+        if not importlib.util.find_spec(name)
+    ]
+    if missing:
+        return {"left_out": f"needs {', '.join(missing)}"}
+    settings = {"warm_start.num_steps": 20, "run.num_steps": 2, "rollout.if_too_few": "fill"}
+    command = [sys.executable, "launch/train.py", "--config", "configs/dapo_tiny.py"]
+    command += [f"--config.{name}={value}" for name, value in settings.items()]
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command.append(f"--config.run.output={folder}")
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return {
+        "ok": ran.returncode == 0,
+        "demo_seconds": time.perf_counter() - begun,
+        "last": ran.stdout.splitlines()[-1:] or ran.stderr.splitlines()[-3:],
+    }
+
+
+# What checks are made of
+
+
+def _actor(model: ModelConfig, dtype: str, *, rows: int, length: int, backend: Any = None) -> Actor:
+    mesh = backend.mesh if backend is not None else _mesh()
+    small = dtype == "float32"
+    return Actor(
+        model,
+        mesh,
+        train=TrainConfig(
+            rows=rows,
+            row_tokens=length,
+            dtype="float32" if small else "bfloat16",
+            remat="none" if small else "full",
+            logprob_chunk_tokens=min(length, 1024),
+        ),
+        optim=OptimConfig(),
+        temperature=1.0,
+        seed=0,
+        backend=backend,
+    )
+
+
+def _mesh():
+    layout = ParallelLayout.from_config(LayoutConfig(train="1-1-1"))
+    return build_mesh(layout, jax.devices()[:1])
+
+
+def _sampler(model: ModelConfig, dtype: str, *, slots: int, response: int, stops=(1,)) -> Actor:
+    """An actor with random weights that is ready to sample."""
+    config = EngineConfig(
+        slots=slots,
+        smallest_bucket=slots,
+        prefill_prompts=min(slots, 32),
+        max_prompt_tokens=16,
+        max_response_tokens=response,
+        tokens_per_dispatch=16,
+        stop_ids=stops,
+        dtype="float32" if dtype == "float32" else "bfloat16",
+    )
+    engine = Engine(model, decoder_graph(model)[0], _mesh(), config)
+    actor = _actor(model, dtype, rows=8, length=64, backend=OfflineBackend(engine, str))
+    actor.init()
+    return actor
+
+
+def _sampled(actor: Actor, *, prompts: int, samples: int, step: int = 0):
+    rng = np.random.default_rng(0)
+    none = ("",) * prompts
+    batch = Prompts(
+        ids_N=np.arange(prompts),
+        tokens=tuple(rng.integers(2, actor.model.vocab_size, 16).astype(np.int32) for _ in none),
+        texts=none,
+        answers=none,
+        sources=none,
+    )
+    return actor.generate(
+        batch, SamplingOptions(num_samples=samples, seed=0, step=step, temperature=1.0)
+    )
+
+
+def _batch_of(sequences: list[np.ndarray], length: int, *, per_row: int = 1) -> TrainBatch:
+    """Sequences of at most `length / per_row` tokens in rows of `length`, for one update."""
+    rows = -(-len(sequences) // per_row)
+    shape = (1, 1, rows, length)
+    fields = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    share = length // per_row
+    for i, tokens in enumerate(sequences):
+        row, first = i // per_row, i % per_row * share
+        where = (0, 0, row, slice(first, first + len(tokens)))
+        fields["tokens"][where] = tokens
+        fields["positions"][where] = np.arange(len(tokens))
+        fields["segment_ids"][where] = i % per_row + 1
+    packed = PackedBatch(
+        **fields,
+        sequence=np.where(fields["segment_ids"], 0, -1).astype(np.int32),
+        loss_mask=(fields["positions"] > 0).astype(np.float32),
+        num_micro_U=np.ones(1, np.int32),
+    )
+    return TrainBatch.of(packed, advantage=np.ones(shape, np.float32))
+
+
+def lines(function: Callable[..., Any], *args: Any) -> Iterator[dict[str, Any]]:
+    """What a check says, and its error as one more line."""
+    begun = time.perf_counter()
+    name = {"check": function.__name__.removesuffix("_kernels")}
+    try:
+        said = function(*args)
+        for line in [said] if isinstance(said, dict) else said:
+            yield name | {"ok": True, "seconds": round(time.perf_counter() - begun, 1)} | line
+    # Of every kind: what fails is what one wants to know, and the other checks are still worth their time.
+    except Exception as failure:
+        where = traceback.extract_tb(failure.__traceback__)[-1]
+        yield name | {
+            "ok": False,
+            "seconds": round(time.perf_counter() - begun, 1),
+            "error": f"{type(failure).__name__}: {failure}"[:500],
+            "at": f"{where.filename}:{where.lineno}",
+        }
+
+
+def main() -> None:
+    """Runs the checks of a part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=sorted(CHECKS), required=True)
+    parser.add_argument("--only", nargs="*", help="some checks, by their functions' names")
+    parser.add_argument("--limit_s", type=float, default=480, help="no check begins after it")
+    parser.add_argument("--small", action="store_true", help="shapes for CPU")
+    parser.add_argument("--executable", default="", help="a program stored on another machine")
+    args = parser.parse_args()
+    small = args.small or jax.default_backend() == "cpu"
+    model = TINY if small else model_shapes("qwen2.5-1.5b")
+    scale = Scale(small, model, "float32" if small else "bfloat16")
+    begun = time.perf_counter()
+    for function in CHECKS[args.part]:
+        if args.only and function.__name__ not in args.only:
+            continue
+        if time.perf_counter() - begun > args.limit_s:
+            print(json.dumps({"check": function.__name__, "ok": False, "left_out": "no time"}))
+            continue
+        arguments = (args.executable,) if function is executable else ()
+        for line in lines(function, scale, *arguments):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
