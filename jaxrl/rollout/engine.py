@@ -59,12 +59,11 @@ from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
 from jaxrl.rollout.sampling import (
     Truncation,
+    draw,
     forbid,
     gumbel_noise,
     penalize,
     sample_keys,
-    sample_tokens,
-    truncate,
     untruncated,
 )
 from jaxrl.rollout.settings import EngineConfig
@@ -497,9 +496,8 @@ class Engine:
         )
         choice_nV = forbid(choice_nV, state.truncation, position_n, self.config.stop_ids)
         noise_nV = gumbel_noise(state.key, position_n, self.model.vocab_size)
-        token_n = sample_tokens(
-            truncate(choice_nV, state.truncation), jnp.where(greedy_n[:, None], 0.0, noise_nV)
-        )
+        noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
+        token_n = draw(choice_nV, noise_nV, state.truncation)
         logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
         return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,11 @@ REPETITION_PENALTY = positive(at_most=1000)
 
 # Finite, so that noise of any size cannot make a NaN of it.
 _NEVER = -1e30
-# Most probable tokens in which a truncation is looked for first; a sort of 152k tokens would cost 100 times
-# what finding these does.
+# Up to so many top-k tokens are listed; a sort of 152k tokens would cost 100 times what finding these does.
 _CANDIDATES = 256
-# Partial sums over the vocabulary.
+# Draws that are looked at before the vocabulary is read anew.
+_TRIES = 8
+# Partial sums over the vocabulary, and the width of a block of it.
 _COLUMNS = 128
 
 
@@ -168,76 +169,139 @@ def forbid(
     return jnp.where(early_S[:, None] & is_stop_V[None], _NEVER, logits_SV)
 
 
-def truncate(scaled_logits_SV: jax.Array, truncation: Truncation) -> jax.Array:
-    """Logits [S, V] in which tokens outside the truncation can never be drawn.
+def draw(logits_SV: jax.Array, noise_SV: jax.Array, truncation: Truncation) -> jax.Array:
+    """Int32 [S]: `sample_tokens` among the tokens inside the truncation.
 
     The order is that of Transformers: top-k, then top-p of what is left, then min-p. Tokens of one
-    probability stay or go together. Log-probabilities are taken before this, so that they stay those of the
-    policy that is trained.
-
-    Each limit is a least probability, found among the most probable tokens where these decide it in every
-    slot, else in the whole vocabulary. Skipped while no slot asks for it.
+    probability stay or go together.
     """
     limits = jax.tree.map(lambda x: x[:, None], truncation)
-
-    def truncated() -> jax.Array:
-        p_SV = jax.nn.softmax(scaled_logits_SV, axis=-1)
-        top_SK, _ = jax.lax.top_k(p_SV, min(_CANDIDATES, p_SV.shape[-1]))
-        enough_S1 = (limits.top_p >= 1) | (top_SK.sum(axis=-1, keepdims=True) > limits.top_p)
-        decide_S1 = jnp.where(limits.top_k > 0, limits.top_k <= top_SK.shape[-1], enough_S1)
-        least_S1 = jax.lax.cond(
-            decide_S1.all(), lambda: _least(top_SK, limits), lambda: _least(p_SV, limits)
-        )
-        return jnp.where(p_SV >= least_S1, scaled_logits_SV, _NEVER)
-
     asked = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
-    return jax.lax.cond(asked.any(), truncated, lambda: scaled_logits_SV)
-
-
-def _least(p_SV: jax.Array, limits: Truncation) -> jax.Array:
-    """The least probability that is inside the truncation, float32 [S, 1], of tokens that decide it."""
-    by_k_S1 = _where_asked(
-        (limits.top_k > 0) & (limits.top_k < p_SV.shape[-1]),
-        lambda: _least_kept(
-            p_SV, lambda above_SV: _sum(above_SV) < limits.top_k.astype(jnp.float32)
-        ),
+    return jax.lax.cond(
+        asked.any(),
+        lambda: _draw_inside(logits_SV, noise_SV, limits),
+        lambda: sample_tokens(logits_SV, noise_SV),
     )
-    p_SV = jnp.where(p_SV >= by_k_S1, p_SV, 0.0)
-    # All tokens have 1, whether they are here or not.
-    wanted_S1 = limits.top_p * jnp.where(limits.top_k > 0, _sum(p_SV), 1.0)
-    by_p_S1 = _where_asked(
-        limits.top_p < 1,
-        lambda: _least_kept(p_SV, lambda above_SV: _sum(above_SV * p_SV) < wanted_S1),
-    )
-    by_share_S1 = limits.min_p * p_SV.max(axis=-1, keepdims=True)
-    return jnp.maximum(jnp.maximum(by_k_S1, by_p_S1), by_share_S1)
 
 
-def _where_asked(asked_S1: jax.Array, least: Callable[[], jax.Array]) -> jax.Array:
-    """The least probability that a limit keeps, 0 in slots without the limit."""
-    found_S1 = jax.lax.cond(asked_S1.any(), least, lambda: jnp.zeros(asked_S1.shape, jnp.float32))
-    return jnp.where(asked_S1, found_S1, 0.0)
+class _Draw(NamedTuple):
+    """How far the search for the token of each slot has come.
 
-
-def _least_kept(p_SV: jax.Array, keeps: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The smallest value of which `keeps` is true, float32 [S, 1], by bisection: some 30 sums over V.
-
-    Args:
-      p_SV: probabilities.
-      keeps: of the tokens above a value, float32 [S, V] with 1 for each, whether the next one below them
-        stays, bool [S, 1]; true above the largest, and false from some value down.
+    Attributes:
+      token_S1: int32, the newest candidate.
+      outside_S1: tokens of this probability or less are outside.
+      found_S1: the candidate is inside.
     """
 
-    # The bits of numbers that are not negative are ordered as they are.
-    def middle(low_S1: jax.Array, high_S1: jax.Array) -> jax.Array:
-        return low_S1 + (high_S1 - low_S1) // 2
+    token_S1: jax.Array
+    outside_S1: jax.Array
+    found_S1: jax.Array
 
+
+def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) -> jax.Array:
+    """`draw` by rejection: tokens are looked at in the order of logit + noise until one is inside.
+
+    Whether a token is inside top-p is one sum over V, of the more probable ones, where the edge of what is
+    inside would take some 30. A share of at least `top_p` of all draws is, and one that is not leaves only
+    the more probable tokens.
+    """
+    p_SV = jax.nn.softmax(logits_SV, axis=-1)
+    sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
+    least_S1, mass_S1 = _least(p_SV, limits)
+
+    def inside(p_S1: jax.Array) -> jax.Array:
+        above_S1 = _sum(jnp.where(p_SV > p_S1, p_SV, 0.0))
+        # The most probable token is, however small the limit.
+        return (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
+
+    def among(token_SK: jax.Array, draw: _Draw) -> _Draw:
+        p_SK = jnp.take_along_axis(p_SV, token_SK, axis=-1)
+
+        def left(draw: _Draw) -> jax.Array:
+            return ~draw.found_S1 & (p_SK > draw.outside_S1) & (p_SK >= least_S1)
+
+        def look(draw: _Draw) -> _Draw:
+            left_SK = left(draw)
+            first_S1 = left_SK.argmax(axis=-1, keepdims=True)
+            token_S1, p_S1 = (jnp.take_along_axis(x, first_S1, axis=-1) for x in (token_SK, p_SK))
+            any_S1, inside_S1 = left_SK.any(axis=-1, keepdims=True), inside(p_S1)
+            return _Draw(
+                jnp.where(any_S1, token_S1, draw.token_S1),
+                jnp.where(any_S1 & ~inside_S1, p_S1, draw.outside_S1),
+                draw.found_S1 | (any_S1 & inside_S1),
+            )
+
+        return jax.lax.while_loop(lambda draw: left(draw).any(), look, draw)
+
+    def again(draw: _Draw) -> _Draw:
+        left_SV = (p_SV > draw.outside_S1) & (p_SV >= least_S1)
+        return among(_largest(jnp.where(left_SV, sum_SV, -jnp.inf)), draw)
+
+    # Where a logit is NaN no token is inside, and the last one is taken, as by `sample_tokens`.
+    is_nan_S1 = jnp.isnan(p_SV[:, :1])
+    last_S1 = jnp.full(is_nan_S1.shape, p_SV.shape[-1] - 1)
+    draw = among(_largest(sum_SV), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1))
+    return jax.lax.while_loop(lambda draw: ~draw.found_S1.all(), again, draw).token_S1[:, 0]
+
+
+def _largest(x_SV: jax.Array) -> jax.Array:
+    """Indices of the largest values, the largest first, int32 [S, K].
+
+    Found among the columns of the K blocks with the largest values, which costs little more than a maximum;
+    `top_k` of a vocabulary of 152k costs 10 times as much.
+    """
+    S, V = x_SV.shape
+    padding = ((0, 0), (0, -V % _COLUMNS))
+    x_SRC = jnp.pad(x_SV, padding, constant_values=-jnp.inf).reshape(S, -1, _COLUMNS)
+    _, block_SK = jax.lax.top_k(x_SRC.max(axis=-1), min(_TRIES, x_SRC.shape[1]))
+    # In their order, so that of equal values the first counts.
+    block_SK = jnp.sort(block_SK, axis=-1)
+    found_SN = jnp.take_along_axis(x_SRC, block_SK[..., None], axis=1).reshape(S, -1)
+    _, index_SK = jax.lax.top_k(found_SN, min(_TRIES, V))
+    of_block_SK = jnp.take_along_axis(block_SK, index_SK // _COLUMNS, axis=-1)
+    return of_block_SK * _COLUMNS + index_SK % _COLUMNS
+
+
+def _least(p_SV: jax.Array, limits: Truncation) -> tuple[jax.Array, jax.Array]:
+    """Of top-k and min-p the least probability inside, and the mass that top-p is a share of, [S, 1] each."""
+    none_S1 = jnp.zeros_like(p_SV[:, :1])
+
+    def top_k() -> tuple[jax.Array, jax.Array]:
+        least_S1 = _kth_largest(p_SV, limits.top_k)
+        return least_S1, _sum(jnp.where(p_SV >= least_S1, p_SV, 0.0))
+
+    # All tokens have 1.
+    by_k_S1, mass_S1 = jax.lax.cond(
+        (limits.top_k > 0).any(), top_k, lambda: (none_S1, jnp.ones_like(none_S1))
+    )
+    by_share_S1 = limits.min_p * p_SV.max(axis=-1, keepdims=True)
+    return jnp.maximum(by_k_S1, by_share_S1), mass_S1
+
+
+def _kth_largest(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
+    """The k-th largest value, float32 [S, 1], 0 where k is 0 or V and more."""
+    V = p_SV.shape[-1]
+    listed = min(_CANDIDATES, V)
+
+    def in_list() -> jax.Array:
+        top_SK, _ = jax.lax.top_k(p_SV, listed)
+        return jnp.take_along_axis(top_SK, jnp.clip(k_S1 - 1, 0, listed - 1), axis=-1)
+
+    least_S1 = jax.lax.cond((k_S1 <= listed).all(), in_list, lambda: _kth_by_bisection(p_SV, k_S1))
+    return jnp.where((k_S1 > 0) & (k_S1 < V), least_S1, 0.0)
+
+
+def _kth_by_bisection(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
+    """The k-th largest of values that are not negative, float32 [S, 1]: some 30 sums over V."""
+    wanted_S1 = k_S1.astype(jnp.float32)
+
+    # The bits of numbers that are not negative are ordered as they are.
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_S1, high_S1 = bounds
-        middle_S1 = middle(low_S1, high_S1)
+        middle_S1 = low_S1 + (high_S1 - low_S1) // 2
         above_SV = p_SV > jax.lax.bitcast_convert_type(middle_S1, jnp.float32)
-        kept_S1 = keeps(above_SV.astype(jnp.float32))
-        return jnp.where(kept_S1, low_S1, middle_S1 + 1), jnp.where(kept_S1, middle_S1, high_S1)
+        fewer_S1 = _sum(above_SV.astype(jnp.float32)) < wanted_S1
+        return jnp.where(fewer_S1, low_S1, middle_S1 + 1), jnp.where(fewer_S1, middle_S1, high_S1)
 
     highest_S1 = jax.lax.bitcast_convert_type(p_SV.max(axis=-1, keepdims=True), jnp.int32)
     bounds = (jnp.zeros_like(highest_S1), highest_S1)
