@@ -11,15 +11,10 @@ learning) is counted by --dry_run; this counts what XLA needs inside.
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import sys
 import time
 from typing import Any
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
 
 import jax
 import jax.numpy as jnp

@@ -49,6 +49,8 @@ def topology_devices(name: str) -> Sequence[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+    # No TPU is opened, so a lock on it, or one that a killed process left behind, is no hindrance.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except RuntimeError as error:
