@@ -309,16 +309,16 @@ def _sample(planned: Planned, backend: RolloutBackend) -> None:
     def take(group: Completions) -> None:
         hosts.on_first(lambda: writer and writer.add(group))
 
-    try:
-        backend.generate(planned.missing, planned.options, on_group=take)
-        hosts.on_first(lambda: writer and writer.finish())
-    except KeyboardInterrupt:
-        # What is answered is kept; a second Ctrl-C does not wait for graders.
-        if writer is not None:
-            writer.finish()
-        raise
-    finally:
-        line.close()
+    # Several processes have one line, that of the first.
+    with line if writer is not None else contextlib.nullcontext():
+        try:
+            backend.generate(planned.missing, planned.options, on_group=take)
+            hosts.on_first(lambda: writer and writer.finish())
+        except KeyboardInterrupt:
+            # What is answered is kept; a second Ctrl-C does not wait for graders.
+            if writer is not None:
+                writer.finish()
+            raise
 
 
 def results_of(answers: AnswerFile, prompts: Prompts) -> dict[str, SetResults]:

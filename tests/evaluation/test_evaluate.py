@@ -1,10 +1,13 @@
 """jaxrl evaluate: a model on sets of problems, without a training config."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
+import re
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,7 @@ from jaxrl import cli
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.evaluation import answer_writer, evaluate_command, evaluating
+from jaxrl.evaluation import answer_writer, eta_line, evaluate_command, evaluating
 from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
@@ -510,6 +513,21 @@ def test_the_line_tells_how_long_it_takes():
     for _ in range(4):
         line.add(answers=4, correct=1, tokens=100)
     assert line.text(8.0) == "6 of 10 problems, 25.0% right, 50 tokens/s, eta 8s"
+
+
+def test_the_line_is_not_silent_while_the_first_answers_are_at_work(monkeypatch):
+    monkeypatch.setattr(eta_line, "_SILENT_S", 0.01)
+    said = threading.Event()
+
+    class Out(io.StringIO):
+        def write(self, text):
+            said.set()
+            return super().write(text)
+
+    out = Out()
+    with EtaLine(10, before=2, out=out):
+        assert said.wait(60)
+    assert re.match(r"2 of 10 problems, \S+ at work on the next", out.getvalue())
 
 
 def test_the_line_says_nothing_of_what_is_not_known():
