@@ -43,7 +43,7 @@ _CHARS_PER_PAGE = 40_000
 _MOST_CHARS, _MOST_TOKEN_CHARS = 40_000, 1000
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; "
+    "content-security-policy": "default-src 'none'; style-src 'self'; img-src data:; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
