@@ -91,15 +91,20 @@ def _stated(model: ModelConfig) -> list[str]:
 
 def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
     # Scores in the place of logits make it another kind of model, which no run may take unasked.
-    different = [
-        f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
+    names = [
+        name
         for name in dict.fromkeys((*_stated(model), "num_scores"))
         if getattr(model, name) != getattr(stored, name)
     ]
-    if different:
+    if names:
+        different = "; ".join(
+            f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
+            for name in names
+        )
+        overrides = " ".join(f"--config.model.{name}={getattr(stored, name)}" for name in names)
         raise UserError(
-            f"the config does not describe the model in {directory}: {'; '.join(different)}. "
-            "Leave these settings out, which takes them from the checkpoint, or change `weights`"
+            f"the config does not describe the model in {directory}: {different}. Leave these settings out, "
+            f"which takes them from the checkpoint, or say {overrides}, or change `weights`"
         )
 
 
