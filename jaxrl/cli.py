@@ -43,6 +43,9 @@ COMMANDS = {
     "data": Command(
         "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
     ),
+    "profile": Command(
+        "jaxrl.trainer.commands:profile", "traces one step and says where its time goes"
+    ),
     "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
 }
 

@@ -31,6 +31,8 @@ _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# Programs that tests start keep theirs beside it, not in the home of whoever runs them.
+os.environ["XDG_CACHE_HOME"] = str(_CACHE.with_name("programs"))
 # Two dtypes never meet by accident: a bfloat16 weight cannot quietly become a float32 one.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

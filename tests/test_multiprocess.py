@@ -69,7 +69,14 @@ SETTINGS = {
     "run.save_every": 1,
 }
 # What the clock says differs from run to run.
-CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+CLOCK = (
+    "time_s",
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/tflops",
+)
 
 
 def write_problems(folder: pathlib.Path) -> dict[str, str]:

@@ -14,7 +14,9 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics
+from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.policy import Actor, Reference
@@ -31,28 +33,35 @@ class Packer:
         *,
         max_prompt_tokens: int,
         mask_truncated: bool = False,
+        fill_minibatches: bool = False,
     ):
         """Args.
 
-        actor: whose devices the arrays go to.
+        actor: whose devices the arrays go to, in equal shares of work.
         shape: of the packed arrays.
         max_prompt_tokens: limit of a prompt, for metrics.
         mask_truncated: truncated responses are left out of the loss (overlong filtering); they still count
           in their group's baseline.
+        fill_minibatches: see `data.packing.plan_packing`.
         """
         self._actor = actor
         self._shape = shape
         self._max_prompt_tokens = max_prompt_tokens
         self._mask_truncated = mask_truncated
+        self._layout: Any = {
+            "shards": shards_of("batch", TRAIN_RULES, actor.mesh),
+            "fill_minibatches": fill_minibatches,
+        }
 
     def __call__(self, sampled: Sampled) -> Experience:
         """The step's sequences, where the actor wants them."""
         completions = sampled.completions
-        batch = pack_completions(completions, self._shape)
+        batch = pack_completions(completions, self._shape, **self._layout)
         if self._mask_truncated:
             kept_B = (~completions.truncated_B).astype(np.float32)
             batch = batch.replace(loss_mask=batch.loss_mask * kept_B[batch.sequence])
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self._max_prompt_tokens)
+        metrics = {**metrics, **work_metrics(self._actor, batch)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
         return Experience(sampled.scored, self._actor.place(batch), metrics)
 

@@ -24,6 +24,7 @@ from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.mesh import hosts
+from jaxrl.mesh.compilation_cache import keep_compiled_programs
 
 _HELP = {
     "out": "folder of samples.jsonl, results.json and samples.html",
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = _config_of(settings)
         hosts.start(config.hosts)
+        keep_compiled_programs()
         with hosts.watched(config.hosts):
             _run(config, planned)
     except UserError as error:

@@ -9,6 +9,7 @@ L layers   S slots   K kv heads   H head size   C tokens of a slot
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -77,7 +78,7 @@ def training_memory(
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
     trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
-    of_optimizer = f"float32, {train_name(layout)}, {_OFFLOADED if offload else like}"
+    of_optimizer = f"{_moments(state)}, {train_name(layout)}, {_OFFLOADED if offload else like}"
     return [
         _holding(
             "actor in training",
@@ -132,8 +133,20 @@ def companion_memory(
     ).abstract_state()
     return [
         _holding(f"{name} in training", where, state.params),
-        _holding(f"{name}, optimiser state", f"{where}, like the weights", state.opt_state),
+        _holding(
+            f"{name}, optimiser state",
+            f"{_moments(state)}, {train_name(layout)}, like the weights",
+            state.opt_state,
+        ),
     ]
+
+
+def _moments(state: TrainState) -> str:
+    """The type of most of an optimiser's numbers."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for leaf in jax.tree.leaves(state.opt_state):
+        sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size
+    return sizes.most_common(1)[0][0]
 
 
 def update_memory(actor: Actor, shape: PackedShape, batch: TrainBatch) -> list[Holding]:

@@ -172,13 +172,37 @@ def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
     """Every equation, those of inner programs too."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(
-            tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
-        ):
-            if isinstance(value, jax_core.ClosedJaxpr):
-                yield from _equations(value.jaxpr)
-            elif isinstance(value, jax_core.Jaxpr):
-                yield from _equations(value)
+        for program in _inside(eqn):
+            yield from _equations(program)
+
+
+def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
+    """Programs that an equation runs, such as the body of a loop."""
+    for value in jax.tree.leaves(
+        tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
+    ):
+        if isinstance(value, jax_core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, jax_core.Jaxpr):
+            yield value
+
+
+def product_flops(program: jax_core.Jaxpr) -> int:
+    """Operations of all products of a traced program, those it computes again included.
+
+    A scan counts as often as it runs, a loop whose end is known at run time once, as do all branches of a
+    choice.
+    """
+    total = 0
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left: Any = eqn.invars[0].aval
+            result: Any = eqn.outvars[0].aval
+            total += 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(product_flops, _inside(eqn)))
+    return total
 
 
 def nbytes_of(aval: Any) -> int:

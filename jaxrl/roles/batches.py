@@ -8,26 +8,38 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
-from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.data.packing import PackedShape, Packing, plan_packing
 from jaxrl.types import Completions, PackedBatch, TrainBatch
 
 
-def pack_completions(completions: Completions, shape: PackedShape) -> TrainBatch:
-    """Packs sampled sequences, with what the sampler said of their response tokens."""
+def pack_completions(
+    completions: Completions, shape: PackedShape, *, shards: int = 1, fill_minibatches: bool = False
+) -> TrainBatch:
+    """Packs sampled sequences, with what the sampler said of their response tokens; see `plan_packing`."""
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
-    return _pack(prompts, completions.tokens, completions.rollout_logprob, completions.mask, shape)
+    sequences = _sequences(prompts, completions.tokens)
+    packing = plan_packing(
+        [len(s) for s in sequences], shape, shards=shards, fill_minibatches=fill_minibatches
+    )
+    return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
 
 
-def pack_examples(examples: Sequence[MaskedExample], shape: PackedShape) -> TrainBatch:
+def pack_examples(
+    examples: Sequence[MaskedExample], shape: PackedShape, *, shards: int = 1
+) -> TrainBatch:
     """Packs examples for supervised training, each with its own mask; log-probabilities are 0."""
     prompts, responses, masks = zip(*examples, strict=True)
     zeros = [np.zeros(len(response), np.float32) for response in responses]
-    return _pack(prompts, responses, zeros, masks, shape)
+    sequences = _sequences(prompts, responses)
+    packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
+    return _packed(packing, prompts, sequences, zeros, masks)
 
 
-def _pack(prompts, responses, rollout_logprob, mask, shape: PackedShape) -> TrainBatch:
-    sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
-    packing = plan_packing([len(s) for s in sequences], shape)
+def _sequences(prompts, responses) -> list[np.ndarray]:
+    return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+
+
+def _packed(packing: Packing, prompts, sequences, rollout_logprob, mask) -> TrainBatch:
 
     def on_responses(values) -> np.ndarray:
         padded = [

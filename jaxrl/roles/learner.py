@@ -27,6 +27,7 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.narrow_moments import optimizer_shardings
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel, TrainConfig, micro_of
@@ -107,7 +108,7 @@ class Learner(PackedModel, abc.ABC):
           offload: the state waits in pinned host memory while the role is idle.
         """
         super().__init__(model, mesh, train=train, tables=tables)
-        self._optimizer = build_optimizer(optim)
+        self._optimizer = build_optimizer(optim, self.trained(self.axes))
         self._learning_rate = learning_rate(optim)
         self._gradient_shardings, self._moment_shardings = (
             shardings(self.axes, self.shapes, rules, mesh)
@@ -187,15 +188,11 @@ class Learner(PackedModel, abc.ABC):
     def state_shardings(self) -> Any:
         """A TrainState of shardings of the training state."""
         opt_shapes = jax.eval_shape(self._optimizer.init, self.trained(self.shapes))
-        like_params = optax.tree.map_params(
-            self._optimizer,
-            lambda _, sharding: sharding,
-            opt_shapes,
-            self.trained(self._moment_shardings),
-            transform_non_params=lambda _: replicated(self.mesh),
+        everywhere: Any = replicated(self.mesh)
+        opt_state = optimizer_shardings(
+            self._optimizer, opt_shapes, self.trained(self._moment_shardings), others=everywhere
         )
-        step: Any = replicated(self.mesh)
-        return TrainState(self.train_shardings, like_params, step)
+        return TrainState(self.train_shardings, opt_state, everywhere)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, nothing allocated."""

@@ -1,34 +1,49 @@
-"""The optimiser: AdamW behind a global-norm clip, and a learning rate per rollout step."""
+"""The optimiser: AdamW or Muon behind a global-norm clip, and a learning rate per rollout step."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl.checks import at_least, between, check_fields, positive
+from jaxrl.roles.narrow_moments import MomentKind, narrowed
+
+# Of an update's root mean square with AdamW, by which one of Muon is scaled, so that one learning rate and
+# weight decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+_RMS_OF_ADAMW = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule.
+    """The optimiser and its schedule.
 
     Attributes:
+      kind: "adamw", or "muon": matrices of the layers by Muon, all else by AdamW.
+      moments: what moments are kept in, "float32", "bfloat16" or "int8": 8, 4 or about 2.1 bytes a trained
+        weight with AdamW. Weights stay float32.
       lr: peak learning rate.
       lr_warmup_steps: steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps.
       lr_decay_steps: steps until a cosine has brought the rate down to lr * lr_final; 0 keeps it constant.
+      lr_stable_steps: how many of these pass before the cosine begins (warm-up, stable, decay).
       lr_final: share of lr that a decay ends at.
-      beta1, beta2, epsilon, weight_decay: of AdamW.
+      beta1, beta2, epsilon, weight_decay: of AdamW; Muon has the weight decay, and a momentum of 0.95.
       grad_clip: largest global norm of a gradient; inf for none.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    moments: MomentKind = "float32"
     lr: Annotated[float, at_least(0)] = 1e-6
     lr_warmup_steps: Annotated[int, at_least(0)] = 10
     lr_decay_steps: Annotated[int, at_least(0)] = 0
+    lr_stable_steps: Annotated[int, at_least(0)] = 0
     lr_final: Annotated[float, between(0, 1)] = 0.0
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
@@ -38,15 +53,74 @@ class OptimConfig:
 
     def __post_init__(self):
         check_fields(self)
+        if self.lr_stable_steps and self.lr_stable_steps >= self.lr_decay_steps:
+            raise ValueError(
+                f"lr_stable_steps {self.lr_stable_steps} leaves no step for a decay that ends at "
+                f"lr_decay_steps {self.lr_decay_steps}; raise that above it, or set both to 0 for a "
+                "constant rate"
+            )
 
 
-def build_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """Gradient to parameter update of unit learning rate; multiply by minus the rate before adding."""
+def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTransformation:
+    """Gradient to parameter update of unit learning rate; multiply by minus the rate before adding.
+
+    Args:
+      config: the optimiser.
+      axes: a tuple of logical axes for each trained weight, in nested dicts; Muon tells matrices by them.
+    """
+    scaled = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    if config.kind == "muon":
+        scaled = _muon(axes, beside=scaled)
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        narrowed(scaled, config.moments),
         optax.add_decayed_weights(config.weight_decay),
     )
+
+
+def _muon(axes: Any, *, beside: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for matrices inside the layers, `beside` for all other weights."""
+    assert axes is not None, "Muon tells matrices by the logical axes of the weights"
+    flat: dict[tuple[str, ...], Any] = dict(traverse_util.flatten_dict(axes))
+    dimensions = {path: matrix_dimensions(path, names) for path, names in flat.items()}
+    labels = {path: "beside" if numbers is None else "muon" for path, numbers in dimensions.items()}
+    masked = {
+        path: optax.MaskedNode() if numbers is None else numbers
+        for path, numbers in dimensions.items()
+    }
+    dims = traverse_util.unflatten_dict(masked)
+
+    def to_adamw(updates: Any, _: Any) -> Any:
+        return jax.tree.map(_with_rms_of_adamw, updates, dims)
+
+    muon = optax.chain(scale_by_muon(weight_dimension_numbers=dims), optax.stateless(to_adamw))
+    return optax.partition({"muon": muon, "beside": beside}, traverse_util.unflatten_dict(labels))
+
+
+def _with_rms_of_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
+    """An orthogonal matrix has a root mean square of 1 / sqrt(its longer side)."""
+    sides: Any = (numbers.reduction_axis, numbers.output_axis)
+    longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
+    return _RMS_OF_ADAMW * longer**0.5 * update
+
+
+def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimensionNumbers | None:
+    """Which dimensions of a weight are a matrix's inputs and outputs; all others are a stack of matrices.
+
+    Args:
+      path: of the weight in the tree of parameters.
+      axes: its logical axes.
+
+    Returns:
+      None for what does not map activations to activations: embeddings, heads, routers, norms, biases.
+    """
+    if path[0] != "layers" or path[-1] not in ("weight", "lora_a", "lora_b"):
+        return None
+    dims = tuple(i for i, name in enumerate(axes) if name not in ("layers", "experts"))
+    # A head's two dimensions are one side of the matrix; the other is the width, or an adapter's rank.
+    first = axes[dims[0]]
+    num_ins = 1 if len(dims) == 2 or first in ("embed", None) else 2
+    return MuonDimensionNumbers(dims[:num_ins], dims[num_ins:])
 
 
 def learning_rate(config: OptimConfig) -> Callable[[jax.Array], jax.Array]:
@@ -55,12 +129,13 @@ def learning_rate(config: OptimConfig) -> Callable[[jax.Array], jax.Array]:
     The step is the rollout step, so all updates of one step share a rate (DAPO section 4.1), and warm-up
     counts from 1, so that the first step is not lost.
     """
+    stable = config.lr_stable_steps
 
     def rate(step: jax.Array) -> jax.Array:
         warmup = jnp.minimum(1.0, (step + 1) / max(1, config.lr_warmup_steps))
         if not config.lr_decay_steps:
             return config.lr * warmup
-        done = jnp.clip(step / config.lr_decay_steps, 0.0, 1.0)
+        done = jnp.clip((step - stable) / (config.lr_decay_steps - stable), 0.0, 1.0)
         cosine = config.lr_final + (1 - config.lr_final) * 0.5 * (1 + jnp.cos(jnp.pi * done))
         return config.lr * warmup * cosine
 

@@ -50,6 +50,9 @@ class TrainConfig:
     Attributes:
       rows: R, rows of a microbatch over the whole mesh.
       row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
+      fill_minibatches: samples may change places with ones of another minibatch of their step where it then
+        runs fewer microbatches; about one in a hundred does. Which update a sample is in then depends on
+        `rows` and `row_tokens`, which otherwise change nothing.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
       dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
@@ -64,6 +67,7 @@ class TrainConfig:
 
     rows: Annotated[int, count(1)] = 8
     row_tokens: Annotated[int, token_count(1)] = 256
+    fill_minibatches: bool = False
     logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
@@ -208,7 +212,9 @@ class PackedModel:
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
         def attend(q, k, v, kind, _, segment_ids):
-            return self._attention(q, k, v, segment_ids, kind), None
+            # A name of its own in a profile, apart from the projections around it.
+            with jax.named_scope("attend"):
+                return self._attention(q, k, v, segment_ids, kind), None
 
         return model(
             micro.tokens,

@@ -51,10 +51,12 @@ class PairBatch(PackedBatch):
     harm: jax.Array
 
 
-def pack_pairs(pairs: Sequence[PreferencePair], shape: PackedShape) -> PairBatch:
-    """Packs pairs on the host; responses are in the mask."""
+def pack_pairs(
+    pairs: Sequence[PreferencePair], shape: PackedShape, *, shards: int = 1
+) -> PairBatch:
+    """Packs pairs on the host, a pair in a row; responses are in the mask. `shards` as in `plan_packing`."""
     items = [np.concatenate([*pair.chosen, *pair.rejected]) for pair in pairs]
-    packing = plan_packing([len(item) for item in items], shape)
+    packing = plan_packing([len(item) for item in items], shape, shards=shards)
 
     def pack(of_answers: Callable[[PreferencePair], Iterable[np.ndarray]], dtype) -> np.ndarray:
         return packing.pack([np.concatenate(list(of_answers(pair))) for pair in pairs], dtype)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.serving.server import serve
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         config = ServeConfig(grpc=not settings.pop("http_only"), **settings)
     except ValueError as error:
         parser.error(str(error))
+    keep_compiled_programs()
     try:
         return serve(config)
     except UserError as error:

@@ -1,6 +1,7 @@
 """Where everything of a run lies; docs/runs.md has the same as a table.
 
 <output>/<name>/seed<seed>      RunFolder          settings, the model's files, the report
+  profile/                                         traces of single steps
   rollouts/                     RolloutFolder      samples of some steps, to be looked at
   sft/ rl/ preference/          StageFolder        rows and checkpoints of one training stage
     checkpoints/                CheckpointFolder   with its seals, and what could not be gone on from
@@ -148,6 +149,11 @@ class RunFolder:
     def samples(self, when: str) -> pathlib.Path:
         """Answers of an evaluation that the report shows, "before" or "after"."""
         return self.path / f"samples_{when}.json"
+
+    @property
+    def profile(self) -> pathlib.Path:
+        """Traces of single steps."""
+        return self.path / "profile"
 
     @property
     def rollouts(self) -> RolloutFolder:

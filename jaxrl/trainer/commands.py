@@ -1,4 +1,4 @@
-"""The commands that train what a config says: train, sft, dpo and reward-model.
+"""The commands that train what a config says: train, profile, sft, dpo and reward-model.
 
 Each takes the program's name and its arguments, and returns the exit status.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
-from jaxrl.trainer import program
+from jaxrl.trainer import profiling, program
 
 
 def train(argv: Sequence[str]) -> int:
@@ -33,6 +33,11 @@ def reward_model(argv: Sequence[str]) -> int:
     return command_line.run(_train_reward_model, Config, argv=argv)
 
 
+def profile(argv: Sequence[str]) -> int:
+    """Where the time of one step of a recipe goes."""
+    return command_line.run(_profile, Config, argv=argv)
+
+
 # The first lines of these head what --help prints.
 
 
@@ -42,6 +47,12 @@ def _train_or_plan(config: Config, *, dry_run: bool) -> int:
         return program.dry_run(config)
     program.start(config)
     return program.train(config)
+
+
+def _profile(config: Config) -> int:
+    """Traces one step of a recipe, and prints where its time goes."""
+    program.start(config)
+    return profiling.profile(config)
 
 
 def _fine_tune(config: Config) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import timing_per_token
+from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
@@ -345,7 +346,7 @@ class Loop:
         seconds = time.perf_counter() - self._step_started_s
         self._step_started_s = time.perf_counter()
         metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
-        metrics |= timing_per_token(metrics)
+        metrics |= timing_per_token(metrics) | work_rates(metrics)
         if self._finished or self.step % self._log_every == 0:
             self._write(metrics)
         self._note_finished(stage.learners)

@@ -16,8 +16,10 @@ from jaxrl.data.preferences import PreferencePair
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
+from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.groupings import state_tables
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
@@ -120,14 +122,16 @@ class PairStage(TrainingStage, abc.ABC):
             rows=train.rows,
             tokens=train.row_tokens,
         )
-        return self._learner.place(pack_pairs(pairs, shape))
+        row_shards = shards_of("batch", TRAIN_RULES, self._learner.mesh)
+        return self._learner.place(pack_pairs(pairs, shape, shards=row_shards))
 
     def _update(self, batch: PairBatch) -> Metrics:
         with self._clock.phase("update"):
             update = jax.block_until_ready(self._learner.update(batch, self._objective))
         metrics = {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
-        metrics["perf/total_num_tokens"] = float((hosts.fetch(batch.segment_ids) > 0).sum())
-        return metrics
+        on_host = hosts.fetch(batch)
+        metrics["perf/total_num_tokens"] = float((on_host.segment_ids > 0).sum())
+        return metrics | work_metrics(self._learner, on_host)
 
     def _read_evaluation_pairs(self) -> PairBatch:
         count = self._run.config.preference.evaluation_pairs

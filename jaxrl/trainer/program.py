@@ -10,6 +10,7 @@ from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
 from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.lock import only_run_in
@@ -32,7 +33,9 @@ from jaxrl.trainer.supervised import fine_tuned
 
 
 def start(config: Config) -> None:
-    """Makes this process see its devices, and joins it with the others. Call before anything else.
+    """Makes this process see its devices, joins it with the others, and keeps what is compiled.
+
+    Call before anything else.
 
     Raises:
       UserError: the devices cannot be simulated, or the others are not found.
@@ -40,6 +43,7 @@ def start(config: Config) -> None:
     if config.mesh.simulated_devices:
         simulate(config.mesh.simulated_devices, processes=config.hosts.num_processes)
     hosts.start(config.hosts)
+    keep_compiled_programs()
 
 
 def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:

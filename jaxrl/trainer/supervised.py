@@ -13,7 +13,9 @@ from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_metrics import prefixed
+from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
@@ -107,19 +109,22 @@ class SupervisedStage(TrainingStage):
                 [part for example in examples for part in example],
             )
             shape = self._limits.shape(self._run.config.warm_start.examples_per_step, minibatches=1)
-            return self._actor.place(pack_examples(examples, shape))
+            row_shards = shards_of("batch", TRAIN_RULES, self._actor.mesh)
+            return self._actor.place(pack_examples(examples, shape, shards=row_shards))
 
     def _update(self, batch: TrainBatch) -> Metrics:
         with self._clock.phase("update_actor", shown="update"):
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", jax.device_get(update))
+        on_host = hosts.fetch(batch)
         return {
             "sft/loss": values["actor/pg_loss"],
             "sft/token_accuracy": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],
             "sft/lr": values["actor/lr"],
-            "train/num_trained_tokens": float(hosts.fetch(batch.loss_mask).sum()),
-            "perf/total_num_tokens": float((hosts.fetch(batch.segment_ids) > 0).sum()),
+            "train/num_trained_tokens": float(on_host.loss_mask.sum()),
+            "perf/total_num_tokens": float((on_host.segment_ids > 0).sum()),
+            **work_metrics(self._actor, on_host),
         }
 
 

@@ -152,6 +152,7 @@ MEANT = {
             "lr",
             "lr_decay_steps",
             "lr_final",
+            "lr_stable_steps",
             "lr_warmup_steps",
             "weight_decay",
         )

@@ -37,7 +37,7 @@ TINY_ENGINE = EngineConfig(
 TINY_FLOW = BatchFlow(12, 10, 8, 4, PackedShape(4, 2, 4, 16))
 
 
-def plan_tiny(**changes) -> DryRun:
+def plan_tiny(model: ModelConfig = TINY, **changes) -> DryRun:
     arguments = {
         "layout": ParallelLayout.from_config(TINY_LAYOUT),
         "train": TINY_TRAIN,
@@ -48,7 +48,7 @@ def plan_tiny(**changes) -> DryRun:
         "flow": TINY_FLOW,
         **changes,
     }
-    return dry_run("tiny", TINY, **arguments)
+    return dry_run("tiny", model, **arguments)
 
 
 @functools.cache

@@ -39,15 +39,20 @@ def test_the_32b_recipe_by_hand():
     assert holding(recipe, "largest value in a layer").bytes_per_device == widest
 
 
-def test_counts_what_real_arrays_take():
+@pytest.mark.parametrize(
+    "optim",
+    [OptimConfig(), OptimConfig(moments="int8"), OptimConfig(kind="muon", moments="bfloat16")],
+    ids=["adamw", "8 bits", "muon"],
+)
+def test_counts_what_real_arrays_take(optim):
     """Bytes by role equal those on the first of eight devices."""
-    plan = plan_tiny()
+    plan = plan_tiny(optim=optim)
     mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
     actor = Actor(
         TINY,
         mesh,
         train=TINY_TRAIN,
-        optim=OptimConfig(),
+        optim=optim,
         temperature=1.0,
         seed=0,
     )
@@ -64,6 +69,14 @@ def test_counts_what_real_arrays_take():
     }
     for name, arrays in real.items():
         assert holding(plan, name).bytes_per_device == on_first_device(arrays), name
+
+
+def test_the_type_of_moments_is_shown():
+    widths = {"float32": "float32", "bfloat16": "bfloat16", "int8": "8 bits"}
+    larger = dataclasses.replace(TINY, d_model=128, d_ff=256)
+    for moments, shown in widths.items():
+        plan = plan_tiny(larger, optim=OptimConfig(moments=moments))
+        assert holding(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
 
 
 def test_weights_that_need_not_move_are_counted_once():

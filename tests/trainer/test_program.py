@@ -32,7 +32,14 @@ from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
 
 # What the clock says differs from run to run.
-CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+CLOCK = (
+    "time_s",
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/tflops",
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,14 @@ MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
 )
 # What the clock says differs from run to run.
-CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+CLOCK = (
+    "time_s",
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/tflops",
+)
 COLOCATED = {}
 APART = {
     "policy": {"roles": ("actor",), "train": "1-2-2", "generate": "1-1-2-2", "fsdp": 2},

@@ -1,0 +1,97 @@
+"""The work in a packed batch: the share of padding, how evenly devices share it, how fast it was done.
+
+U minibatches   M microbatches   R rows   T tokens of a row   S shards of the rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl.mesh.hardware import roof_of
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
+from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.types import PackedBatch
+
+# Names of the phase in which a batch is learned from.
+_UPDATES = ("timing_s/update_actor", "timing_s/update")
+
+
+def work_metrics(model: PackedModel, batch: PackedBatch) -> dict[str, float]:
+    """Of a batch on the host that `model` is to learn from.
+
+    Returns:
+      perf/padding: share of the token places of all microbatches that run which hold no token.
+      perf/imbalance: the work of the device that has most, over the mean, summed over microbatches, since
+        devices wait for each other there; 1 is even. Padding counts as a token does, and attention as where
+        it skips other segments.
+      perf/update_tflop: operations of the update in 10^12, of one device (`roles.flops`).
+      perf/roof_tflops: what such a device can do in a second, where that is known.
+    """
+    row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
+    segments = [_segments(batch, u) for u in range(len(np.asarray(batch.num_micro_U)))]
+    lengths = np.concatenate([lengths for lengths, _ in segments])
+    num_micro = int(np.sum(batch.num_micro_U))
+    _, _, R, T = batch.tokens.shape
+    operations = float(training_flops(model.model, lengths).sum())
+    metrics = {
+        "perf/padding": 1 - float(lengths.sum()) / max(1, num_micro * R * T),
+        "perf/imbalance": _imbalance(
+            model, segments, np.asarray(batch.num_micro_U), R, T, row_shards
+        ),
+        "perf/update_tflop": operations / 1e12 / model.mesh.size,
+    }
+    roof = roof_of(model.mesh.devices.flat[0].device_kind)
+    if roof is not None:
+        metrics["perf/roof_tflops"] = roof.tflops(model.train.dtype)
+    return metrics
+
+
+def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
+    """How fast the update was, from the metrics of a step and its `timing_s`; nothing without an update.
+
+    Returns:
+      perf/tflops_per_device: operations the model asks for, in 10^12 a second and device.
+      perf/mfu: these over what the device can do, where that is known (model FLOPs utilisation).
+    """
+    seconds = sum(metrics.get(name, 0.0) for name in _UPDATES)
+    if not seconds or "perf/update_tflop" not in metrics:
+        return {}
+    rate = metrics["perf/update_tflop"] / seconds
+    rates = {"perf/tflops_per_device": rate}
+    if "perf/roof_tflops" in metrics:
+        rates["perf/mfu"] = rate / metrics["perf/roof_tflops"]
+    return rates
+
+
+def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens of each sequence of a minibatch, which of its rows [M * R] it lies in)."""
+    used = int(np.asarray(batch.num_micro_U)[u])
+    T = batch.tokens.shape[-1]
+    ids, positions = (
+        np.asarray(x)[u, :used].reshape(-1, T) for x in (batch.segment_ids, batch.positions)
+    )
+    after = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
+    rows, ends = np.nonzero((ids > 0) & (ids != after))
+    return positions[rows, ends] + 1, rows
+
+
+def _imbalance(
+    model: PackedModel,
+    segments: list[tuple[np.ndarray, np.ndarray]],
+    num_micro_U: np.ndarray,
+    R: int,
+    T: int,
+    row_shards: int,
+) -> float:
+    most = mean = 0.0
+    for (lengths, rows), num_micro in zip(segments, num_micro_U, strict=True):
+        attention = 3 * attention_flops(model.model, lengths)
+        per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
+        work = per_row + T * token_flops(model.model).training
+        work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)
+        most += work_MS.max(-1).sum()
+        mean += work_MS.mean(-1).sum()
+    return most / mean if mean else 1.0

@@ -1,0 +1,91 @@
+"""Compiled programs kept from run to run, in a folder of the user's that does not grow without end.
+
+JAX's own persistent cache, on by default: in $XDG_CACHE_HOME/jaxrl or ~/.cache/jaxrl, a folder for each kind
+of processor, at most 8 GB of what was used last. Processes share it under a lock.
+`JAX_COMPILATION_CACHE_DIR` names another folder, which is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false`
+turns it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+from typing import Any
+
+import filelock
+import jax
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 8 * 10**9
+# What compiles faster is not worth the files.
+_SHORTEST_S = 0.3
+# As JAX names them (jax/_src/lru_cache.py).
+_LOCK, _ENTRY, _USED = ".lockfile", "-cache", "-atime"
+_LOCK_TIMEOUT_S = 10
+
+
+def keep_compiled_programs() -> pathlib.Path | None:
+    """Turns the cache on, unless the user has decided otherwise. Call before anything is compiled.
+
+    Returns:
+      The folder; None where JAX's settings already name one, or it cannot be written.
+    """
+    if _setting("jax_compilation_cache_dir") is not None:
+        return None
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_half_written(folder)
+    except (OSError, filelock.Timeout) as error:
+        logger.warning(
+            "compiled programs are not kept: %s cannot be used (%s); set JAX_COMPILATION_CACHE_DIR to a "
+            "folder that can be written",
+            folder,
+            error,
+        )
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_S)
+    if _setting("jax_compilation_cache_max_size") == -1:
+        jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
+    return folder
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled programs are kept by default.
+
+    A home may be shared by machines, and what was compiled for one processor may crash on another.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "jaxrl" / "jax" / f"{platform.machine()}-{_processor()}"
+
+
+def _processor() -> str:
+    """A short name of what this processor can do."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    abilities = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return hashlib.sha256("\n".join(sorted(abilities or lines[:1])).encode()).hexdigest()[:8]
+
+
+def _remove_half_written(folder: pathlib.Path) -> None:
+    """Removes what a killed process left: JAX would neither read nor replace it, nor evict anything.
+
+    An entry is whole once the time of its use is written beside it, under the lock.
+    """
+    with filelock.FileLock(folder / _LOCK, timeout=_LOCK_TIMEOUT_S):
+        for entry in folder.glob(f"*{_ENTRY}"):
+            used = entry.with_name(entry.name.removesuffix(_ENTRY) + _USED)
+            if not used.exists() or used.stat().st_size == 0:
+                entry.unlink()
+                used.unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""Operations counted from a model's shape are those of the traced programs, part by part."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.shapes import SHAPES
+from jaxrl.planner.trace import abstract_batch, product_flops, trace_learning
+from jaxrl.roles.flops import attention_flops, forward_flops, token_flops, training_flops
+from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
+
+R, T = 2, 64
+MODEL = ModelConfig(
+    vocab_size=96, num_layers=3, d_model=32, d_ff=48, num_heads=4, num_kv_heads=2, head_dim=8
+)
+LORA = dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
+
+
+def test_a_token_by_hand():
+    # Per layer q 32x32, k and v 32x16, o 32x32, three of 32x48; logits 32x96; two operations each.
+    weights = 2 * (3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 96)
+    assert token_flops(MODEL).weights == weights
+    assert token_flops(MODEL).training == 3 * weights
+    # Rank 4: a and b of each projection.
+    sides = (32 + 32) + (32 + 16) * 2 + (32 + 32) + 3 * (32 + 48)
+    adapters = 2 * 3 * 4 * sides
+    assert token_flops(LORA).adapters == adapters
+    # Frozen weights have no gradient of their own.
+    assert token_flops(LORA).training == 2 * weights + 3 * adapters
+
+
+def test_attention_by_hand():
+    # Pairs 1, 3 and 10 of causal sequences of 1, 2 and 4 tokens; 4 x 4 heads x 8 a pair, 3 layers.
+    np.testing.assert_array_equal(
+        attention_flops(MODEL, np.array([1, 2, 4])), 3 * 128 * np.array([1.0, 3, 10])
+    )
+    # A window of 2 in two layers of three: 1, 3 and 1 + 2 + 2 + 2 pairs there.
+    slides = dataclasses.replace(
+        MODEL, sliding_window=2, layer_pattern=("sliding", "full", "sliding")
+    )
+    np.testing.assert_array_equal(
+        attention_flops(slides, np.array([1, 2, 4])), 128 * np.array([3.0, 9, 2 * 7 + 10])
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3-8b", "qwen3-30b-a3b"])
+def test_short_sequences_cost_six_operations_a_weight_and_token(name):
+    """The rule of thumb, embeddings aside."""
+    model = SHAPES[name]
+    met = model.num_active_params - model.vocab_size * model.d_model
+    assert training_flops(model, np.array([1]))[0] == pytest.approx(6 * met, rel=2e-3)
+    assert forward_flops(model, np.array([1]))[0] == pytest.approx(2 * met, rel=2e-3)
+
+
+# Against the programs
+
+
+def traced(model: ModelConfig, tokens: int = T) -> int:
+    """Operations of the products of an update in one microbatch."""
+    layout = ParallelLayout.from_config(LayoutConfig())
+    actor = Actor(
+        model,
+        build_mesh(layout, jax.devices()[:1]),
+        train=TrainConfig(rows=R, row_tokens=tokens, logprob_chunk_tokens=tokens),
+        optim=OptimConfig(),
+        temperature=1.0,
+        seed=0,
+    )
+    state, shape = actor.abstract_state(), PackedShape(1, 1, R, tokens)
+    return product_flops(trace_learning(actor, state, abstract_batch(actor, shape), SUPERVISED))
+
+
+def counted(model: ModelConfig, tokens: int = T) -> float:
+    """The same by the model, when every token attends to its whole row, as rows this short are computed."""
+    pairs = model.num_layers * tokens**2
+    attention = 3 * 4 * model.num_heads * model.head_dim * pairs
+    return R * (tokens * token_flops(model).training + attention)
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        (MODEL, {"d_ff": 96}),
+        (MODEL, {"num_layers": 5}),
+        (LORA, {"num_layers": 5}),
+        (MODEL, {"num_kv_heads": 1}),
+        (LORA, {"lora": LoraConfig(rank=8)}),
+        (LORA, {"lora": LoraConfig(rank=4, targets=("q", "down"))}),
+    ],
+    ids=["ffn", "layers", "layers below adapters", "kv heads", "rank", "targets"],
+)
+def test_a_change_of_the_model_changes_the_program_by_as_much(before, changes):
+    """Differences tell parts apart: what is computed again for logits is in both programs."""
+    after = dataclasses.replace(before, **changes)
+    assert traced(after) - traced(before) == pytest.approx(
+        counted(after) - counted(before), rel=0.02
+    )
+
+
+def test_longer_rows_change_the_program_by_as_much():
+    small = dataclasses.replace(MODEL, vocab_size=2)
+    by_program = traced(small, 2 * T) - 2 * traced(small, T)
+    by_model = counted(small, 2 * T) - 2 * counted(small, T)
+    # Tiles of scores may be computed again in the backward pass: four products of three then become five.
+    assert by_model * 0.99 <= by_program <= by_model * 7 / 6 * 1.01
+
+
+def test_the_whole_update_is_that_and_the_logits_once_more():
+    """Chunks of logits are computed again in the backward pass, and their number is not the model's."""
+    again = R * T * 2 * MODEL.d_model * MODEL.vocab_size
+    assert counted(MODEL) <= traced(MODEL) <= 1.1 * (counted(MODEL) + again)

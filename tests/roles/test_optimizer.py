@@ -1,0 +1,462 @@
+"""AdamW and Muon, moments in fewer bits, and the schedule: by twins in NumPy, by convergence, by bytes.
+
+T updates   D inputs   F outputs   N examples
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from closeness import assert_close
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.groupings import state_tables
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.narrow_moments import BlockQuantized, block_of, dequantized, quantized
+from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate, matrix_dimensions
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.tracking.checkpoints import Checkpoints
+from jaxrl.types import PackedBatch, TrainBatch
+
+KINDS = ("float32", "bfloat16", "int8")
+D, F = 64, 128
+# A layer of a model, as far as Muon looks: one matrix, and what it leaves to AdamW.
+AXES = {"layers": {"up": {"weight": ("layers", "embed", "mlp")}}, "embedding": ("vocab", "embed")}
+
+
+def updates_of(config: OptimConfig, gradients, weights, axes=None):
+    """Directions of successive updates, and the last state; the weights stay."""
+    optimizer = build_optimizer(config, axes)
+    state = optimizer.init(weights)
+    directions = []
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in gradients:
+            direction, state = optimizer.update(gradient, state, weights)
+            directions.append(direction)
+    return directions, state
+
+
+def adamw(gradients: np.ndarray, weight: np.ndarray, config: OptimConfig) -> np.ndarray:
+    """The slow twin, in float64: the direction after all `gradients` [T, ...]."""
+    mu = nu = np.zeros(weight.shape)
+    direction = weight
+    for t, g in enumerate(gradients.astype(np.float64), start=1):
+        mu = config.beta1 * mu + (1 - config.beta1) * g
+        nu = config.beta2 * nu + (1 - config.beta2) * g * g
+        mu_hat, nu_hat = mu / (1 - config.beta1**t), nu / (1 - config.beta2**t)
+        direction = mu_hat / (np.sqrt(nu_hat) + config.epsilon) + config.weight_decay * weight
+    return direction
+
+
+ADAMW = OptimConfig(beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.1, grad_clip=1e9)
+
+
+@pytest.mark.parametrize(
+    ("moments", "rtol"), [("float32", 1e-5), ("bfloat16", 0.02), ("int8", 0.1)]
+)
+def test_it_is_adamw(moments, rtol):
+    rng = np.random.default_rng(0)
+    gradients = rng.normal(size=(6, D, F)).astype(np.float32)
+    weight = rng.normal(size=(D, F)).astype(np.float32)
+    config = dataclasses.replace(ADAMW, moments=moments)
+    found, _ = updates_of(config, list(gradients), jnp.asarray(weight))
+    expected = adamw(gradients, weight, ADAMW)
+    # Rounding is relative to the top of a block: some values are off by more than most.
+    error = np.sqrt(np.mean((found[-1] - expected) ** 2) / np.mean(expected**2))
+    assert error < rtol
+
+
+# 8 bits
+
+
+@given(st.integers(0, 2**31 - 1), st.booleans(), st.sampled_from([32, 64, 128]))
+def test_a_value_is_rounded_to_one_of_the_two_codes_around_it(seed, signed, block):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(3, 256)) ** 3 * 10.0 ** rng.integers(-12, 3, (3, 1))
+    x = (x if signed else np.abs(x)).astype(np.float32)
+    moment = quantized(jnp.asarray(x), jax.random.key(seed), block=block, signed=signed)
+    assert moment.codes.dtype == (jnp.int8 if signed else jnp.uint8)
+    assert moment.codes.shape == x.shape and moment.scale.shape == (3, 256 // block)
+    scale = np.abs(x.reshape(3, -1, block)).max(-1)
+    np.testing.assert_array_equal(moment.scale, scale)
+    # The twin in float64: neighbours on the grid of codes.
+    levels, power = (127, 2) if signed else (255, 4)
+    grid = (np.arange(levels + 1) / levels) ** power
+    share = np.abs(x.astype(np.float64)) / np.repeat(scale, block, -1)
+    found = np.abs(np.asarray(moment.codes, np.int64))
+    width = np.append(np.diff(grid), 0)
+    assert np.all(np.abs(grid[found] - share) <= np.maximum(width[found - 1], width[found]) + 1e-6)
+    assert np.all(np.sign(moment.codes.astype(jnp.float32)) * np.sign(x) >= 0)
+    np.testing.assert_allclose(
+        dequantized(moment), np.sign(x) * grid[found] * np.repeat(scale, block, -1), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rounding_keeps_the_mean(signed):
+    x = jnp.abs(jax.random.normal(jax.random.key(1), (8, 128))) + 1e-3
+    draws = jax.vmap(lambda key: dequantized(quantized(x, key, block=128, signed=signed)))(
+        jax.random.split(jax.random.key(0), 4000)
+    )
+    # Standard errors: of steps of 3% at most, over 4,000 draws.
+    np.testing.assert_allclose(draws.mean(0), x, rtol=5e-3, atol=2e-3)
+
+
+def test_a_second_moment_that_is_not_0_does_not_become_0():
+    x = jnp.full(128, 1e-20).at[0].set(1.0).at[1].set(0.0)
+    codes = quantized(x, jax.random.key(0), block=128, signed=False).codes
+    assert codes[0] == 255 and codes[1] == 0 and jnp.all(codes[2:] == 1)
+
+
+def test_what_was_rounded_once_stays():
+    x = jax.random.normal(jax.random.key(0), (4, 128))
+    once = dequantized(quantized(x, jax.random.key(1), block=32, signed=True))
+    again = dequantized(quantized(once, jax.random.key(2), block=32, signed=True))
+    np.testing.assert_allclose(again, once, rtol=1e-4)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_a_second_moment_decays(moments):
+    """Rounded to the nearest, a thousandth less would be no less, and the rate would stay low for good."""
+    weights, small = jnp.zeros((D, F)), jnp.full((D, F), 1e-6).at[:, ::32].set(0.1)
+    optimizer = build_optimizer(OptimConfig(moments=moments, grad_clip=1e9))
+
+    def update(gradient, state):
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(gradient, state, weights)[1]
+
+    state = update(jnp.ones((D, F)), optimizer.init(weights))
+    state = jax.jit(lambda s: jax.lax.fori_loop(0, 400, lambda _, s: update(small, s), s))(state)
+    nu = state[1].inner.nu
+    nu = dequantized(nu) if moments == "int8" else nu.astype(jnp.float32)
+    expected = 0.001 * 0.999**400
+    assert float(nu[:, 1].mean()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((64, 5120, 27648), 64),  # 27,648 / 16 = 64 x 27
+        ((64, 5120, 40, 128), 128),  # a head is not split
+        ((152064, 5120), 64),
+        ((151936, 896), 128),  # 896 / 16 holds no block; 896 does
+        ((24, 896, 16), 0),  # an adapter's rank
+        ((24, 128), 0),  # few
+        ((64, 96), 32),
+        ((), 0),
+    ],
+)
+def test_blocks_by_hand(shape, block):
+    assert block_of(shape) == block
+
+
+# Convergence
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_fewer_bits_converge_alike(kind):
+    """A network learns from noisy examples, with features of very different sizes."""
+    key = jax.random.key(0)
+    teacher, examples, start = jax.random.split(key, 3)
+    size_D = jnp.logspace(-2, 0, D)
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape) / shape[0] ** 0.5
+
+    truth = normal(teacher, D, F), normal(jax.random.fold_in(teacher, 1), F, D)
+
+    def loss(weights, key):
+        x_ND = jax.random.normal(key, (32, D)) * size_D[None]
+        noise_ND = 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (32, D))
+        hidden = jnp.tanh(x_ND @ weights["layers"]["up"]["weight"][0])
+        out_ND = hidden @ weights["embedding"]
+        return jnp.mean((out_ND - jnp.tanh(x_ND @ truth[0]) @ truth[1] - noise_ND) ** 2)
+
+    def train(moments: str) -> float:
+        config = OptimConfig(kind=kind, moments=moments, weight_decay=0.0)
+        optimizer = build_optimizer(config, AXES)
+
+        def step(carry, t):
+            weights, state = carry
+            value, gradient = jax.value_and_grad(loss)(weights, jax.random.fold_in(examples, t))
+            with jax.numpy_dtype_promotion("standard"):
+                direction, state = optimizer.update(gradient, state, weights)
+            return (jax.tree.map(lambda w, d: w - 3e-3 * d, weights, direction), state), value
+
+        weights = {
+            "layers": {"up": {"weight": normal(start, D, F)[None]}},
+            "embedding": normal(jax.random.fold_in(start, 1), F, D),
+        }
+        run = jax.jit(lambda w: jax.lax.scan(step, (w, optimizer.init(w)), jnp.arange(400)))
+        losses = run(weights)[1]
+        assert losses[-50:].mean() < 0.25 * losses[:10].mean()
+        return float(losses[-100:].mean())
+
+    exact = train("float32")
+    for moments in ("bfloat16", "int8"):
+        assert train(moments) == pytest.approx(exact, rel=0.03)
+
+
+# Muon
+
+
+def test_muon_makes_matrices_orthogonal_and_leaves_the_rest_to_adamw():
+    rng = np.random.default_rng(0)
+    gradient = {
+        "layers": {"up": {"weight": jnp.asarray(rng.normal(size=(2, 8, 32)), jnp.float32)}},
+        "embedding": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
+    }
+    weights = jax.tree.map(jnp.zeros_like, gradient)
+    config = OptimConfig(kind="muon", weight_decay=0.0, grad_clip=1e9)
+    (found,), _ = updates_of(config, [gradient], weights, AXES)
+    (plain,), _ = updates_of(dataclasses.replace(config, kind="adamw"), [gradient], weights)
+    assert_close(found["embedding"], plain["embedding"])
+    for layer, matrix in enumerate(gradient["layers"]["up"]["weight"]):
+        out = np.asarray(found["layers"]["up"]["weight"][layer])
+        u, _, vh = np.linalg.svd(np.asarray(matrix), full_matrices=False)
+        # Newton-Schulz brings singular values to about 1, 0.7 to 1.2, times 0.2 sqrt(32).
+        values = np.linalg.svd(out, compute_uv=False) / (0.2 * 32**0.5)
+        assert np.all((values > 0.6) & (values < 1.3))
+        assert np.sum(out * (u @ vh)) / np.linalg.norm(out) / np.linalg.norm(u @ vh) > 0.97
+        # As large as an update of AdamW.
+        assert np.sqrt(np.mean(out**2)) == pytest.approx(0.2, rel=0.25)
+
+
+MIXTURE = ModelConfig(
+    num_experts=4, experts_per_token=2, qk_norm=True, tie_embeddings=False, lora=LoraConfig(rank=2)
+)
+DENSE = ModelConfig(
+    vocab_size=16, num_layers=2, d_model=64, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=32
+)
+
+
+def sides(config: ModelConfig) -> dict[str, tuple | None]:
+    """Axes of inputs and outputs of every weight, by its path."""
+    _, _, axes = decoder_graph(config)
+    found = {}
+    for path, names in jax.tree_util.tree_leaves_with_path(
+        axes, is_leaf=lambda x: isinstance(x, tuple)
+    ):
+        keys = tuple(entry.key for entry in path)
+        numbers = matrix_dimensions(keys, names)
+        name = ".".join(keys).removeprefix("layers.")
+        found[name] = numbers and tuple(tuple(names[i] for i in side) for side in numbers)
+    return found
+
+
+def test_muon_is_told_the_two_sides_of_every_matrix():
+    found = sides(MIXTURE) | sides(DENSE)
+    heads, keys = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    matrices = {
+        "attention.q.weight": (("embed",), heads),
+        "attention.k.weight": (("embed",), keys),
+        "attention.v.weight": (("embed",), keys),
+        "attention.o.weight": (heads, ("embed",)),
+        "mlp.gate.weight": (("embed",), ("mlp",)),
+        "mlp.up.weight": (("embed",), ("mlp",)),
+        "mlp.down.weight": (("mlp",), ("embed",)),
+        "attention.q.lora_a": (("embed",), (None,)),
+        "attention.q.lora_b": ((None,), heads),
+        "attention.o.lora_a": (heads, (None,)),
+        "attention.o.lora_b": ((None,), ("embed",)),
+        "mlp.down.lora_a": (("mlp",), (None,)),
+        "mlp.down.lora_b": ((None,), ("embed",)),
+    }
+    for name, expected in matrices.items():
+        assert found[name] == expected, name
+    others = {name for name, pair in found.items() if pair is None}
+    assert {
+        "embedding",
+        "unembedding",
+        "mlp.router",
+        "attention.q.bias",
+        "final_norm.scale",
+    } < others
+    assert all(
+        "norm" in n or "bias" in n or n in ("embedding", "unembedding", "mlp.router")
+        for n in others
+    )
+
+
+# In a role
+
+R, T = 8, 8
+
+
+def actor_of(config: OptimConfig, sharding: str = "FSDP", **layout) -> Actor:
+    sizes = ParallelLayout.from_config(LayoutConfig(**layout))
+    return Actor(
+        DENSE,
+        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
+        train=TrainConfig(rows=R, row_tokens=T),
+        optim=config,
+        temperature=1.0,
+        seed=0,
+        tables=state_tables(sharding),
+    )
+
+
+def batch(seed: int = 0) -> TrainBatch:
+    tokens = np.random.default_rng(seed).integers(0, 16, (1, 1, R, T)).astype(np.int32)
+    ones = np.ones_like(tokens)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape).copy()
+    mask = (positions > 0).astype(np.float32)
+    return TrainBatch.of(
+        PackedBatch(tokens, positions, ones, ones, mask, num_micro_U=np.ones(1, np.int32))
+    )
+
+
+def stepped(actor: Actor, *seeds: int) -> list[float]:
+    return [float(actor.update(actor.place(batch(seed)), SUPERVISED)["loss"]) for seed in seeds]
+
+
+CONFIG = OptimConfig(lr=1e-2, lr_warmup_steps=0, epsilon=1e-4)
+
+
+@pytest.mark.parametrize("moments", KINDS)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_sharded_as_on_one_device(kind, moments):
+    """The draws of the rounding go by the place in the whole array, so shards round alike."""
+    config = dataclasses.replace(CONFIG, kind=kind, moments=moments)
+    alone = actor_of(config, train="1-1-1")
+    alone.init()
+    start = jax.device_get(alone.state)
+    losses = stepped(alone, 0, 1, 2)
+    for sharding, layout in (
+        ("FSDP", {"train": "1-2-4", "fsdp": 4}),
+        ("ZeRO-3", {"train": "1-1-8"}),
+    ):
+        actor = actor_of(config, sharding, **layout)
+        actor.state = jax.device_put(start, actor.state_shardings())
+        assert stepped(actor, 0, 1, 2) == pytest.approx(losses, rel=1e-3)
+        # A gradient that is another by rounding may take the other of two codes, here and there.
+        for found, expected in zip(
+            jax.tree.leaves(actor.state.params), jax.tree.leaves(alone.state.params), strict=True
+        ):
+            off = np.abs(np.asarray(found) - np.asarray(expected))
+            assert np.mean(off > 1e-4) < 0.01
+
+
+def held(tree) -> tuple[int, int]:
+    """Bytes of all devices' copies together counted once, and of the first device's part."""
+    leaves = jax.tree.leaves(tree)
+    return sum(a.nbytes for a in leaves), sum(a.addressable_shards[0].data.nbytes for a in leaves)
+
+
+def test_bytes_of_moments():
+    sizes = {}
+    for moments in KINDS:
+        actor = actor_of(
+            dataclasses.replace(CONFIG, moments=moments), train="1-2-4", generate="1-2-1-4", fsdp=4
+        )
+        actor.init()
+        values = sum(leaf.size for leaf in jax.tree.leaves(actor.state.params))
+        whole, part = held(actor.state.opt_state)
+        sizes[moments] = whole / values, part / values
+    assert sizes["float32"][0] == pytest.approx(8, rel=1e-3)
+    assert sizes["bfloat16"][0] == pytest.approx(4, rel=1e-3)
+    # Codes and, every 64 or 32 of them, a scale; norms, biases and the tiny embedding stay float32.
+    assert sizes["int8"][0] < 2.6
+    for moments in KINDS:
+        # Of eight devices two hold each part, of a mesh of 2 x 4: norms and biases are whole here and there.
+        assert sizes[moments][1] == pytest.approx(sizes[moments][0] / 8, rel=0.2)
+
+
+def test_moments_of_8_bits_lie_as_their_weights():
+    actor = actor_of(dataclasses.replace(CONFIG, moments="int8"), train="1-2-4", fsdp=4)
+    actor.init()
+    weight = actor.state.params["layers"]["mlp"]["down"]["weight"]
+    moment = actor.state.opt_state[1].inner.mu["layers"]["mlp"]["down"]["weight"]
+    assert isinstance(moment, BlockQuantized)
+    assert moment.codes.sharding == weight.sharding
+    # One block of 64 cannot be split over four devices.
+    assert moment.scale.shape == (2, 64, 1)
+    assert moment.scale.sharding.spec == jax.sharding.PartitionSpec(*weight.sharding.spec[:2], None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moments"), [("adamw", "int8"), ("adamw", "bfloat16"), ("muon", "int8")]
+)
+def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
+    config = dataclasses.replace(CONFIG, kind=kind, moments=moments)
+    first = actor_of(config, train="1-1-1")
+    first.init()
+    stepped(first, 0, 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.prepare(None)
+    checkpoints.save(1, {"actor": first.state}, {})
+    checkpoints.commit()
+    checkpoints.wait()
+    # Restored into another layout and back, then on as if nothing had been.
+    elsewhere = actor_of(config, train="1-2-4", fsdp=4)
+    elsewhere.state = checkpoints.restore(1, {"actor": elsewhere.abstract_state()})["actor"]
+    second = actor_of(config, train="1-1-1")
+    second.state = jax.device_put(jax.device_get(elsewhere.state), second.state_shardings())
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, second.state, first.state)
+    assert stepped(second, 2, 3) == stepped(first, 2, 3)
+    jax.tree.map(np.testing.assert_array_equal, second.state, first.state)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("moments", KINDS)
+def test_a_minibatch_that_is_skipped_leaves_the_moments(kind, moments):
+    actor = actor_of(dataclasses.replace(CONFIG, kind=kind, moments=moments), train="1-1-1")
+    actor.init()
+    before = jax.device_get(actor.state)
+    nothing = batch()
+    nothing = nothing.replace(loss_mask=np.zeros_like(nothing.loss_mask))
+    actor.update(actor.place(nothing), SUPERVISED)
+    jax.tree.map(np.testing.assert_array_equal, actor.state.opt_state, before.opt_state)
+
+
+# The schedule
+
+
+def rates(num_steps: int, **settings) -> np.ndarray:
+    schedule = learning_rate(OptimConfig(lr=1.0, **settings))
+    return np.array([float(schedule(jnp.int32(n))) for n in range(num_steps)])
+
+
+def test_warm_up_stable_decay():
+    found = rates(13, lr_warmup_steps=2, lr_stable_steps=6, lr_decay_steps=10, lr_final=0.2)
+    np.testing.assert_allclose(found[:7], [0.5, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_allclose(found[[8, 10, 12]], [0.6, 0.2, 0.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0, 5])
+def test_a_stable_part_without_a_decay_is_refused(decay):
+    with pytest.raises(ValueError, match="lr_stable_steps 5 leaves no step"):
+        OptimConfig(lr_stable_steps=5, lr_decay_steps=decay)
+
+
+@pytest.mark.parametrize("setting", [{"kind": "sgd"}, {"moments": "int4"}])
+def test_unknown_kinds_list_the_known(setting):
+    with pytest.raises(UserError, match=r"expected 'adamw' or 'muon'|expected 'float32' or"):
+        OptimConfig(**setting)
+
+
+def test_optax_knows_what_is_a_moment():
+    """The state's shardings rest on it: moments of both kinds are found in Muon's partition."""
+    optimizer = build_optimizer(OptimConfig(kind="muon", moments="int8"), AXES)
+    weights = {"layers": {"up": {"weight": jnp.zeros((1, D, F))}}, "embedding": jnp.zeros((64, 64))}
+    found = []
+    optax.tree.map_params(
+        optimizer,
+        lambda moment, _: found.append(type(moment)) or 0,
+        optimizer.init(weights),
+        weights,
+        transform_non_params=lambda _: 0,
+        is_leaf=lambda node: isinstance(node, BlockQuantized | optax.MaskedNode),
+    )
+    assert found.count(BlockQuantized) == 3  # one of Muon, two of AdamW
