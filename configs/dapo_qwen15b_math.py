@@ -4,7 +4,7 @@
     python launch/train.py --config configs/dapo_qwen15b_math.py --dry_run   # what would it take?
 
 Hardware: one accelerator of 80 GB or more (A100, H100, H200, TPU v5p). Compiled ahead of time for a
-TPU, sampling takes 46.4 GB and learning 41.2 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
+TPU, sampling takes 46.7 GB and learning 41.2 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
 measured. Score to expect: not run by us, and nobody's number is for these lengths.
 
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):

@@ -4,7 +4,7 @@
     python launch/train.py --config configs/grpo_qwen05b_gsm8k.py --dry_run   # what would it take?
 
 Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Compiled ahead of time for
-a TPU, sampling and learning take 15.1 GB each (benchmarks/results/2026-11-22-compile_ahead.md). Hours and
+a TPU, sampling takes 15.6 GB and learning 15.0 (benchmarks/results/2026-11-22-compile_ahead.md). Hours and
 score: not run by us.
 
 Files, relative to where the command is run (docs/data.md has the commands that fetch them):

@@ -5,7 +5,7 @@ accelerator.
     python launch/train.py --config configs/grpo_qwen7b_lora.py --dry_run   # what would it take?
 
 Hardware: one accelerator of 40 GB or more (A100, H100, TPU v5p). Compiled ahead of time for a TPU,
-sampling takes 24.0 GB and learning 19.9 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
+sampling takes 24.3 GB and learning 19.9 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
 measured. Score to expect: not run by us. The 15 GB of frozen weights are there once, in bfloat16: training
 and sampling share them, and without the adapters they are the reference.
 

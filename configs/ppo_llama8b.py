@@ -4,7 +4,7 @@
     python launch/train.py --config configs/ppo_llama8b.py --dry_run   # what would it take?
 
 Hardware: one host of 8 accelerators of 80 GB or more (8 x A100 or H100, TPU v5p-16). Compiled ahead of
-time for 8 chips of a TPU v5p, sampling takes 52.8 GB of each and learning 56.4; the critic's update was not
+time for 8 chips of a TPU v5p, sampling takes 52.9 GB of each and learning 56.4; the critic's update was not
 compiled (benchmarks/results/2026-11-22-compile_ahead.md). Two models in training
 hold 16 bytes a parameter, 257 GB, so one accelerator is too little for full weights;
 configs/grpo_qwen7b_lora.py is the recipe for that. Hours: not measured. Score to expect: not run by us.
