@@ -42,6 +42,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.hardware import roof_of
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.cached_attention import cached_attention
@@ -50,6 +51,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels import paged_attention as paged
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
+from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig
@@ -255,14 +257,21 @@ def decode_blocks(scale: Scale):
     )
     plain = jax.jit(_by_xla)
     yield {"kernel": "xla", "gb_per_s": read / seconds(plain, new, cache, length_B) / 1e9}
-    blocks = (
-        ((64, 16),) if scale.small else ((32, 16), (64, 4), (64, 8), (64, 16), (64, 32), (128, 8))
-    )
-    for block, splits in blocks:
-        with mock.patch.multiple(paged, _GPU_BLOCK=block, _GPU_SPLITS=splits):
+    for constants in _block_sizes(scale):
+        with mock.patch.multiple(paged, **constants):
             kernel = jax.jit(functools.partial(_by_kernel, scale))
             rate = read / seconds(kernel, new, cache, length_B) / 1e9
-        yield {"block": block, "splits": splits, "gb_per_s": rate}
+        yield constants | {"gb_per_s": rate}
+
+
+def _block_sizes(scale: Scale) -> list[dict[str, int]]:
+    """Constants of the decode kernels to try."""
+    if jax.default_backend() == "tpu":
+        return [{"_TPU_BLOCK": block} for block in (256, 512, 1024)]
+    tried = (
+        ((64, 16),) if scale.small else ((32, 16), (64, 4), (64, 8), (64, 16), (64, 32), (128, 8))
+    )
+    return [{"_GPU_BLOCK": block, "_GPU_SPLITS": splits} for block, splits in tried]
 
 
 @check("A")
@@ -310,7 +319,7 @@ def _repeated(out: Any) -> list[np.ndarray]:
 
 @check("B")
 def update(scale: Scale):
-    """Seconds, tokens/s and TFLOP/s of one optimiser update on packed rows, and the peak of memory."""
+    """Seconds, tokens/s, TFLOP/s and MFU of one optimiser update on packed rows, and the peak of memory."""
     rows, length = (2, 128) if scale.small else (1, 8192)
     actor = _actor(scale.model, scale.dtype, rows=rows, length=length)
     actor.init()
@@ -321,19 +330,16 @@ def update(scale: Scale):
         for _ in range(rows * length // sequence)
     ]
     batch = actor.place(_batch_of(packed, length, per_row=length // sequence))
-    weights = sum(x.size for x in jax.tree.leaves(actor.state.params))
     spent = seconds(lambda: actor.update(batch, LOSS), rounds=3)
-    model = scale.model
-    # Of the dense products 6 for each weight and token; of attention 12 for half of the scores of each head.
-    dense = 6 * weights * rows * length
-    scores = 6 * model.num_layers * model.num_heads * model.head_dim * sequence * rows * length
-    stats = jax.devices()[0].memory_stats() or {}
+    flops = training_flops(scale.model, np.full(len(packed), sequence)).sum()
+    device = jax.devices()[0]
+    roof, stats = roof_of(device.device_kind), device.memory_stats() or {}
     return {
-        "weights": weights,
         "tokens": rows * length,
         "update_seconds": spent,
         "tokens_per_s": rows * length / spent,
-        "tflops": (dense + scores) / spent / 1e12,
+        "tflops": flops / spent / 1e12,
+        "mfu": roof and flops / spent / 1e12 / roof.tflops(scale.dtype),
         "peak_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -344,7 +350,7 @@ def decode(scale: Scale):
     response = 16 if scale.small else 128
     for rows in (4,) if scale.small else (12, 64, 256):
         actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=())
-        out = _sampled(actor, prompts=rows, samples=1)
+        _sampled(actor, prompts=rows, samples=1)
         begun = time.perf_counter()
         out = _sampled(actor, prompts=rows, samples=1, step=1)
         spent = time.perf_counter() - begun

@@ -37,11 +37,10 @@ import jax
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CLOCK = ("time_s", "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
 STEPS = 24
 SETTINGS = {
     "model.vocab_size": 288,
@@ -126,7 +125,7 @@ class Run:
         for stage in ("sft", "rl"):
             path = self.folder / stage / "metrics.jsonl"
             rows = read_metrics(path) if path.exists() else []
-            found[stage] = [{k: v for k, v in r.items() if not k.startswith(CLOCK)} for r in rows]
+            found[stage] = [without_clock(row) for row in rows]
         return found
 
 

@@ -17,7 +17,7 @@ from processes import free_port, started
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.host_watch import EXIT_LOST
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -68,15 +68,6 @@ SETTINGS = {
     "run.num_steps": 2,
     "run.save_every": 1,
 }
-# What the clock says differs from run to run.
-CLOCK = (
-    "time_s",
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/time_per_step",
-    "perf/throughput",
-    "perf/tflops",
-)
 
 
 def write_problems(folder: pathlib.Path) -> dict[str, str]:
@@ -137,7 +128,7 @@ def run(recipes: list[pathlib.Path], status: int = 0) -> list[tuple[str, str]]:
 
 def rows_of(folder: pathlib.Path, stage: str) -> list[dict]:
     rows = read_metrics(folder / "runs" / "tiny" / "seed0" / stage / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 @pytest.fixture(scope="module")

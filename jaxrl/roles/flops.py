@@ -83,13 +83,6 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     return 4.0 * model.num_heads * model.head_dim * pairs_B
 
 
-def forward_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
-    """Of a forward pass over whole sequences: float64 [B]."""
-    of_token = token_flops(model)
-    linear_B = np.asarray(lengths_B) * (of_token.weights + of_token.adapters)
-    return linear_B + attention_flops(model, lengths_B)
-
-
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     """Of a forward and a backward pass over whole sequences: float64 [B]."""
     linear_B = np.asarray(lengths_B) * token_flops(model).training

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
+# Names that begin so are seconds, or rates by them.
+_OF_THE_CLOCK = (
+    "time_s",
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/tflops",
+    "perf/mfu",
+)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -44,6 +54,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       UserError: there is no such file, or a line other than the last is not a row.
     """
     return [row for _, row in _read_lines(Path(path))]
+
+
+def without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of `read_metrics` says of the run and not of the machine: equal runs have equal ones."""
+    return {name: value for name, value in row.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 def evaluation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -26,20 +26,10 @@ from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
-
-# What the clock says differs from run to run.
-CLOCK = (
-    "time_s",
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/time_per_step",
-    "perf/throughput",
-    "perf/tflops",
-)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +114,7 @@ def warm(config: Config, whole: Config) -> Config:
 
 def curve(config: Config) -> list[dict]:
     rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 def rollouts(config: Config) -> dict[int, bytes]:

@@ -15,20 +15,11 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
-)
-# What the clock says differs from run to run.
-CLOCK = (
-    "time_s",
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/time_per_step",
-    "perf/throughput",
-    "perf/tflops",
 )
 COLOCATED = {}
 APART = {
@@ -119,7 +110,7 @@ def ppo_settings(folder) -> dict:
 
 def curve(config: Config) -> list[dict]:
     rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 @pytest.fixture(scope="module")
