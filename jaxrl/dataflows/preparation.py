@@ -34,6 +34,7 @@ class Packer:
         max_prompt_tokens: int,
         mask_truncated: bool = False,
         fill_minibatches: bool = False,
+        share_prompts: bool = False,
     ):
         """Args.
 
@@ -42,7 +43,7 @@ class Packer:
         max_prompt_tokens: limit of a prompt, for metrics.
         mask_truncated: truncated responses are left out of the loss (overlong filtering); they still count
           in their group's baseline.
-        fill_minibatches: see `data.packing.plan_packing`.
+        fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
         """
         self._actor = actor
         self._shape = shape
@@ -51,6 +52,7 @@ class Packer:
         self._layout: Any = {
             "shards": shards_of("batch", TRAIN_RULES, actor.mesh),
             "fill_minibatches": fill_minibatches,
+            "share_prompts": share_prompts,
         }
 
     def __call__(self, sampled: Sampled) -> Experience:

@@ -237,6 +237,7 @@ class RlStage(TrainingStage):
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 mask_truncated=config.reward.mask_truncated,
                 fill_minibatches=config.train.fill_minibatches,
+                share_prompts=config.train.share_prompts,
             ),
             actor=ActorPhase(
                 actor,
