@@ -19,8 +19,8 @@ from jaxrl.types import PackedBatch
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
-def work_metrics(model: PackedModel, batch: PackedBatch) -> dict[str, float]:
-    """Of a batch on the host that `model` is to learn from.
+def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> dict[str, float]:
+    """Of a batch on the host that `model` is to learn from, `epochs` times.
 
     Returns:
       perf/padding: share of the token places of all microbatches that run which hold no token.
@@ -42,7 +42,7 @@ def work_metrics(model: PackedModel, batch: PackedBatch) -> dict[str, float]:
         "perf/imbalance": _imbalance(
             model, segments, np.asarray(batch.num_micro_U), R, T, row_shards
         ),
-        "perf/update_tflop": float(operations) / 1e12 / model.mesh.size,
+        "perf/update_tflop": epochs * float(operations) / 1e12 / model.mesh.size,
     }
     roof = roof_of(model.mesh.devices.flat[0].device_kind)
     if roof is not None:
