@@ -395,21 +395,24 @@ class Learner(PackedModel, abc.ABC):
             sums = _Sums(means, shares, kept, largest, tally)
             return total, (jax.lax.stop_gradient(sums), own)
 
-        gradient_shardings = self.trained(self._gradient_shardings)
-
-        def gradient(params, m):
-            grads, (sums, own) = jax.grad(micro_loss, has_aux=True)(params, m)
-            return jax.lax.with_sharding_constraint(grads, gradient_shardings), sums, own
+        place = functools.partial(
+            jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
+        )
+        # The backward pass adds to these in place, layer by layer: there is no gradient of a microbatch
+        # beside the sum.
+        grads = jax.tree.map(jax.new_ref, place(jax.tree.map(jnp.zeros_like, params)))
 
         def accumulate(m, total):
-            grads, sums, own = gradient(params, m)
-            own_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[2], own)
-            return jax.tree.map(jnp.add, total[0], grads), total[1] + sums, own_M
+            _, pull_back, (sums, own) = jax.vjp(lambda p: micro_loss(p, m), params, has_aux=True)
+            pull_back.with_refs(grads)(jnp.float32(1))
+            own_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], own)
+            return total[0] + sums, own_M
 
-        *like, own = jax.eval_shape(gradient, params, 0)
+        _, (sums, own) = jax.eval_shape(micro_loss, params, 0)
         own_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), own)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*like, own_M))
-        grads, sums, own_M = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, own_M))
+        sums, own_M = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
+        grads = place(jax.tree.map(jax.freeze, grads))
         stats = sums.means
         if correction is not None and ends_late:
             assert not self.train.load_balancing_coef, "a share of it would be divided twice"
