@@ -1,5 +1,6 @@
 """Moments and activations in pinned host memory change where they lie, and no number."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -101,9 +102,11 @@ def test_a_state_on_the_host_is_offloaded_and_comes_back():
 def test_a_run_with_moments_on_the_host_resumes_from_one_without(tmp_path):
     first, second = actor_of(), actor_of(moments_on_host=True)
     state = after_two_steps(first)
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
+    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
         checkpoints.save(2, {"actor": first.state}, {})
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.wait()
+        checkpoints.commit()
+    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
         second.state = checkpoints.restore(2, {"actor": second.abstract_state()})["actor"]
     assert memories(second.state) == ({"device"}, {"pinned_host"})
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(second.state), state)
