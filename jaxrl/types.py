@@ -265,11 +265,21 @@ class PackedBatch:
         positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
         sequence      4 4 4 4 4 9 9 9 9 9 -1
 
+    Where sequences share a prompt, it is there once, but for its last token, with which each of them goes on
+    in a segment of its own (q is another prompt's token):
+
+        tokens        P P P r r P r r r q .      segment_ids   1 1 2 2 2 3 3 3 3 4 0
+        positions     0 1 2 3 4 2 3 4 5 0 0      prefix_ids    0 0 1 1 1 1 1 1 1 0 0
+        sequence      -1 -1 4 4 4 5 5 5 5 9 -1
+
     Attributes:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
-      sequence: int32 [U, M, R, T], which of the step's sequences a token belongs to, -1 on padding.
+      sequence: int32 [U, M, R, T], which of the step's sequences a token belongs to, -1 on padding and on
+        what several share.
       loss_mask: float32 [U, M, R, T], 1 on tokens that are trained on.
       num_micro_U: int32 [U], microbatches that hold anything; the rest is skipped at run time.
+      prefix_ids: int32 [U, M, R, T], the segment that a token sees besides its own, 0 for none; None where no
+        sequence of the batch can share anything.
     """
 
     tokens: jax.Array
@@ -278,6 +288,7 @@ class PackedBatch:
     sequence: jax.Array
     loss_mask: jax.Array
     num_micro_U: jax.Array
+    prefix_ids: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     def replace(self, **changes) -> Self:
         """A copy with the given fields changed."""

@@ -90,33 +90,69 @@ class Packing:
     Attributes:
       shape: of the packed arrays.
       positions, segment_ids: int32 [U, M, R, T].
+      prefix_ids: int32 [U, M, R, T], for each token the segment that its own goes on from, 0 for none; None
+        where nothing can be shared.
       num_micro_U: int32, microbatches in use.
-      starts: for each sequence its offset in the flattened packed array; it lies there in one piece.
+      starts: for each sequence its offset in the flattened packed array; it lies there in one piece, but for
+        what it shares.
       lengths: tokens of each sequence.
+      shared: how many first tokens of each lie elsewhere, where others of its row have them too.
+      shared_starts: the offset of those.
     """
 
     shape: PackedShape
     positions: np.ndarray
     segment_ids: np.ndarray
+    prefix_ids: np.ndarray | None
     num_micro_U: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    shared: np.ndarray
+    shared_starts: np.ndarray
 
     def pack(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
-        """Lays out one ragged field, an array per sequence, as [U, M, R, T]; padding is 0."""
+        """Lays out one ragged field, an array per sequence, as [U, M, R, T]; padding is 0.
+
+        What is shared is taken from the last of those who share it.
+        """
         out = np.zeros(self.positions.size, dtype)
-        for start, value in zip(self.starts, values, strict=True):
-            out[start : start + len(value)] = value
+        for value, start, shared, there in self._places(values):
+            out[there : there + shared] = value[:shared]
+            out[start : start + len(value) - shared] = value[shared:]
         return out.reshape(self.positions.shape)
 
     def unpack(self, packed: np.ndarray) -> list[np.ndarray]:
         """The inverse of `pack`."""
         flat = np.asarray(packed).reshape(-1)
-        return [flat[s : s + n] for s, n in zip(self.starts, self.lengths, strict=True)]
+        return [
+            np.concatenate([flat[there : there + shared], flat[start : start + length - shared]])
+            for length, start, shared, there in self._places(self.lengths)
+        ]
+
+    def _places(self, of_sequences) -> Iterator[tuple[Any, int, int, int]]:
+        return zip(of_sequences, self.starts, self.shared, self.shared_starts, strict=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Families:
+    """Sequences that begin alike, such as the answers to one prompt.
+
+    Attributes:
+      family_B: int, those of one family begin with the same tokens.
+      shared_B: int, how many these are; less than the sequence has.
+    """
+
+    family_B: np.ndarray
+    shared_B: np.ndarray
 
 
 def plan_packing(
-    lengths: Sequence[int], shape: PackedShape, *, shards: int = 1, fill_minibatches: bool = False
+    lengths: Sequence[int],
+    shape: PackedShape,
+    *,
+    shards: int = 1,
+    fill_minibatches: bool = False,
+    families: Families | None = None,
 ) -> Packing:
     """Places sequences, in order, an equal number to each minibatch, best-fit by decreasing length.
 
@@ -130,37 +166,101 @@ def plan_packing(
       shards: of the rows of a microbatch; each has as many that follow each other.
       fill_minibatches: sequences may change places with ones of another minibatch where the step then has
         fewer microbatches. Each minibatch keeps its number of sequences.
+      families: what sequences of a row may share; then minibatches stay as they are.
     """
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
     assert len(tokens_of) % U == 0, f"{len(tokens_of)} sequences do not divide into {U} minibatches"
     assert np.all((tokens_of > 0) & (tokens_of <= T)), f"sequences must have 1 to {T} tokens"
     assert R % shards == 0, f"{R} rows do not divide into {shards} shards"
+    assert not (families and fill_minibatches), "families would be parted by an exchange"
     members_U = list(np.arange(len(tokens_of)).reshape(U, -1))
-    rows_U = [_best_fit_decreasing(members, tokens_of, T) for members in members_U]
+    if families is None:
+        rows_U = [_best_fit_decreasing(members, tokens_of, T) for members in members_U]
+    else:
+        rows_U = [_best_fit_families(members, tokens_of, families, T) for members in members_U]
     if fill_minibatches and U > 1:
         rows_U = _filled_minibatches(members_U, rows_U, tokens_of, R, T)
-    positions, segment_ids = (np.zeros((U, M, R, T), np.int32) for _ in range(2))
-    starts = np.zeros(len(tokens_of), np.int64)
+    positions, segment_ids, prefix_ids = (np.zeros((U * M * R, T), np.int32) for _ in range(3))
+    starts, shared, shared_starts = (np.zeros(len(tokens_of), np.int64) for _ in range(3))
     for u, rows in enumerate(rows_U):
         assert len(rows) <= M * R, (
             f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
             "shorter sequences"
         )
-        for index, row in _dealt(rows, tokens_of, R, shards):
-            micro, r = divmod(index, R)
+        pieces = [_pieces(row, tokens_of, families) for row in rows]
+        for index, r in _dealt([_work(row) for row in pieces], R, shards):
+            at = u * M * R + index
             offset = 0
-            for segment, i in enumerate(row, start=1):
-                n = int(tokens_of[i])
-                positions[u, micro, r, offset : offset + n] = np.arange(n)
-                segment_ids[u, micro, r, offset : offset + n] = segment
-                starts[i] = np.ravel_multi_index((u, micro, r, offset), (U, M, R, T))
-                offset += n
+            for segment, piece in enumerate(pieces[r], start=1):
+                here = slice(offset, offset + piece.stop - piece.first)
+                positions[at, here] = np.arange(piece.first, piece.stop)
+                segment_ids[at, here] = segment
+                prefix_ids[at, here] = piece.prefix
+                start = at * T + offset
+                if piece.sequence is not None:
+                    starts[piece.sequence], shared[piece.sequence] = start, piece.first
+                for i in piece.sharers:
+                    shared_starts[i] = start
+                offset = here.stop
     num_micro_U = np.array([_num_micro(rows, R) for rows in rows_U], np.int32)
-    return Packing(shape, positions, segment_ids, num_micro_U, starts, tokens_of)
+    positions, segment_ids, prefix_ids = (
+        x.reshape(U, M, R, T) for x in (positions, segment_ids, prefix_ids)
+    )
+    return Packing(
+        shape,
+        positions,
+        segment_ids,
+        prefix_ids if families else None,
+        num_micro_U,
+        starts,
+        tokens_of,
+        shared,
+        shared_starts,
+    )
 
 
 Rows = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A segment of a row: tokens `first` to `stop` of a sequence, or of what several share.
+
+    Attributes:
+      first, stop: which tokens.
+      prefix: number of the piece that it goes on from, counted from 1; 0 for none.
+      sequence: whose it is alone; None if several share it.
+      sharers: who share it.
+    """
+
+    first: int
+    stop: int
+    prefix: int = 0
+    sequence: int | None = None
+    sharers: tuple[int, ...] = ()
+
+
+def _pieces(row: list[int], lengths: np.ndarray, families: Families | None) -> list[_Piece]:
+    """The segments of a row, in order: what a family shares stands before its members."""
+    kin: dict[int, list[int]] = {}
+    for i in row:
+        kin.setdefault(-1 - i if families is None else int(families.family_B[i]), []).append(i)
+    pieces: list[_Piece] = []
+    for members in kin.values():
+        shared = 0 if families is None else int(families.shared_B[members[0]])
+        if len(members) == 1 or not shared:
+            pieces += [_Piece(0, int(lengths[i]), sequence=i) for i in members]
+            continue
+        pieces.append(_Piece(0, shared, sharers=tuple(members)))
+        prefix = len(pieces)
+        pieces += [_Piece(shared, int(lengths[i]), prefix, sequence=i) for i in members]
+    return pieces
+
+
+def _work(pieces: list[_Piece]) -> int:
+    """Of attention in a row: for each of its tokens, those before it in its sequence."""
+    return sum(piece.stop**2 - piece.first**2 for piece in pieces)
 
 
 def _num_micro(rows: Rows, rows_of_micro: int) -> int:
@@ -186,15 +286,49 @@ def _best_fit_decreasing(members: np.ndarray, lengths: np.ndarray, capacity: int
     return rows
 
 
-def _dealt(
-    rows: Rows, lengths: np.ndarray, rows_of_micro: int, shards: int
-) -> Iterator[tuple[int, list[int]]]:
+def _best_fit_families(
+    members: np.ndarray, lengths: np.ndarray, families: Families, capacity: int
+) -> Rows:
+    """As `_best_fit_decreasing`, the largest family first, and of each as many in a row as it has room for.
+
+    A row is opened only where no other has room for the sequence with all its tokens, so that
+    `PackedShape.for_sequences` holds here too.
+    """
+    kin: dict[int, list[int]] = {}
+    for i in members[np.argsort(-lengths[members], kind="stable")].tolist():
+        kin.setdefault(int(families.family_B[i]), []).append(i)
+    own = lengths - families.shared_B
+    rows: Rows = []
+    rooms: list[int] = []
+    for brood in sorted(kin.values(), key=lambda brood: -int(own[brood].sum())):
+        shared, here = int(families.shared_B[brood[0]]), set[int]()
+        for done, i in enumerate(brood):
+            needs = int(own[i])
+            fits = [row for row in here if rooms[row] >= needs]
+            if not fits:
+                needs += shared
+                rest = shared + int(own[brood[done:]].sum())
+                roomy = [row for row, room in enumerate(rooms) if room >= needs]
+                # The fullest that takes them all, or else the emptiest, which takes most of them.
+                whole = [row for row in roomy if rooms[row] >= rest]
+                fits = whole or sorted(roomy, key=rooms.__getitem__)[-1:]
+            if not fits:
+                rows.append([])
+                rooms.append(capacity)
+                fits = [len(rows) - 1]
+            row = min(fits, key=lambda row: (rooms[row], row))
+            rows[row].append(i)
+            rooms[row] -= needs
+            here.add(row)
+    return rows
+
+
+def _dealt(work: list[int], rows_of_micro: int, shards: int) -> Iterator[tuple[int, int]]:
     """(place among the rows of all microbatches, row), the heaviest rows together in the first microbatch.
 
-    A row's places cost the same whatever they hold; what differs is attention, the sum of squared lengths.
+    A row's places cost the same whatever they hold; what differs is `work`, its attention.
     """
-    work = [int(np.sum(lengths[row] ** 2)) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: (-work[row], row))
+    order = sorted(range(len(work)), key=lambda row: (-work[row], row))
     each = rows_of_micro // shards
     for first in range(0, len(order), rows_of_micro):
         # (work, rows) of each shard: the next row goes to the least loaded one that has a place.
@@ -202,7 +336,7 @@ def _dealt(
         for row in order[first : first + rows_of_micro]:
             shard = min((s for s in range(shards) if loads[s][1] < each), key=lambda s: loads[s])
             load, held = loads[shard]
-            yield first + shard * each + held, rows[row]
+            yield first + shard * each + held, row
             loads[shard] = (load + work[row], held + 1)
 
 

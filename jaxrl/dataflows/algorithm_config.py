@@ -79,6 +79,8 @@ class AlgorithmConfig:
         and with one update a step no other pass at all; it is refused where something looks at them before.
         "auto" is "update" where nothing does, in dataflows of this package.
       updates_per_step: minibatches of a step, one optimiser update each.
+      epochs: times that a step goes through its minibatches; more than one goes on from the first one's
+        weights with its old log-probabilities, as PPO does.
       one_step_off: sample the next step's answers while this step learns; the role "rollout" then has a pool
         of its own.
     """
@@ -98,6 +100,7 @@ class AlgorithmConfig:
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
     updates_per_step: Annotated[int, count(1)] = 4
+    epochs: Annotated[int, count(1)] = 1
     one_step_off: bool = False
 
     def __post_init__(self):
@@ -131,12 +134,14 @@ class CriticConfig:
       optim: its optimiser.
       clip: how far a value may move in a step, in units of reward; inf for none.
       warmup_steps: steps in which the critic learns alone.
+      epochs: times that a step goes through its minibatches.
     """
 
     weights: str = ""
     optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
     clip: Annotated[float, positive(or_inf=True)] = 0.5
     warmup_steps: Annotated[int, at_least(0)] = 0
+    epochs: Annotated[int, count(1)] = 1
 
     def __post_init__(self):
         check_fields(self)

@@ -48,6 +48,7 @@ class ActorPhase:
         correction: CorrectionConfig,
         clock: Clock,
         *,
+        epochs: int = 1,
         reference: Reference | None = None,
         shares_forward: bool = False,
         squared_probabilities: bool = False,
@@ -61,6 +62,7 @@ class ActorPhase:
         objective: what its updates minimise.
         correction: for sampling with other probabilities than the trainer's.
         clock: of the step.
+        epochs: how often a step's minibatches are gone through.
         reference: whose weights an objective that compares whole distributions is given.
         shares_forward: the objective takes the first minibatch's old log-probabilities from its own forward
           pass; where the correction does anything, it then does it inside the loss.
@@ -73,6 +75,7 @@ class ActorPhase:
         self._objective = objective
         self._correction = correction
         self._clock = clock
+        self._epochs = epochs
         self._reference = reference
         self._shares_forward = shares_forward
         self._squared_probabilities = squared_probabilities
@@ -129,7 +132,8 @@ class ActorPhase:
             "reference": self._reference_weights(),
         }
         if not self._shares_forward:
-            return self._actor.update(batch, objective, **beside), experience
+            metrics = self._actor.update(batch, objective, epochs=self._epochs, **beside)
+            return metrics, experience
         metrics, batch = self._actor.update_and_logprobs(batch, objective, **beside)
         batch, of_the_gap = corrected(self._correction, batch)
         return metrics | of_the_gap, experience.extended(batch)
@@ -148,12 +152,16 @@ class ActorPhase:
 class CriticPhase:
     """A critic in a step: its values before, and its updates."""
 
-    def __init__(self, name: str, critic: Critic, objective: Objective, clock: Clock):
-        """Args: what its metrics are called, the role, what it minimises, and the clock."""
+    def __init__(
+        self, name: str, critic: Critic, objective: Objective, clock: Clock, *, epochs: int = 1
+    ):
+        """Args: what its metrics are called, the role, what it minimises, the clock, and how often a step's
+        minibatches are gone through."""
         self._name = name
         self._critic = critic
         self._objective = objective
         self._clock = clock
+        self._epochs = epochs
 
     def values(self, experience: Experience) -> jax.Array:
         """Of the state before every token, [U, M, R, T]."""
@@ -163,5 +171,5 @@ class CriticPhase:
     def update(self, targets: ValueBatch) -> Metrics:
         """All optimiser updates of the step."""
         with self._clock.phase("update_critic", shown="update"):
-            metrics = self._critic.update(targets, self._objective)
+            metrics = self._critic.update(targets, self._objective, epochs=self._epochs)
             return self._clock.when_done(prefixed(self._name, metrics))

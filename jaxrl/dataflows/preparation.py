@@ -34,6 +34,8 @@ class Packer:
         max_prompt_tokens: int,
         mask_truncated: bool = False,
         fill_minibatches: bool = False,
+        share_prompts: bool = False,
+        epochs: int = 1,
     ):
         """Args.
 
@@ -42,15 +44,18 @@ class Packer:
         max_prompt_tokens: limit of a prompt, for metrics.
         mask_truncated: truncated responses are left out of the loss (overlong filtering); they still count
           in their group's baseline.
-        fill_minibatches: see `data.packing.plan_packing`.
+        fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
+        epochs: how often the actor goes through them, for metrics.
         """
         self._actor = actor
         self._shape = shape
         self._max_prompt_tokens = max_prompt_tokens
         self._mask_truncated = mask_truncated
+        self._epochs = epochs
         self._layout: Any = {
             "shards": shards_of("batch", TRAIN_RULES, actor.mesh),
             "fill_minibatches": fill_minibatches,
+            "share_prompts": share_prompts,
         }
 
     def __call__(self, sampled: Sampled) -> Experience:
@@ -61,7 +66,7 @@ class Packer:
             kept_B = (~completions.truncated_B).astype(np.float32)
             batch = batch.replace(loss_mask=batch.loss_mask * kept_B[batch.sequence])
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self._max_prompt_tokens)
-        metrics = {**metrics, **work_metrics(self._actor, batch)}
+        metrics = {**metrics, **work_metrics(self._actor, batch, epochs=self._epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
         return Experience(sampled.scored, self._actor.place(batch), metrics)
 

@@ -19,8 +19,8 @@ from jaxrl.types import PackedBatch
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
-def work_metrics(model: PackedModel, batch: PackedBatch) -> dict[str, float]:
-    """Of a batch on the host that `model` is to learn from.
+def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> dict[str, float]:
+    """Of a batch on the host that `model` is to learn from, `epochs` times.
 
     Returns:
       perf/padding: share of the token places of all microbatches that run which hold no token.
@@ -32,16 +32,17 @@ def work_metrics(model: PackedModel, batch: PackedBatch) -> dict[str, float]:
     """
     row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
     segments = [_segments(batch, u) for u in range(len(np.asarray(batch.num_micro_U)))]
-    lengths = np.concatenate([lengths for lengths, _ in segments])
+    first, stop = (np.concatenate(part) for part in list(zip(*segments, strict=True))[:2])
     num_micro = int(np.sum(batch.num_micro_U))
     _, _, R, T = batch.tokens.shape
-    operations = float(training_flops(model.model, lengths).sum())
+    # A branch costs what its sequence does but for what it shares.
+    operations = training_flops(model.model, stop).sum() - training_flops(model.model, first).sum()
     metrics = {
-        "perf/padding": 1 - float(lengths.sum()) / max(1, num_micro * R * T),
+        "perf/padding": 1 - float((stop - first).sum()) / max(1, num_micro * R * T),
         "perf/imbalance": _imbalance(
             model, segments, np.asarray(batch.num_micro_U), R, T, row_shards
         ),
-        "perf/update_tflop": operations / 1e12 / model.mesh.size,
+        "perf/update_tflop": epochs * float(operations) / 1e12 / model.mesh.size,
     }
     roof = roof_of(model.mesh.devices.flat[0].device_kind)
     if roof is not None:
@@ -66,29 +67,29 @@ def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     return rates
 
 
-def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens of each sequence of a minibatch, which of its rows [M * R] it lies in)."""
+def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(position of the first token of each segment of a minibatch, that after its last, its row [M * R])."""
     used = int(np.asarray(batch.num_micro_U)[u])
     T = batch.tokens.shape[-1]
     ids, positions = (
         np.asarray(x)[u, :used].reshape(-1, T) for x in (batch.segment_ids, batch.positions)
     )
-    after = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
-    rows, ends = np.nonzero((ids > 0) & (ids != after))
-    return positions[rows, ends] + 1, rows
+    rows, ends = np.nonzero((ids > 0) & (ids != np.pad(ids[:, 1:], ((0, 0), (0, 1)))))
+    starts = np.nonzero((ids > 0) & (ids != np.pad(ids[:, :-1], ((0, 0), (1, 0)))))
+    return positions[starts], positions[rows, ends] + 1, rows
 
 
 def _imbalance(
     model: PackedModel,
-    segments: list[tuple[np.ndarray, np.ndarray]],
+    segments: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     num_micro_U: np.ndarray,
     R: int,
     T: int,
     row_shards: int,
 ) -> float:
     most = mean = 0.0
-    for (lengths, rows), num_micro in zip(segments, num_micro_U, strict=True):
-        attention = 3 * attention_flops(model.model, lengths)
+    for (first, stop, rows), num_micro in zip(segments, num_micro_U, strict=True):
+        attention = 3 * (attention_flops(model.model, stop) - attention_flops(model.model, first))
         per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
         work = per_row + T * token_flops(model.model).training
         work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)

@@ -11,6 +11,7 @@ Kernels written by hand cannot be partitioned by the compiler, so all of them ru
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -23,8 +24,8 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
 
-# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, *rest) -> out_BTQH. The rest, such as the kind of attention, are
-# pytrees of scalars, the same on every device.
+# (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. Ids are a pytree of [B, T], such as those of segments. The
+# rest, such as the kind of attention, are pytrees of scalars, the same on every device.
 Attention = Callable[..., jax.Array]
 
 
@@ -48,31 +49,30 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
     def spec(axes, array):
         return partition_spec(axes, array.shape, rules, sizes, "attention")
 
-    def on_mesh(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, *rest):
+    def on_mesh(q_BTQH, k_BTKH, v_BTKH, ids, *rest):
         group = q_BTQH.shape[2] // k_BTKH.shape[2]
 
-        def shard(q, k, v, segment_ids, *rest):
+        def shard(q, k, v, ids, *rest):
             k, v = (_kv_heads_of(q, x, group, head_axes) for x in (k, v))
             if not context_axes:
-                return attention(q, k, v, segment_ids, *rest)
+                return attention(q, k, v, ids, *rest)
             _check_heads(q.shape[2], k.shape[2], num_parts, context_axes)
             k, v = (_at_least(x, num_parts) for x in (k, v))
             q, k, v = (
                 jax.lax.all_to_all(x, context_axes, split_axis=2, concat_axis=1, tiled=True)
                 for x in (q, k, v)
             )
-            segment_ids = jax.lax.all_gather(segment_ids, context_axes, axis=1, tiled=True)
-            out = attention(q, k, v, segment_ids, *rest)
+            ids = jax.lax.all_gather(ids, context_axes, axis=1, tiled=True)
+            out = attention(q, k, v, ids, *rest)
             return jax.lax.all_to_all(out, context_axes, split_axis=1, concat_axis=2, tiled=True)
 
-        arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT)
         queries = ("batch", "length", "heads", "head_dim")
         keys = ("batch", "length", "kv_heads", "head_dim")
-        specs = [
-            spec(a, x) for a, x in zip((queries, keys, keys, queries[:2]), arrays, strict=True)
-        ]
-        in_specs = (*specs, *[P()] * len(rest))
-        return per_device(shard, mesh, in_specs=in_specs, out_specs=specs[0])(*arrays, *rest)
+        of_queries, of_keys = spec(queries, q_BTQH), spec(keys, k_BTKH)
+        of_ids = jax.tree.map(functools.partial(spec, queries[:2]), ids)
+        in_specs = (of_queries, of_keys, of_keys, of_ids, *[P()] * len(rest))
+        attend = per_device(shard, mesh, in_specs=in_specs, out_specs=of_queries)
+        return attend(q_BTQH, k_BTKH, v_BTKH, ids, *rest)
 
     return on_mesh
 

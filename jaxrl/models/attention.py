@@ -17,7 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
-from jaxrl.models.xla_attention import xla_attention
+from jaxrl.models.xla_attention import Branches, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
@@ -26,7 +26,7 @@ def attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array,
+    segments: jax.Array | Branches,
     kind: AttentionKind = FULL,
     *,
     implementation: str = "xla",
@@ -36,8 +36,9 @@ def attention(
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of one type; Q is a multiple of K.
-      segment_ids_BT: int32; tokens see earlier tokens (and themselves) of their own segment. 0 is
-        padding, whose outputs are finite and mean nothing.
+      segments: int32 [B, T]; tokens see earlier tokens (and themselves) of their own segment. 0 is
+        padding, whose outputs are finite and mean nothing. As `Branches`, which "xla" alone can, they see
+        all of another one besides.
       kind: the window, counted in places of the row, and the cap of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
@@ -47,17 +48,23 @@ def attention(
     Returns:
       [B, T, Q, H], in the type of `q_BTQH`; softmax is taken in float32.
     """
-    arrays = (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind)
     assert implementation in IMPLEMENTATIONS, f"{implementation} is not from pick_implementation"
+    if implementation == "xla":
+        return xla_attention(q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens)
+    assert not isinstance(segments, Branches), f"{implementation} knows no branches"
+    arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
-    if implementation == "cudnn":
-        return cudnn_attention(*arrays)
-    return xla_attention(*arrays, block_tokens=block_tokens)
+    return cudnn_attention(*arrays)
 
 
 def pick_implementation(
-    platform: str | None, dtype: Any, requested: str = "auto", *, softcap: float = 0.0
+    platform: str | None,
+    dtype: Any,
+    requested: str = "auto",
+    *,
+    softcap: float = 0.0,
+    branches: bool = False,
 ) -> str:
     """The implementation of `attention` for a kind of device and a type of activations.
 
@@ -68,6 +75,7 @@ def pick_implementation(
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
         16 bits, "xla" elsewhere.
       softcap: of the model's attention kinds.
+      branches: it must know `Branches`.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -75,10 +83,10 @@ def pick_implementation(
     dtype = jnp.dtype(dtype)
     # JAX calls GPUs of either maker "gpu"; one without cuDNN gets an error that says so when it compiles.
     runs = {
-        "splash": platform == "tpu",
+        "splash": platform == "tpu" and not branches,
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not softcap,
+        and not (softcap or branches),
         "xla": True,
     }
     if requested == "auto":
@@ -95,9 +103,13 @@ def pick_implementation(
             "splash": "TPUs",
             "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
         }[requested]
+        asked = " with capped scores" if softcap else ""
+        if branches:
+            asked += " with shared prompts (train.share_prompts)"
+            rule += " without them,"
         raise UserError(
-            f"attention implementation {requested!r} on {platform} in {dtype.name}"
-            f"{' with capped scores' if softcap else ''}: it runs on {rule} only; use auto or xla"
+            f"attention implementation {requested!r} on {platform} in {dtype.name}{asked}: "
+            f"it runs on {rule} only; use auto or xla"
         )
     return requested
 

@@ -13,13 +13,14 @@ A row is cut into blocks, and a tile is the scores of one block of queries again
 
 One tile exists at a time, in the backward pass too, which computes it again from the log-sum-exp of
 its rows. That is FlashAttention (Dao et al., 2022), written for the compiler instead of by hand. Tiles before
-a sliding window are not computed either, so that the cost of a layer with one is linear in the length.
+a sliding window are not computed either, so that the cost of a layer with one is linear in the length; nor
+are those between a shared prompt and the answer that goes on from it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,30 @@ from jaxrl.models.attention_kind import AttentionKind
 _MASKED = -1e30
 
 
+class Branches(NamedTuple):
+    """Segments of which some go on from another one: a tree instead of lines.
+
+    Attributes:
+      segment_ids_BT: int32; 0 is padding.
+      prefix_ids_BT: int32, the segment of the same row that a token sees besides its own; 0 for none.
+    """
+
+    segment_ids_BT: jax.Array
+    prefix_ids_BT: jax.Array
+
+
+class _Ids(NamedTuple):
+    """Of the tokens of blocks, [N, B, C]: their own segments, and the others that they see, if any."""
+
+    own: jax.Array
+    prefix: jax.Array | None
+
+
 def xla_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array,
+    segments: jax.Array | Branches,
     kind: AttentionKind,
     *,
     block_tokens: int,
@@ -52,10 +72,10 @@ def xla_attention(
 
     q_NBKGCH = blocks(q_BTQH).reshape(N, B, C, K, Q // K, H).transpose(0, 1, 3, 4, 2, 5)
     k_NBKSH, v_NBKSH = (blocks(x).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
+    own, prefix = segments if isinstance(segments, Branches) else (segments, None)
+    ids = _Ids(blocks(own), None if prefix is None else blocks(prefix))
     reach = None if kind.reach is None else jnp.int32(kind.reach)
-    out_NBKGCH = _blocks_attention(
-        q_NBKGCH, k_NBKSH, v_NBKSH, blocks(segment_ids_BT), reach, kind.softcap
-    )
+    out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, kind.softcap)
     return out_NBKGCH.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * C, Q, H)[:, :T]
 
 
@@ -63,19 +83,20 @@ def _forward(
     q_NBKGCH: jax.Array,
     k_NBKSH: jax.Array,
     v_NBKSH: jax.Array,
-    segment_ids_NBC: jax.Array,
+    ids: _Ids,
     reach: jax.Array | None,
     softcap: float,
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the mixed values, and what the backward pass needs."""
     tile = functools.partial(_scores, reach=reach, softcap=softcap)
 
     def mix(query_block):
-        i, first, q_BKGCH = query_block
+        i, tiles, q_BKGCH = query_block
 
-        def add(j, sums):
+        def add(n, sums):
+            j = tiles.keys[n]
             top_BKGC, total_BKGC, mixed_BKGCH = sums
-            scores, _ = tile(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
+            scores, _ = tile(q_BKGCH, k_NBKSH[j], _at(ids, i), ids.own[j], i - j)
             new_top_BKGC = jnp.maximum(top_BKGC, scores.max(-1))
             weights = jnp.exp(scores - new_top_BKGC[..., None])
             decay_BKGC = jnp.exp(top_BKGC - new_top_BKGC)
@@ -92,33 +113,34 @@ def _forward(
         # A row masked throughout counts its keys, until its first real key wipes them out: the block
         # with the token itself is always the last.
         top_BKGC, total_BKGC, mixed_BKGCH = lax.fori_loop(
-            first, i + 1, add, (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
+            0, tiles.num, add, (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
         )
         out_BKGCH = (mixed_BKGCH / total_BKGC[..., None]).astype(q_BKGCH.dtype)
         return out_BKGCH, top_BKGC + jnp.log(total_BKGC)
 
     blocks = jnp.arange(len(q_NBKGCH))
-    first_N = _first_key_block(segment_ids_NBC, reach)
-    out_NBKGCH, logsumexp_NBKGC = lax.map(mix, (blocks, first_N, q_NBKGCH))
-    operands = (q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach)
+    tiles = _tiles(ids, reach)
+    out_NBKGCH, logsumexp_NBKGC = lax.map(mix, (blocks, tiles, q_NBKGCH))
+    operands = (q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach)
     return out_NBKGCH, (*operands, out_NBKGCH, logsumexp_NBKGC)
 
 
 def _backward(
     softcap: float, residuals: tuple[Any, ...], d_out_NBKGCH: jax.Array
 ) -> tuple[Any, ...]:
-    q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach, out_NBKGCH, logsumexp_NBKGC = residuals
+    q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, out_NBKGCH, logsumexp_NBKGC = residuals
     tile = functools.partial(_scores, reach=reach, softcap=softcap)
     dtype, scale = q_NBKGCH.dtype, q_NBKGCH.shape[-1] ** -0.5
     # What a softmax subtracts from its cotangent, sum(weights * d_weights), is out . d_out.
     shift_NBKGC = _product("nbkgch,nbkgch->nbkgc", out_NBKGCH, d_out_NBKGCH)
 
     def unmix(d_keys_values, query_block):
-        i, first, q_BKGCH, d_out_BKGCH, logsumexp_BKGC, shift_BKGC = query_block
+        i, tiles, q_BKGCH, d_out_BKGCH, logsumexp_BKGC, shift_BKGC = query_block
 
-        def add(j, sums):
+        def add(n, sums):
+            j = tiles.keys[n]
             d_q_BKGCH, d_k_NBKHS, d_v_NBKHS = sums
-            scores, slope = tile(q_BKGCH, k_NBKSH[j], segment_ids_NBC[i], segment_ids_NBC[j], i - j)
+            scores, slope = tile(q_BKGCH, k_NBKSH[j], _at(ids, i), ids.own[j], i - j)
             weights = jnp.exp(scores - logsumexp_BKGC[..., None])
             d_weights = _product("bkgch,bksh->bkgcs", d_out_BKGCH, v_NBKSH[j])
             d_scores = weights * (d_weights - shift_BKGC[..., None]) * scale
@@ -134,16 +156,16 @@ def _backward(
             )
 
         zeros_BKGCH = jnp.zeros_like(q_BKGCH, jnp.float32)
-        d_q_BKGCH, *d_keys_values = lax.fori_loop(first, i + 1, add, (zeros_BKGCH, *d_keys_values))
+        d_q_BKGCH, *d_keys_values = lax.fori_loop(0, tiles.num, add, (zeros_BKGCH, *d_keys_values))
         return d_keys_values, d_q_BKGCH.astype(dtype)
 
     blocks = jnp.arange(len(q_NBKGCH))
-    first_N = _first_key_block(segment_ids_NBC, reach)
+    tiles = _tiles(ids, reach)
     zeros_NBKHS = jnp.zeros_like(k_NBKSH.swapaxes(-1, -2), jnp.float32)
     d_keys_values, d_q_NBKGCH = lax.scan(
         unmix,
         [zeros_NBKHS, zeros_NBKHS],
-        (blocks, first_N, q_NBKGCH, d_out_NBKGCH, logsumexp_NBKGC, shift_NBKGC),
+        (blocks, tiles, q_NBKGCH, d_out_NBKGCH, logsumexp_NBKGC, shift_NBKGC),
     )
     d_k_NBKSH, d_v_NBKSH = (x.swapaxes(-1, -2).astype(dtype) for x in d_keys_values)
     return d_q_NBKGCH, d_k_NBKSH, d_v_NBKSH, None, None
@@ -153,11 +175,11 @@ def _mixed(
     q_NBKGCH: jax.Array,
     k_NBKSH: jax.Array,
     v_NBKSH: jax.Array,
-    segment_ids_NBC: jax.Array,
+    ids: _Ids,
     reach: jax.Array | None,
     softcap: float,
 ) -> jax.Array:
-    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, segment_ids_NBC, reach, softcap)[0]
+    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, softcap)[0]
 
 
 _blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(5,))
@@ -168,10 +190,14 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
 
+def _at(ids: _Ids, i: jax.Array) -> _Ids:
+    return _Ids(ids.own[i], None if ids.prefix is None else ids.prefix[i])
+
+
 def _scores(
     q_BKGCH: jax.Array,
     k_BKSH: jax.Array,
-    query_ids_BC: jax.Array,
+    queries: _Ids,
     key_ids_BS: jax.Array,
     blocks_back: jax.Array,
     *,
@@ -193,24 +219,51 @@ def _scores(
     seen_CS = distance_CS >= 0
     if reach is not None:
         seen_CS &= distance_CS < reach
-    same_BCS = query_ids_BC[:, :, None] == key_ids_BS[:, None, :]
-    return jnp.where((same_BCS & seen_CS[None])[:, None, None], scores, _MASKED), slope
+    theirs_BCS = queries.own[:, :, None] == key_ids_BS[:, None, :]
+    if queries.prefix is not None:
+        before_BC1 = queries.prefix[:, :, None]
+        theirs_BCS |= (before_BC1 == key_ids_BS[:, None, :]) & (before_BC1 > 0)
+    return jnp.where((theirs_BCS & seen_CS[None])[:, None, None], scores, _MASKED), slope
 
 
-def _first_key_block(segment_ids_NBC: jax.Array, reach: jax.Array | None) -> jax.Array:
-    """For each block of queries, int32 [N], the first block with a key that any row may look at.
+class _Tiles(NamedTuple):
+    """For each block of queries, which blocks of keys are computed.
 
-    Two blocks have a segment in common only if the ranges of their ids overlap. The rows of
-    `data.packing` have ascending ids, in which the first block to overlap is the one where the first
-    segment of the queries begins. Other orders are right too, and skip less.
+    Attributes:
+      keys: int32 [N, N], these blocks in ascending order, then others; the queries' own block is the last.
+      num: int32 [N], how many they are.
     """
+
+    keys: jax.Array
+    num: jax.Array
+
+
+def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
+    """Pairs of blocks in which a query of any row may look at a key.
+
+    Two blocks have a segment in common only if the ranges of their ids overlap. The rows of `data.packing`
+    have ascending ids, in which that is nearly the same; other orders are right too, and skip less.
+    """
+    N, _, C = ids.own.shape
     # Padding comes last and is numbered 0, which would make the range of its block all-embracing.
-    ids_NBC = jnp.where(segment_ids_NBC == 0, jnp.iinfo(jnp.int32).max, segment_ids_NBC)
-    low_NB, high_NB = ids_NBC.min(-1), ids_NBC.max(-1)
-    overlap_NNB = (low_NB[:, None] <= high_NB[None]) & (low_NB[None] <= high_NB[:, None])
-    first_N = overlap_NNB.any(-1).argmax(1)
-    if reach is None:
-        return first_N
-    # The first query of a block looks back furthest.
-    N, _, C = segment_ids_NBC.shape
-    return jnp.maximum(first_N, (jnp.arange(N) * C - (reach - 1)) // C)
+    after_all = jnp.iinfo(jnp.int32).max
+    own_NBC = jnp.where(ids.own == 0, after_all, ids.own)
+    low_NB, high_NB = own_NBC.min(-1), own_NBC.max(-1)
+    needed_NNB = _overlap(low_NB, high_NB, low_NB, high_NB)
+    if ids.prefix is not None:
+        before_NB = jnp.where(ids.prefix == 0, after_all, ids.prefix).min(-1)
+        needed_NNB |= _overlap(before_NB, ids.prefix.max(-1), low_NB, high_NB)
+    block_N = jnp.arange(N)
+    needed_NN = needed_NNB.any(-1) & (block_N[None] < block_N[:, None])
+    if reach is not None:
+        # The first query of a block looks back furthest, to the last key of another.
+        needed_NN &= block_N[:, None] * C - (block_N[None] * C + C - 1) < reach
+    needed_NN |= block_N[None] == block_N[:, None]
+    return _Tiles(jnp.argsort(~needed_NN, axis=1, stable=True), needed_NN.sum(1))
+
+
+def _overlap(
+    low_NB: jax.Array, high_NB: jax.Array, other_low_NB: jax.Array, other_high_NB: jax.Array
+) -> jax.Array:
+    """Which ranges have something in common with which of the others, bool [N, N, B]."""
+    return (low_NB[:, None] <= other_high_NB[None]) & (other_low_NB[None] <= high_NB[:, None])

@@ -33,7 +33,7 @@ from jaxrl.rollout.engine import Assignment, DecodeState, Engine
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import TrainBatch
 
-_INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence"})
+_INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence", "prefix_ids"})
 _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
 
 
@@ -56,6 +56,8 @@ def abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(actor.mesh, spec))
 
     fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(TrainBatch)}
+    if not actor.train.share_prompts:
+        fields["prefix_ids"] = None
     return TrainBatch(**fields)
 
 

@@ -8,18 +8,32 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
-from jaxrl.data.packing import PackedShape, Packing, plan_packing
+from jaxrl.data.packing import Families, PackedShape, Packing, plan_packing
 from jaxrl.types import Completions, PackedBatch, TrainBatch
 
 
 def pack_completions(
-    completions: Completions, shape: PackedShape, *, shards: int = 1, fill_minibatches: bool = False
+    completions: Completions,
+    shape: PackedShape,
+    *,
+    shards: int = 1,
+    fill_minibatches: bool = False,
+    share_prompts: bool = False,
 ) -> TrainBatch:
-    """Packs sampled sequences, with what the sampler said of their response tokens; see `plan_packing`."""
+    """Packs sampled sequences, with what the sampler said of their response tokens; see `plan_packing`.
+
+    With `share_prompts`, those of a row that answer one prompt share all of it but its last token: what that
+    token's hidden state says of the first of the answer is then in one segment with it, as everywhere.
+    """
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
     sequences = _sequences(prompts, completions.tokens)
+    shared_B = np.array([len(prompt) - 1 for prompt in prompts])
     packing = plan_packing(
-        [len(s) for s in sequences], shape, shards=shards, fill_minibatches=fill_minibatches
+        [len(s) for s in sequences],
+        shape,
+        shards=shards,
+        fill_minibatches=fill_minibatches,
+        families=Families(completions.prompt_index_B, shared_B) if share_prompts else None,
     )
     return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
 
@@ -48,7 +62,11 @@ def _packed(packing: Packing, prompts, sequences, rollout_logprob, mask) -> Trai
         ]
         return packing.pack(padded, np.float32)
 
-    numbers = [np.full(len(s), i, np.int32) for i, s in enumerate(sequences)]
+    # What several share belongs to none of them.
+    numbers = [
+        np.where(np.arange(len(s)) < shared, -1, i)
+        for i, (s, shared) in enumerate(zip(sequences, packing.shared, strict=True))
+    ]
     packed: dict[str, Any] = {
         "tokens": packing.pack(sequences, np.int32),
         "positions": packing.positions,
@@ -56,5 +74,6 @@ def _packed(packing: Packing, prompts, sequences, rollout_logprob, mask) -> Trai
         "sequence": np.where(packing.segment_ids, packing.pack(numbers, np.int32), -1),
         "loss_mask": on_responses(mask),
         "num_micro_U": packing.num_micro_U,
+        "prefix_ids": packing.prefix_ids,
     }
     return TrainBatch.of(PackedBatch(**packed), rollout_logprob=on_responses(rollout_logprob))

@@ -120,7 +120,7 @@ class Learner(PackedModel, abc.ABC):
         self._seed = seed
         self._may_offload = offload
         self._offloaded = False
-        self._updates: dict[tuple[Objective, ...], Any] = {}
+        self._updates: dict[tuple[tuple[Objective, ...], int], Any] = {}
         self._state: TrainState | None = None
         self._num_updates = 0
 
@@ -258,19 +258,21 @@ class Learner(PackedModel, abc.ABC):
         batch: PackedBatch,
         objective: Objective,
         *,
+        epochs: int = 1,
         also: Sequence[tuple[PackedBatch, Objective]] = (),
         reference: Params | None = None,
     ) -> dict[str, jax.Array]:
-        """One step of training: U optimiser updates; returns metrics, still on the device.
+        """One step of training: epochs * U optimiser updates; returns metrics, still on the device.
 
         Args:
           batch: what to learn from.
           objective: what to minimise.
+          epochs: times that the minibatches are gone through, in their order, in one program.
           also: further batches, of as many minibatches, whose losses are added, such as a pretraining loss.
           reference: weights in the layout of this role's, for an objective that needs them; with adapters
             those below them are the reference, and none are given.
         """
-        return self._learn(batch, objective, also, reference)[0]
+        return self._learn(batch, objective, also, reference, epochs)[0]
 
     def _learn(
         self,
@@ -278,20 +280,24 @@ class Learner(PackedModel, abc.ABC):
         objective: Objective,
         also: Sequence[tuple[PackedBatch, Objective]],
         reference: Params | None,
+        epochs: int = 1,
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """`update`; returns metrics, and the first minibatch's `objective.own`, [M, R, T] each."""
         batches, objectives = zip((batch, objective), *also, strict=True)
         given = reference is not None or bool(self.model.lora.rank)
         assert given or not objective.needs_reference, "the objective needs a reference's weights"
-        if objectives not in self._updates:
-            self._updates[objectives] = jax.jit(
+        assert epochs == 1 or not objective.has_own, (
+            "a second epoch would take its own for the first's"
+        )
+        if (objectives, epochs) not in self._updates:
+            self._updates[objectives, epochs] = jax.jit(
                 lambda state, batches, reference: self._update(
-                    state, batches, objectives, reference
+                    state, batches, objectives, reference, epochs
                 ),
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None, None),
             )
-        update = self._updates[objectives]
+        update = self._updates[objectives, epochs]
         state = self.for_training()
         self._before_change()
         # Before, since an update that fails has consumed the state.
@@ -307,6 +313,7 @@ class Learner(PackedModel, abc.ABC):
         batches: Sequence[Any],
         objectives: Sequence[Objective],
         reference: Params | None,
+        epochs: int,
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = self._learning_rate(state.step)
         trained, frozen = self._split(state.params)
@@ -339,7 +346,7 @@ class Learner(PackedModel, abc.ABC):
 
         U = batches[0].tokens.shape[0]
         (trained, opt_state), (stats_U, largest_U, tally_U, own_U) = jax.lax.scan(
-            minibatch, (trained, state.opt_state), jnp.arange(U)
+            minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
         metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
@@ -348,7 +355,7 @@ class Learner(PackedModel, abc.ABC):
         metrics |= {f"first_{name}": value_U[0] for name, value_U in largest_U.items()}
         if objectives[0].correction is not None:
             metrics |= objectives[0].correction.metrics(tally_U)
-        first_kl = stats_U.get("ppo_kl", jnp.zeros(U))[0]
+        first_kl = stats_U.get("ppo_kl", jnp.zeros(1))[0]
         metrics |= {"lr": lr, "first_ppo_kl": first_kl}
         return new_state, metrics, jax.tree.map(lambda x: x[0], own_U)
 

@@ -78,3 +78,8 @@ class Objective:
     largest: Callable[[Any, Any], Stats] = _nothing
     own: Callable[[Any], dict[str, jax.Array]] = _none
     needs_reference: bool = False
+
+    @property
+    def has_own(self) -> bool:
+        """Something of the batch comes from the first minibatch's own outputs."""
+        return self.own is not _none

@@ -29,6 +29,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models import lora
 from jaxrl.models.attention import (
     IMPLEMENTATIONS,
+    Branches,
     attention,
     pick_block_tokens,
     pick_implementation,
@@ -56,6 +57,9 @@ class TrainConfig:
       fill_minibatches: samples may change places with ones of another minibatch of their step where it then
         runs fewer microbatches; about one in a hundred does. Which update a sample is in then depends on
         `rows` and `row_tokens`, which otherwise change nothing.
+      share_prompts: the answers to a prompt that lie in a row share it: it is computed once there, forward
+        and backward, and each answer is a branch that goes on from it. The same numbers for fewer tokens;
+        docs/learning.md says where that pays.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
       dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
       products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
@@ -73,6 +77,7 @@ class TrainConfig:
     rows: Annotated[int, count(1)] = 8
     row_tokens: Annotated[int, token_count(1)] = 256
     fill_minibatches: bool = False
+    share_prompts: bool = False
     logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
     products: ProductKind = "full"
@@ -84,6 +89,11 @@ class TrainConfig:
 
     def __post_init__(self):
         check_fields(self)
+        if self.share_prompts and self.fill_minibatches:
+            raise ValueError(
+                "train.fill_minibatches lets samples change their minibatch, and train.share_prompts keeps "
+                "those of a prompt together; set one of the two to False"
+            )
 
 
 class PackedModel:
@@ -110,6 +120,11 @@ class PackedModel:
         _check_products(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
+        if train.share_prompts and model.sliding_window:
+            raise UserError(
+                f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
+                f"{model.sliding_window} tokens is counted in places of the row; set it to False"
+            )
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),
@@ -124,7 +139,11 @@ class PackedModel:
             in_8_bits=product_in(train.products),
         )
         implementation = pick_implementation(
-            platform_of(mesh), train.dtype, train.attention, softcap=model.attention_softcap
+            platform_of(mesh),
+            train.dtype,
+            train.attention,
+            softcap=model.attention_softcap,
+            branches=train.share_prompts,
         )
         self._attention = attention_parallel(
             functools.partial(
@@ -221,17 +240,21 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
-        def attend(q, k, v, kind, _, segment_ids):
+        def attend(q, k, v, kind, _, segments):
             # A name of its own in a profile, apart from the projections around it.
             with jax.named_scope("attend"):
-                return self._attention(q, k, v, segment_ids, kind), None
+                return self._attention(q, k, v, segments, kind), None
+
+        segments: Any = micro.segment_ids
+        if micro.prefix_ids is not None:
+            segments = Branches(segments, micro.prefix_ids)
 
         return model(
             micro.tokens,
             micro.positions,
             attend,
             compute=self._compute,
-            per_row=micro.segment_ids,
+            per_row=segments,
             live_BT=micro.segment_ids > 0,
         )
 

@@ -142,6 +142,7 @@ def _looks_before_the_update(config: Config) -> str:
         "algorithm.kl.reward_coef penalizes rewards by them": algorithm.kl.reward_coef > 0,
         f"algorithm.loss {algorithm.loss!r} selects tokens by them": algorithm.loss in SELECTIONS,
         f"algorithm.advantage {algorithm.advantage!r} is made of them": bool(arrays & seen),
+        f"algorithm.epochs {algorithm.epochs} needs them whole": algorithm.epochs > 1,
         "algorithm.correction compares them over all minibatches": corrects
         and algorithm.updates_per_step > 1,
         # Inside the loss the mean is known only at the end of the minibatch.

@@ -237,12 +237,15 @@ class RlStage(TrainingStage):
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 mask_truncated=config.reward.mask_truncated,
                 fill_minibatches=config.train.fill_minibatches,
+                share_prompts=config.train.share_prompts,
+                epochs=algorithm.epochs,
             ),
             actor=ActorPhase(
                 actor,
                 policy_objective(config),
                 algorithm.correction,
                 clock,
+                epochs=algorithm.epochs,
                 reference=roles.reference,
                 shares_forward=shares_forward(config),
                 squared_probabilities=SUM_PI_SQUARED in estimator.inputs,
@@ -258,11 +261,14 @@ class RlStage(TrainingStage):
                 penalizes=algorithm.kl.reward_coef > 0,
                 multiplier=self._multiplier,
             ),
-            critic_phase=roles.critic and CriticPhase("critic", roles.critic, values, clock),
+            critic_phase=roles.critic
+            and CriticPhase("critic", roles.critic, values, clock, epochs=config.critic.epochs),
             reference_phase=ReferencePhase(actor, roles.reference, clock, asked=needs_ref_logprobs),
             cost_phase=roles.cost and CostPhase(_sequence_scores(self._run, roles.cost), clock),
             cost_critic_phase=roles.cost_critic
-            and CriticPhase("cost_critic", roles.cost_critic, values, clock),
+            and CriticPhase(
+                "cost_critic", roles.cost_critic, values, clock, epochs=config.critic.epochs
+            ),
             multiplier_phase=self._multiplier,
         )
 

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
+from jaxrl.models.attention import IMPLEMENTATIONS, Branches, attention, pick_implementation
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
@@ -104,6 +105,34 @@ def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens, kind)
     twins = attention_twin(*packed, d_out, kind)
     for ours, twin in zip(with_gradients(attend, *packed, d_out), twins, strict=True):
         assert_close(ours, twin)
+
+
+@BLOCK_TOKENS
+def test_branches_see_what_they_go_on_from(block_tokens):
+    """As if each were alone with it: outputs, gradients and the sum of what the shared part gets."""
+    rng = np.random.default_rng(0)
+    shared, ends = 4, (7, 9, 13)
+    arrays = [normal(rng, 1, 15, heads, 8) for heads in (4, 2, 2, 4)]
+    ids_T = np.array([1] * 4 + [2] * 3 + [3] * 2 + [4] * 4 + [0] * 2, np.int32)
+    prefix_T = np.array([0] * 4 + [1] * 9 + [0] * 2, np.int32)
+    segments = Branches(ids_T[None], prefix_T[None])
+    *qkv, d_out = arrays
+    attend = functools.partial(attention, block_tokens=block_tokens)
+    out, *grads = with_gradients(attend, *qkv, segments, d_out)
+    expected = [np.zeros_like(x) for x in (d_out, *qkv)]
+    for number, (begin, end) in enumerate(itertools.pairwise((shared, *ends))):
+        line = [*range(shared), *range(begin, end)]
+        here = [x[:, line] for x in arrays]
+        if number:
+            # The shared part's own outputs count once.
+            here[3] = here[3] * (np.arange(len(line)) >= shared)[None, :, None, None]
+        twins = attention_twin(*here[:3], np.ones((1, len(line)), np.int32), here[3])
+        expected[0][:, line] = twins[0]
+        for total, twin in zip(expected[1:], twins[1:], strict=True):
+            total[:, line] += twin
+    live = ids_T > 0
+    for ours, twin in zip((out, *grads), expected, strict=True):
+        assert_close(np.asarray(ours)[:, live], twin[:, live])
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

@@ -45,7 +45,8 @@ GRADIENT_SHOWS = OptimConfig(
 )
 ADAM = OptimConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.01)
 TRAIN = TrainConfig(logprob_chunk_tokens=8)
-CLIPPED = policy("clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0})
+OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+CLIPPED = policy("clipped", OPTIONS)
 ONE_DEVICE = ("1-1-1", "", 1)
 EIGHT_DEVICES = ("1-4-2", "1-2-2-2", 2)
 # Ways to lay out the same eight sequences of at most 12 tokens, for one update or for two.
@@ -621,3 +622,36 @@ def test_sampling_after_an_update_uses_the_new_weights(layout):
         (a[:1] != b[:1]).any()
         for a, b in zip(after.rollout_logprob, before.rollout_logprob, strict=True)
     )
+
+
+# Epochs
+
+
+@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=str)
+def test_epochs_of_one_program_are_updates_one_after_another(layout):
+    actor = fresh(layout, ADAM)
+    batch = actor.place(packed(sequences(), TWO_UPDATES))
+    first = jax.device_get(actor.update(batch, CLIPPED))
+    # The learning rate is a step's, of which two epochs are one.
+    actor.state = actor.state.replace(step=jnp.zeros_like(actor.state.step))
+    second = jax.device_get(actor.update(batch, CLIPPED))
+    twice = jax.device_get(actor.state)
+    actor = fresh(layout, ADAM)
+    metrics = jax.device_get(actor.update(batch, CLIPPED, epochs=2))
+    assert_close(jax.device_get(actor.state).params, twice.params)
+    assert_close(jax.device_get(actor.state).opt_state, twice.opt_state)
+    assert actor.state.step == 1
+    largest = max(told["ratio_max_deviation"] for told in (first, second))
+    assert metrics["ratio_max_deviation"] == pytest.approx(largest, rel=1e-4)
+    assert metrics["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-4)
+
+
+def test_an_epoch_again_wants_the_log_probabilities_of_the_first():
+    actor = fresh()
+    batch = actor.place(packed(sequences(), TWO_UPDATES))
+    with pytest.raises(AssertionError, match="take its own for the first's"):
+        actor.update(
+            batch,
+            policy("clipped", OPTIONS, shares_forward=True),
+            epochs=2,
+        )

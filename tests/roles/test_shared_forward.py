@@ -117,6 +117,7 @@ LOOKS = {
     "selects tokens": {"loss": "clip_cov", "loss_options": CLIP_COV},
     "is made of them": {"advantage": "optimal_token_baseline"},
     "over all minibatches": {"correction": CorrectionConfig(weights="token")},
+    "algorithm.epochs 2 needs them whole": {"epochs": 2},
     "takes a mean": {
         "correction": CorrectionConfig(weights="token", normalize=True),
         "entropy_coef": 0.1,
@@ -128,7 +129,7 @@ LOOKS = {
 @pytest.mark.parametrize("clause", LOOKS)
 def test_what_looks_at_them_before_takes_the_pass(clause):
     assert not shares_forward(changed(**LOOKS[clause]))
-    with pytest.raises(UserError, match=f'old_logprobs "update" .* {clause}.* before; set it to'):
+    with pytest.raises(UserError, match=f'old_logprobs "update" .* {clause}.*before; set it to'):
         check_algorithm(changed(**LOOKS[clause], old_logprobs="update"))
 
 

@@ -1,0 +1,142 @@
+"""Answers that share their prompt in a row: the same probabilities, scores, gradients and metrics."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from closeness import assert_close
+from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.dataflows.work_metrics import work_metrics
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.attention import pick_implementation
+from jaxrl.models.decoder import init_params
+from jaxrl.models.heads import score_config
+from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.losses import policy
+from jaxrl.roles.packed_model import PackedModel, TrainConfig
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.types import Completions, Prompts
+
+SHAPE = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=40)
+SHARES = dataclasses.replace(TRAIN, share_prompts=True)
+SHARED_FORWARD = policy(
+    "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True
+)
+STAGES = ("2-1-2", "", 1)
+
+
+def completions(seed: int = 0) -> Completions:
+    """Four ragged answers to each of three prompts, one of them a single token."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (6, 1, 9)]
+    lengths = rng.integers(1, 9, 12)
+    drawn = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in lengths]
+    return Completions(
+        prompts=Prompts(np.arange(3), tuple(prompts), ("",) * 3, ("",) * 3, ("",) * 3),
+        num_samples=4,
+        tokens=tuple(drawn),
+        rollout_logprob=tuple(rng.uniform(-4, -1, n).astype(np.float32) for n in lengths),
+        entropy=tuple(np.ones(n, np.float32) for n in lengths),
+        truncated_B=np.zeros(12, bool),
+        texts=("",) * 12,
+    )
+
+
+def batches(shape: PackedShape = SHAPE):
+    """The same answers, each with its prompt and sharing it; advantages by answer."""
+    for share_prompts in (False, True):
+        batch = pack_completions(completions(), shape, share_prompts=share_prompts)
+        of_answer = np.random.default_rng(1).normal(size=13).astype(np.float32)
+        yield batch.replace(advantage=of_answer[batch.sequence] * batch.loss_mask)
+
+
+def by_token(batch, x) -> list[np.ndarray]:
+    """Values of each answer's trained tokens."""
+    x, mask = np.asarray(x), np.asarray(batch.loss_mask) > 0
+    return [x[mask & (np.asarray(batch.sequence) == i)] for i in range(12)]
+
+
+@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES, STAGES], ids=str)
+def test_probabilities_and_updates_are_those_of_whole_sequences(layout):
+    plain, shared = batches()
+    assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(plain.segment_ids) > 0).sum()
+    actor = fresh(layout)
+    expected = by_token(plain, actor.logprobs(actor.place(plain)))
+    metrics = actor.update(actor.place(plain), CLIPPED)
+    weights = jax.device_get(actor.state.params)
+    sharing = fresh(layout, train=SHARES)
+    found = by_token(shared, sharing.logprobs(sharing.place(shared)))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+    told = sharing.update(sharing.place(shared), CLIPPED)
+    assert_close(jax.device_get(sharing.state.params), weights)
+    assert_close(jax.device_get(told), jax.device_get(metrics))
+
+
+def test_parts_of_sequences_on_several_devices_change_nothing():
+    sizes = ParallelLayout.from_config(LayoutConfig(train="1-1-2", context=2))
+    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    plain, shared = batches()
+    whole = fresh()
+    params = jax.device_get(whole.state.params)
+    model = PackedModel(MODEL, mesh, train=SHARES)
+
+    @jax.jit
+    def logprobs(params, batch):
+        micro = jax.tree.map(lambda x: x[0, 0] if x.ndim == 4 else x, batch)
+        return model.policy(model.graph, params, micro, temperature=0.9)[0]
+
+    placed = jax.device_put(params, model.train_shardings)
+    found = logprobs(placed, model.place(shared))
+    expected = np.asarray(whole.logprobs(whole.place(plain)))
+    mask, sequence = np.asarray(shared.loss_mask)[0, 0] > 0, np.asarray(shared.sequence)[0, 0]
+    by_answer = by_token(plain, expected)
+    for i in np.unique(sequence[sequence >= 0]):
+        assert_close(np.asarray(found)[mask & (sequence == i)], by_answer[i])
+
+
+def test_minibatches_keep_to_themselves():
+    shape = PackedShape(minibatches=3, microbatches=4, rows=1, tokens=24)
+    plain, shared = batches(shape)
+    results = []
+    for batch, train in ((plain, TRAIN), (shared, SHARES)):
+        actor = fresh(train=train)
+        metrics = actor.update(actor.place(batch), SHARED_FORWARD)
+        results.append((jax.device_get(actor.state.params), jax.device_get(metrics)))
+    assert_close(results[1], results[0])
+
+
+def test_a_reward_model_scores_each_answer_once():
+    config = score_config(MODEL)
+    weights, scores = init_params(config, jax.random.key(0)), []
+    for batch, train in zip(batches(), (TRAIN, SHARES), strict=True):
+        role = RewardModel(config, fresh().mesh, train=train)
+        role.load(weights)
+        score = np.asarray(role.scores_of(role.place(batch)))
+        sequence = np.asarray(batch.sequence)
+        scores.append([score[sequence == i].sum() for i in range(12)])
+    assert_close(scores[1], scores[0])
+
+
+def test_padding_and_work_count_what_is_computed():
+    plain, shared = batches()
+    actor = fresh(train=SHARES)
+    of_plain, of_shared = (work_metrics(actor, batch) for batch in (plain, shared))
+    assert 0 < of_shared["perf/padding"] < 1
+    assert of_shared["perf/update_tflop"] < of_plain["perf/update_tflop"]
+
+
+def test_what_does_not_go_with_it_is_refused():
+    with pytest.raises(ValueError, match=r"keeps those of a prompt together"):
+        TrainConfig(share_prompts=True, fill_minibatches=True)
+    sliding = dataclasses.replace(MODEL, sliding_window=4, layer_pattern=("sliding",))
+    with pytest.raises(UserError, match=r"a sliding window of 4 tokens is counted in places"):
+        PackedModel(sliding, fresh().mesh, train=SHARES)
+    assert pick_implementation("tpu", "bfloat16", branches=True) == "xla"
+    with pytest.raises(UserError, match=r"'splash' on tpu in bfloat16 with shared prompts"):
+        pick_implementation("tpu", "bfloat16", "splash", branches=True)
