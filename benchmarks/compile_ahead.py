@@ -62,7 +62,9 @@ def programs(config: Config, devices: list[Any]) -> dict[str, Any]:
     reference = state.params if objective.needs_reference and not model.lora.rank else None
 
     def update(state: Any, batch: Any) -> Any:
-        return actor._update(state, (batch,), (objective,), reference)
+        return actor._update(
+            state, (batch,), (objective,), reference, epochs=config.algorithm.epochs
+        )
 
     dtype = jnp.dtype(rollout.dtype)
     params = jax.tree.map(

@@ -303,7 +303,7 @@ def compiled_update(model: ModelConfig, shape: PackedShape, **train: Any) -> Any
     """The update's program, of shapes alone."""
     actor = actor_of(model, shape, **train)
     update = jax.jit(
-        lambda state, batch: actor._update(state, (batch,), (LOSS,), None),
+        lambda state, batch: actor._update(state, (batch,), (LOSS,), None, epochs=1),
         donate_argnums=0,
         out_shardings=(actor.state_shardings(), None, None),
     )
