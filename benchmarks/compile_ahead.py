@@ -2,6 +2,7 @@
 take.
 
     python benchmarks/compile_ahead.py --config configs/grpo_qwen7b_lora.py --topology v5p:2x2x1
+        [--programs update,logprobs,generate] [--config.SETTING=VALUE ...]
 
 Needs the extra `aot` (libtpu). A topology with more devices than the recipe wants gives it the first
 ones. What lies in memory beside a program's own arguments (moments while sampling, the cache while
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config import command_line
-from jaxrl.config.config_tree import from_config_dict
+from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.mesh.devices import build_mesh, topology_devices
 from jaxrl.mesh.groupings import state_tables
@@ -32,6 +33,8 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.trainer.context import engine_config, pools_of, row_limits
 from jaxrl.trainer.cross_checks import policy_objective
+
+PROGRAMS = ("update", "logprobs", "generate")
 
 
 def programs(config: Config, devices: list[Any]) -> dict[str, Any]:
@@ -59,7 +62,9 @@ def programs(config: Config, devices: list[Any]) -> dict[str, Any]:
     reference = state.params if objective.needs_reference and not model.lora.rank else None
 
     def update(state: Any, batch: Any) -> Any:
-        return actor._update(state, (batch,), (objective,), reference)
+        return actor._update(
+            state, (batch,), (objective,), reference, epochs=config.algorithm.epochs
+        )
 
     dtype = jnp.dtype(rollout.dtype)
     params = jax.tree.map(
@@ -82,20 +87,29 @@ def main() -> None:
     )
     parser.add_argument("--config", type=pathlib.Path, required=True)
     parser.add_argument("--topology", default="v5p:2x2x1")
-    args = parser.parse_args()
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help="which, joined by commas")
+    overrides, rest = command_line.take_overrides(sys.argv[1:], leaf_types(Config))
+    args = parser.parse_args(rest)
     jax.config.update("jax_platforms", "cpu")
-    config = from_config_dict(Config, command_line.load_recipe(args.config))
+    config = command_line.load_config(Config, str(args.config), overrides)
     devices = list(topology_devices(args.topology))
     print(f"{config.name} on {args.topology} ({devices[0].device_kind}), GB a device")
-    print(f"{'program':10} {'arguments':>10} {'temporary':>10} {'peak':>8} {'compiled in':>12}")
+    columns = f"{'program':10} {'arguments':>10} {'temporary':>10} {'peak':>8} {'on the host':>12}"
+    print(f"{columns} {'compiled in':>12}")
     for name, lowered in programs(config, devices).items():
+        if name not in args.programs.split(","):
+            continue
         start = time.perf_counter()
         memory = lowered.compile().memory_analysis()
         seconds = time.perf_counter() - start
         arguments, inside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        # libtpu counts arguments that lie on the host into the peak.
         peak = getattr(memory, "peak_memory_in_bytes", 0) or arguments + inside
+        peak = min(peak, arguments + inside)
+        host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
         print(
-            f"{name:10} {arguments / 1e9:10.2f} {inside / 1e9:10.2f} {peak / 1e9:8.2f} {seconds:10.1f} s"
+            f"{name:10} {arguments / 1e9:10.2f} {inside / 1e9:10.2f} {peak / 1e9:8.2f} {host / 1e9:12.2f} "
+            f"{seconds:10.1f} s"
         )
     sys.stdout.flush()
 

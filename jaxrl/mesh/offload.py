@@ -1,10 +1,11 @@
-"""Arrays in pinned host memory: optimiser state, or a role, that waits for its turn."""
+"""Arrays in pinned host memory: a state that waits for its turn, or that a program takes from there."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.errors import UserError
 
@@ -19,7 +20,7 @@ def offload(tree: Any) -> Any:
     """
     leaves = jax.tree.leaves(tree)
     for device in {d for leaf in leaves for d in leaf.sharding.addressable_devices}:
-        kinds = sorted(memory.kind for memory in device.addressable_memories())
+        kinds = _memories(device)
         if _HOST not in kinds:
             raise UserError(
                 f"{device.device_kind} cannot offload arrays: it reaches {', '.join(kinds)} memory, but not "
@@ -27,6 +28,45 @@ def offload(tree: Any) -> Any:
             )
     shardings = [leaf.sharding.with_memory_kind(_HOST) for leaf in leaves]
     return _move(tree, shardings)
+
+
+def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> None:
+    """Refuses a setting whose programs use pinned host memory where devices have none.
+
+    Args:
+      mesh: of the programs; one without devices is taken to have it.
+      setting: with its value, for the message.
+      instead: the setting to use.
+
+    Raises:
+      UserError: a device of this process reaches no such memory.
+    """
+    for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
+        kinds = _memories(device)
+        if _HOST not in kinds:
+            raise UserError(
+                f"{setting} keeps arrays in {_HOST} memory, and {device.device_kind} reaches "
+                f"{', '.join(kinds)} memory only; use {instead}"
+            )
+
+
+def _memories(device: Any) -> list[str]:
+    return sorted(memory.kind for memory in device.addressable_memories())
+
+
+def at_host(shardings: Any) -> Any:
+    """The same shardings, in pinned host memory."""
+    return jax.tree.map(lambda sharding: sharding.with_memory_kind(_HOST), shardings)
+
+
+def from_host(tree: Any) -> Any:
+    """Inside a compiled program: the arrays, copied to device memory."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def to_host(tree: Any) -> Any:
+    """Inside a compiled program: the arrays, copied to pinned host memory."""
+    return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def onload(tree: Any, shardings: Any) -> Any:

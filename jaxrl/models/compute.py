@@ -11,12 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import ExpertLayer, apply_experts
+from jaxrl.models.low_precision import Product
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     # Keep nothing of a layer but its input: least memory, one more forward pass.
     "full": jax.checkpoint_policies.nothing_saveable,
     # Keep the inputs of the big products, recompute norms, rotations and activations.
     "projections": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_out", "qkv"),
+    # Keep the same and the input of the layer, in the host's memory: copies go on beside the products.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_in", "attention_out", "mlp_out", "qkv"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     # Keep everything.
     "none": None,
 }
@@ -74,6 +82,7 @@ class Compute:
       unroll: layers per iteration of the scan; all of them makes sense for shallow models on CPU.
       flat: products see all tokens in one dimension. XLA on CPU takes twice as long for the gradient of a
         weight that is summed over two dimensions; where both are split over a mesh, one would be gathered.
+      in_8_bits: makes the products of projections, in place of `product`, if given.
     """
 
     dtype: Any = jnp.float32
@@ -83,6 +92,15 @@ class Compute:
     layers: Callable[..., tuple[jax.Array, tuple[Any, Any]]] = scan_layers
     unroll: int = 1
     flat: bool = False
+    in_8_bits: Product | None = None
+
+    def projection(self, x: jax.Array, weight: jax.Array, *, num_summed: int) -> jax.Array:
+        """The product of a projection inside the layers: `product`, or that of `in_8_bits`."""
+        if self.in_8_bits is None:
+            return self.product(x, weight, num_summed=num_summed)
+        lead = x.shape[: x.ndim - num_summed]
+        out = self.in_8_bits(self._flattened(x, num_summed), weight, num_summed)
+        return out.reshape(*lead, *weight.shape[num_summed:])
 
     def product(
         self, x: jax.Array, weight: jax.Array, *, num_summed: int = 1, out_type: Any = None
@@ -99,9 +117,13 @@ class Compute:
           [..., *outs].
         """
         lead = x.shape[: x.ndim - num_summed]
-        if self.flat:
-            x = x.reshape(math.prod(lead), *x.shape[len(lead) :])
+        x = self._flattened(x, num_summed)
         out = jnp.tensordot(
             x, weight.astype(self.dtype), num_summed, preferred_element_type=out_type
         )
         return out.reshape(*lead, *weight.shape[num_summed:])
+
+    def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:
+        """[..., *summed] as [tokens, *summed], where that is asked for."""
+        lead = x.ndim - num_summed
+        return x.reshape(math.prod(x.shape[:lead]), *x.shape[lead:]) if self.flat else x

@@ -215,6 +215,7 @@ class Decoder(nnx.Module):
             module, kind = nnx.merge(layer_graph, layer_weights), self._kind(slides)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
             rotation = _rotation_of(rotations, kind)
+            x_BTD = checkpoint_name(x_BTD, "layer_in")
             x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, compute)
             return x_BTD, tuple(outputs)
 

@@ -68,7 +68,7 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Projects the last dimensions of `x`."""
-        out = compute.product(x, self.weight[...], num_summed=self.num_ins)
+        out = compute.projection(x, self.weight[...], num_summed=self.num_ins)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))

@@ -33,6 +33,7 @@ from jaxrl.roles.value import Critic
 from jaxrl.types import TrainBatch
 
 _OFFLOADED = "in host memory while sampling"
+_PASSING = "in host memory but for the end of an update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,11 @@ def training_memory(
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
     trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
-    of_optimizer = f"{_moments(state)}, {train_name(layout)}, {_OFFLOADED if offload else like}"
+    if actor.moments_on_host:
+        like = _PASSING
+    elif offload:
+        like = _OFFLOADED
+    of_optimizer = f"{_moments(state)}, {train_name(layout)}, {like}"
     return [
         _holding(
             "actor in training",
@@ -86,7 +91,12 @@ def training_memory(
             state.params,
             sampling=not offload,
         ),
-        _holding("optimiser state", of_optimizer, state.opt_state, sampling=not offload),
+        _holding(
+            "optimiser state",
+            of_optimizer,
+            state.opt_state,
+            sampling=not (offload or actor.moments_on_host),
+        ),
     ]
 
 
@@ -128,15 +138,16 @@ def companion_memory(
         return [
             _holding(f"{name}, frozen", where, weights, sampling=not offload, learning=not offload)
         ]
-    state = Critic(
-        role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common
-    ).abstract_state()
+    critic = Critic(role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common)
+    state = critic.abstract_state()
     return [
         _holding(f"{name} in training", where, state.params),
         _holding(
             f"{name}, optimiser state",
-            f"{_moments(state)}, {train_name(layout)}, like the weights",
+            f"{_moments(state)}, {train_name(layout)}, "
+            + (_PASSING if critic.moments_on_host else "like the weights"),
             state.opt_state,
+            sampling=not critic.moments_on_host,
         ),
     ]
 
@@ -185,10 +196,12 @@ def activation_memory(
     kept, largest = layer_memory(
         update, actor.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
     )
+    kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
+    beside = ", beside what is in host memory" if actor.train.remat == "offload" else ""
     return [
         Holding(
             "kept of the layers",
-            f"remat {actor.train.remat}, split over rows and tokens",
+            f"remat {actor.train.remat}, split over rows and tokens{beside}",
             sum(a.size for a in kept) * stages,
             sum(map(nbytes_of, kept)) // math.prod(_batch_shards(actor)),
             sampling=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxrl.algos.aggregation import Aggregation, Counts, count
 from jaxrl.algos.moments import Tally, add_tallies
 from jaxrl.algos.segments import masked
 from jaxrl.mesh.groupings import ZERO, StateTables
-from jaxrl.mesh.offload import offload, onload
+from jaxrl.mesh.offload import at_host, check_host_memory, from_host, offload, onload, to_host
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import replicated, shardings
 from jaxrl.models import lora
@@ -108,6 +108,9 @@ class Learner(PackedModel, abc.ABC):
           offload: the state waits in pinned host memory while the role is idle.
         """
         super().__init__(model, mesh, train=train, tables=tables)
+        if optim.moments_on_host:
+            check_host_memory(mesh, "optim.moments_on_host True", "False")
+        self.moments_on_host = optim.moments_on_host
         self._optimizer = build_optimizer(optim, self.trained(self.axes))
         self._learning_rate = learning_rate(optim)
         self._gradient_shardings, self._moment_shardings = (
@@ -192,7 +195,15 @@ class Learner(PackedModel, abc.ABC):
         opt_state = optimizer_shardings(
             self._optimizer, opt_shapes, self.trained(self._moment_shardings), others=everywhere
         )
+        opt_state = self._each_moment(at_host, opt_state, opt_shapes)
         return TrainState(self.train_shardings, opt_state, everywhere)
+
+    def _each_moment(self, move: Callable[[Any], Any], tree: Any, shapes: Any) -> Any:
+        """`tree`, of an optimiser's state, with `move` done to its moments if they are kept on the host."""
+        if not self.moments_on_host:
+            return tree
+        # Counts stay: a program looks at them all the time, and there is nothing to win.
+        return jax.tree.map(lambda x, shape: move(x) if shape.ndim else x, tree, shapes)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, nothing allocated."""
@@ -318,6 +329,7 @@ class Learner(PackedModel, abc.ABC):
                 grads = jax.tree.map(jnp.add, grads, more)
             with jax.named_scope("optimizer"):
                 grad_norm = optax.tree.norm(grads)
+                opt_state = self._each_moment(from_host, opt_state, opt_state)
                 # Adam's bias correction raises a float to an int: optax relies on promotion.
                 with jax.numpy_dtype_promotion("standard"):
                     direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
@@ -328,6 +340,7 @@ class Learner(PackedModel, abc.ABC):
                 keep = lambda new, old: jnp.where(useful, new, old)  # noqa: E731
                 params = jax.tree.map(keep, new_params, params)
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
+                opt_state = self._each_moment(to_host, opt_state, opt_state)
             stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
             return (params, opt_state), (stats, sums.largest, sums.tally, own)
 

@@ -29,6 +29,9 @@ class OptimConfig:
       kind: "adamw", or "muon": matrices of the layers by Muon, all else by AdamW.
       moments: what moments are kept in, "float32", "bfloat16" or "int8": 8, 4 or about 2.1 bytes a trained
         weight with AdamW. Weights stay float32.
+      moments_on_host: moments lie in pinned host memory, and pass through the device at each update, where
+        activations have gone by then. The device holds less while it computes gradients, and waits for the
+        copies there and back.
       lr: peak learning rate.
       lr_warmup_steps: steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps.
       lr_decay_steps: steps until a cosine has brought the rate down to lr * lr_final; 0 keeps it constant.
@@ -40,6 +43,7 @@ class OptimConfig:
 
     kind: Literal["adamw", "muon"] = "adamw"
     moments: MomentKind = "float32"
+    moments_on_host: bool = False
     lr: Annotated[float, at_least(0)] = 1e-6
     lr_warmup_steps: Annotated[int, at_least(0)] = 10
     lr_decay_steps: Annotated[int, at_least(0)] = 0

@@ -22,6 +22,7 @@ from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.groupings import ZERO, StateTables
+from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
@@ -37,6 +38,7 @@ from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import apply_experts
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
+from jaxrl.models.low_precision import ProductKind, product_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import PackedBatch
@@ -60,6 +62,8 @@ class TrainConfig:
         docs/learning.md says where that pays.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
       dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
+      products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
+        "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
       unroll: layers per iteration of the layer scan.
       pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
@@ -76,6 +80,7 @@ class TrainConfig:
     share_prompts: bool = False
     logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
+    products: ProductKind = "full"
     remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
     pipeline_microbatches: Annotated[int, count(0)] = 0
@@ -112,6 +117,9 @@ class PackedModel:
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
         self.tables = tables
+        _check_products(train, model)
+        if train.remat == "offload":
+            check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
         if train.share_prompts and model.sliding_window:
             raise UserError(
                 f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
@@ -128,6 +136,7 @@ class PackedModel:
             ),
             unroll=train.unroll,
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
+            in_8_bits=product_in(train.products),
         )
         implementation = pick_implementation(
             platform_of(mesh),
@@ -247,6 +256,15 @@ class PackedModel:
             compute=self._compute,
             per_row=segments,
             live_BT=micro.segment_ids > 0,
+        )
+
+
+def _check_products(train: TrainConfig, model: ModelConfig) -> None:
+    """Raises UserError where products in 8 bits are asked of a model that has other products."""
+    if train.products != "full" and model.num_experts:
+        raise UserError(
+            f"train.products {train.products!r} does not reach the {model.num_experts} experts of this "
+            "model, whose products are grouped; set it to 'full'"
         )
 
 

@@ -18,7 +18,7 @@ from jaxrl.errors import UserError
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
         ("rollout.temperature", "0.0", "temperature 0.0 is not positive"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
-        ("train.remat", "some", "'some' is not one of full, projections, none"),
+        ("train.remat", "some", "'some' is not one of full, projections, offload, none"),
         ("train.rows", "0", "train.rows 0 is below 1"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
         ("run.num_steps", "0", "run.num_steps 0 is below 1"),

@@ -92,11 +92,18 @@ def test_remat_shows_in_what_is_kept():
         remat: holding(
             plan_tiny(train=dataclasses.replace(TINY_TRAIN, remat=remat)), "kept of the layers"
         ).num_values
-        for remat in ("full", "projections", "none")
+        for remat in ("full", "projections", "offload", "none")
     }
     # [L, R, T, D]
     assert kept["full"] == 4 * 4 * 16 * 32
+    assert kept["offload"] == 0
     assert kept["full"] < kept["projections"] < kept["none"]
+
+
+def test_moments_on_the_host_are_on_the_device_for_updates_alone():
+    moments = holding(plan_tiny(optim=OptimConfig(moments_on_host=True)), "optimiser state")
+    assert (moments.sampling, moments.learning) == (False, True)
+    assert moments.layout.endswith("in host memory but for the end of an update")
 
 
 def test_a_pipeline_is_counted_by_its_stages():
