@@ -1,8 +1,8 @@
 """Every way to split a role's model over n devices, and its cost: HybridFlow's Algorithm 2 (auto_parallel).
 
 The algorithm as printed ends its loop over p at n / U, U being the devices of a machine: empty for fewer
-than U devices, and too short where t is below U; and n / (p t) need not be whole. Here p, t, d and the share of
-FSDP run over the divisors of n, and over what divides the model.
+than U devices, and too short where t is below U; and n / (p t) need not be whole. Here p, t, d and the share
+of FSDP run over the divisors of n, and over what divides the model.
 """
 
 from __future__ import annotations

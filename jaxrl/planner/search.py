@@ -56,6 +56,7 @@ def search_mapping(
     *,
     assumptions: Assumptions | None = None,
     limits: Limits | None = None,
+    tasks: Sequence[RoleTasks] | None = None,
     placements: Sequence[Sequence[Sequence[str]]] | None = None,
     every_placement: bool = False,
 ) -> Mapping:
@@ -68,6 +69,7 @@ def search_mapping(
       cluster: or its name, as `Cluster.parse` reads it.
       assumptions: of the simulation.
       limits: which strategies are looked at.
+      tasks: of the roles, where they are others than in `step_tasks.TASKS`.
       placements: those to choose from; all there are by default.
       every_placement: find the best of each placement, though a bound may say that it is not the fastest.
 
@@ -76,7 +78,7 @@ def search_mapping(
         the smallest cluster of this kind that would hold them.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    roles = tasks_of(dataflow, models)
+    roles = tasks_of(dataflow, models, tasks)
     names = [role.name for role in roles]
     chosen = list(placements_of(names))
     if placements is not None:

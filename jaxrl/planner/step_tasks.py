@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
@@ -65,17 +65,30 @@ TASKS: Mapping[str, tuple[RoleTasks, ...]] = {
 }
 
 
-def tasks_of(dataflow: str, models: Mapping[str, ModelConfig]) -> tuple[RoleTasks, ...]:
+def tasks_of(
+    dataflow: str,
+    models: Mapping[str, ModelConfig],
+    tasks: Sequence[RoleTasks] | None = None,
+) -> tuple[RoleTasks, ...]:
     """The roles of a dataflow that have a model.
+
+    Args:
+      dataflow: its name.
+      models: role -> its model.
+      tasks: of its roles, where they are others than in `TASKS`; one of them generates.
 
     Raises:
       UserError: the dataflow or a role is unknown, or a role that needs a model has none.
     """
-    if dataflow not in TASKS:
+    if tasks is None and dataflow not in TASKS:
         near = difflib.get_close_matches(dataflow, TASKS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"dataflow {dataflow!r} is not one of {', '.join(TASKS)}{hint}")
-    roles = TASKS[dataflow]
+    roles = tuple(TASKS[dataflow] if tasks is None else tasks)
+    if sum(role.generates for role in roles) != 1:
+        raise UserError(
+            f"{sum(role.generates for role in roles)} of {dataflow}'s roles generate; exactly one does, the actor"
+        )
     names = [role.name for role in roles]
     unknown = [name for name in models if name not in names]
     if unknown:
