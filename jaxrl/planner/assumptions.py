@@ -29,6 +29,8 @@ class Assumptions:
       collective_latency_s: of one small collective over a tensor-parallel group.
       torus_step_s, hosts_step_s: of one decoding step beside its work, on TPUs and on GPUs.
       dispatch_s: between two dispatches of the engine.
+      slot_host_s: that the host adds to a dispatch for each slot of a replica. Nothing for our engine, whose
+        host works on arrays of all slots; a Python loop over sequences takes tens of microseconds each.
       dtype: in which products are computed.
       compute_bytes: of a weight or an activation in that type.
       cache_bytes: of a key or value in the cache.
@@ -52,6 +54,7 @@ class Assumptions:
     torus_step_s: Annotated[float, at_least(0)] = 0.3e-3
     hosts_step_s: Annotated[float, at_least(0)] = 2e-3
     dispatch_s: Annotated[float, at_least(0)] = 5e-3
+    slot_host_s: Annotated[float, at_least(0)] = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
     cache_bytes: Annotated[float, positive()] = 2.0

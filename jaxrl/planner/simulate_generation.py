@@ -242,6 +242,9 @@ class GenerationSimulator:
             "a step anyway": float(course.steps.sum()) * self._step_s,
             "dispatches": course.dispatches * assume.dispatch_s,
         }
+        if assume.slot_host_s:
+            visits = float((course.steps * course.slots).sum()) / self._work.tokens_per_dispatch
+            found["host, for each slot"] = visits * assume.slot_host_s
         if t_g > 1:
             size = slots * numbers.width * assume.compute_bytes
             one = self._collectives.layer_reduce_s(1.0, t_g, 1) - assume.collective_latency_s
