@@ -2,10 +2,11 @@
 
     python benchmarks/mapping.py [--part placements|tensor|times|rollout]
 
-Every second of a step here is predicted; the times of the search are measured. The paper's cluster (section 8.1):
-up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models, prompts and
-responses of 1,024 tokens, 1,024 of them a step, PPO with one epoch of 8 updates; bfloat16 weights with float32
-gradients and Adam states. Where the paper is silent, the planner's assumptions stand (docs/planner.md).
+Every second of a step here is predicted; the times of the search are measured. The paper's cluster (section
+8.1): up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models,
+prompts and responses of 1,024 tokens, 1,024 of them a step, PPO with one epoch of 8 updates; bfloat16 weights
+with float32 gradients and Adam states. Where the paper is silent, the planner's assumptions stand
+(docs/planner.md).
 """
 
 import argparse
@@ -62,7 +63,7 @@ FOUND_BY_PAPER = {
         128: "standalone",
     },
     ("34B", "34B"): {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
-    ("13B", "70B"): {64: "colocate", 96: "split", 128: "actor + reference + reward | critic"},
+    ("13B", "70B"): {64: "colocate", 96: "split", 128: "actor + reference + reward, critic"},
 }
 
 
@@ -99,6 +100,11 @@ def models_of(actor, critic):
         "reference": actor,
         "reward": scoring(critic),
     }
+
+
+def shown(placement):
+    """Without the bars that end a cell of a table."""
+    return placement_name(placement).replace(" | ", ", ")
 
 
 def seconds_text(result):
@@ -142,7 +148,7 @@ def placement_row(actor, critic, devices, expected, fsdp):
     best = min(results, key=lambda what: results[what].seconds)
     sizes = "/".join(str(pool.devices) for pool in found.pools)
     cells = " | ".join(map(seconds_text, results.values()))
-    winner = f"{placement_name(found.placement)}: {found.seconds:,.0f} ({sizes})"
+    winner = f"{shown(found.placement)}: {found.seconds:,.0f} ({sizes})"
     return f"| {name} | {devices} | {cells} | {best} | {expected} | {winner} |"
 
 
@@ -223,7 +229,7 @@ def times():
         found = search_mapping(dataflow, models, work, cluster)
         spent = time.perf_counter() - start
         actor = found.roles["actor"]
-        what = f"{placement_name(found.placement)}; actor {actor.layout.name}, fsdp {actor.layout.fsdp}, "
+        what = f"{shown(found.placement)}; actor {actor.layout.name}, fsdp {actor.layout.fsdp}, "
         what += f"{actor.generation.slots} slots"
         row = (dataflow, len(models), name, cluster, len(found.placements), f"{spent:.1f}", what)
         print("| " + " | ".join(map(str, row)) + " |", flush=True)

@@ -11,8 +11,8 @@ the largest first, without one crossing the border of another's slab.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
+import math
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import Accelerator
@@ -102,7 +102,7 @@ def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
             f"up to {kind.largest:,} devices"
         )
     names = [_text(s) for s in kind.shapes]
-    near = difflib.get_close_matches(_text(tuple(sorted(shape))), names, n=1)
+    enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
     more = f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; the next larger is {_text(enough[0])}" if enough else ""
     return f"{kind.name} comes as {', '.join(names)}{more}, up to {kind.largest:,} devices{hint}"

@@ -6,8 +6,8 @@ import collections.abc
 import dataclasses
 
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.planner.cost_terms import Terms
 from jaxrl.planner.placements import Placement, placement_name
-from jaxrl.planner.terms import Terms
 from jaxrl.planner.workload import GenerationStrategy, Strategy, layout_of
 
 

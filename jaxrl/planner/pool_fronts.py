@@ -99,6 +99,7 @@ class PoolSolver:
         self._shared = functools.cache(self._share)
         self._options_of = functools.cache(self._options)
         self._times_of = functools.cache(self._times)
+        self._moved_of = functools.cache(self._moved)
 
     def _front(self, names: tuple[str, ...], devices: int) -> PoolFront:
         """Of the roles of these names, which are in the order of the dataflow."""
@@ -167,16 +168,13 @@ class PoolSolver:
             left = free - simulator.weight_bytes(model, p_g, t_g)
             fitting = np.floor(left / simulator.slot_bytes(model, p_g, t_g))
             place = np.searchsorted(room, fitting, side="right") - 1
-            for i, strategy in enumerate(options.strategies):
-                if strategy.p % p_g or strategy.t % t_g:
-                    continue
-                moved = simulator.resharding_s(model, strategy, p_g, t_g)
-                found = np.where(place[i] >= 0, times[np.maximum(place[i], 0)] + moved, np.inf)
-                better = found < seconds[i]
-                seconds[i] = np.where(better, found, seconds[i])
-                count = slots[np.maximum(place[i], 0)]
-                for column, value in enumerate((p_g, t_g, count)):
-                    chosen[i, :, column] = np.where(better, value, chosen[i, :, column])
+            fits, place = place >= 0, np.maximum(place, 0)
+            moved = self._moved_of(name, devices, p_g, t_g)
+            found = np.where(fits, times[place] + moved[:, None], np.inf)
+            better = found < seconds
+            seconds = np.where(better, found, seconds)
+            chosen[better] = (p_g, t_g, 0)
+            chosen[better, 2] = slots[place[better]]
         return seconds, chosen
 
     def _share(self, names: tuple[str, ...], devices: int) -> _Shared:
@@ -213,6 +211,15 @@ class PoolSolver:
             limits=self._limits,
             budget=self.budget,
         )
+
+    def _moved(self, name: str, devices: int, p_g: int, t_g: int) -> np.ndarray:
+        """Seconds of each option's resharding: float64 [K], infinite where p_g or t_g does not divide."""
+        model, reshard = self._models[name], self.generating.resharding_s
+        divides = (
+            (s, s.p % p_g == 0 and s.t % t_g == 0)
+            for s in self._options_for(name, devices).strategies
+        )
+        return np.array([reshard(model, s, p_g, t_g) if fits else np.inf for s, fits in divides])
 
     def _times(self, name: str, devices: int, p_g: int, t_g: int) -> tuple[np.ndarray, ...]:
         greedy = self._roles[name].greedy

@@ -18,9 +18,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.assumptions import Assumptions
 from jaxrl.planner.cluster import Cluster
 from jaxrl.planner.collective_times import Collectives
+from jaxrl.planner.cost_terms import Terms
 from jaxrl.planner.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_tasks import RoleTasks
-from jaxrl.planner.terms import Terms
 from jaxrl.planner.workload import Strategy, Workload
 
 

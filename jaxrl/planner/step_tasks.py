@@ -85,10 +85,9 @@ def tasks_of(
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"dataflow {dataflow!r} is not one of {', '.join(TASKS)}{hint}")
     roles = tuple(TASKS[dataflow] if tasks is None else tasks)
-    if sum(role.generates for role in roles) != 1:
-        raise UserError(
-            f"{sum(role.generates for role in roles)} of {dataflow}'s roles generate; exactly one does, the actor"
-        )
+    generating = sum(role.generates for role in roles)
+    if generating != 1:
+        raise UserError(f"{generating} roles of {dataflow} generate; exactly one does, the actor")
     names = [role.name for role in roles]
     unknown = [name for name in models if name not in names]
     if unknown:
