@@ -92,6 +92,8 @@ class PoolSolver:
         self.budget = memory * 1e9
         self._roles = {role.name: role for role in roles}
         self._models = models
+        # Roles that do the same with models of one shape have the same options.
+        self._same = {r.name: dataclasses.replace(r, name="", optional=False) for r in roles}
         self._domain = cluster.accelerator.domain
         self._limits = limits
         # Caches of this object; `functools.cache` on methods would keep it alive.
@@ -197,9 +199,7 @@ class PoolSolver:
         return PoolChoice({n: self._options_for(n, devices).strategies[k] for n, k in picked}, None)
 
     def _options_for(self, name: str, devices: int) -> RoleOptions:
-        # Roles that do the same with models of one shape have the same options.
-        role = dataclasses.replace(self._roles[name], name="", optional=False)
-        return self._options_of(role, self._models[name], devices)
+        return self._options_of(self._same[name], self._models[name], devices)
 
     def _options(self, role: RoleTasks, model: ModelConfig, devices: int) -> RoleOptions:
         return role_options(

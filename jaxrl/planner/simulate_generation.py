@@ -45,10 +45,10 @@ class ContiguousSlots:
 
 
 def slot_counts(most: int) -> tuple[int, ...]:
-    """Numbers of slots that are tried, growing, up to `most`: four per doubling, and `most` itself."""
+    """Numbers of slots that are tried, growing, up to `most`: eight per doubling, and `most` itself."""
     found, octave = {most} - {0}, 1
     while octave <= most:
-        found |= {n for n in (octave * k // 4 for k in (4, 5, 6, 7)) if n <= most}
+        found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
         octave *= 2
     return tuple(sorted(found))
 
