@@ -103,6 +103,13 @@ class PoolSolver:
         self._times_of = functools.cache(self._times)
         self._moved_of = functools.cache(self._moved)
 
+    def least_seconds(self, names: tuple[str, ...], devices: int) -> float:
+        """Less than which no step of these roles on so many devices takes: without generation and memory."""
+        costs = [self._options_for(name, devices).costs for name in names]
+        if not all(len(c) for c in costs):
+            return np.inf
+        return float(sum(c[:, PREPARATION].min() + c[:, TRAINING].min() for c in costs))
+
     def _front(self, names: tuple[str, ...], devices: int) -> PoolFront:
         """Of the roles of these names, which are in the order of the dataflow."""
         actor = next((n for n in names if self._roles[n].generates), None)

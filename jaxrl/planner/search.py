@@ -166,7 +166,7 @@ class _Search:
         """The best mapping of a placement; None if none fits or is faster than the bound."""
         # The actor's pool comes last: without it nothing generates, and points have a coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
-        last = self._points_of(pools[-1])
+        last = self._points_of(pools[-1], bound)
         before = self._merge(pools[:-1], bound)
         best, pair = bound, None
         for j, point in enumerate(last.values):
@@ -181,21 +181,24 @@ class _Search:
         chosen = [*self._unmerged(pools[:-1], pair[0]), pair[1]]
         found = []
         for names, k in zip(pools, chosen, strict=True):
-            points = self._points_of(names)
+            points = self._points_of(names, bound)
             found.append((names, int(points.values[k, DEVICES]), points.choices[k]))
         return _Found(best, tuple(found))
 
-    def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
-        """Of a pool, over all its sizes."""
+    def _points_of(self, names: tuple[str, ...], bound: float) -> _PoolPoints:
+        """Of a pool, over all its sizes; those that alone are slower than the bound may be missing."""
         if names not in self._pool_points:
             values, choices = [np.zeros((0, 4))], []
             for devices in self.cluster.pool_sizes:
+                if self.solver.least_seconds(names, devices) > bound * _SLACK:
+                    continue
                 pool = self.solver.front(names, devices)
                 size = np.full((len(pool.choices), 1), float(devices))
                 values.append(np.concatenate([size, pool.seconds], axis=1))
                 choices += pool.choices
             joined = np.concatenate(values)
-            kept = front(joined)
+            near = np.flatnonzero(joined[:, GENERATION:].sum(axis=1) <= bound * _SLACK)
+            kept = near[front(joined[near])]
             self._pool_points[names] = _PoolPoints(joined[kept], tuple(choices[i] for i in kept))
         return self._pool_points[names]
 
@@ -204,21 +207,24 @@ class _Search:
         if not pools:
             return _Points(np.zeros((1, 4)), np.zeros(1, np.int64), np.zeros(1, np.int64))
         if pools not in self._merged:
-            left, right = self._merge(pools[:-1], bound).values, self._points_of(pools[-1]).values
+            left, right = (
+                self._merge(pools[:-1], bound).values,
+                self._points_of(pools[-1], bound).values,
+            )
             values = np.maximum(left[:, None], right[None])
             values[..., DEVICES] = left[:, None, DEVICES] + right[None, :, DEVICES]
             fits = values[..., DEVICES] <= self.cluster.num_devices - self.cluster.pool_sizes[0]
-            i, j = np.nonzero(fits & (self._least_s(values) <= bound * _SLACK))
+            i, j = np.nonzero(fits & (self._least_s(values, bound) <= bound * _SLACK))
             kept = front(values[i, j])
             self._merged[pools] = _Points(values[i, j][kept], i[kept], j[kept])
         return self._merged[pools]
 
-    def _least_s(self, values: np.ndarray) -> np.ndarray:
+    def _least_s(self, values: np.ndarray, bound: float) -> np.ndarray:
         """Less than which no step of these pools takes: the actor's share, alone on what they leave, besides.
 
         Pools that share memory with other roles have no more slots than the actor alone, and take turns.
         """
-        alone = self._points_of((self._actor,)).values
+        alone = self._points_of((self._actor,), bound).values
         order = np.argsort(alone[:, DEVICES], kind="stable")
         sizes = alone[order, DEVICES]
         total = values[..., PREPARATION] + values[..., TRAINING]
