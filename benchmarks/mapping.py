@@ -1,0 +1,282 @@
+"""The mapping search: its findings beside those of the HybridFlow paper, its times, and its generation term.
+
+    python benchmarks/mapping.py [--part placements|tensor|times|rollout]
+
+Every second of a step here is predicted; the times of the search are measured. The paper's cluster (section
+8.1): up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models,
+prompts and responses of 1,024 tokens, 1,024 of them a step, PPO with one epoch of 8 updates; bfloat16 weights
+with float32 gradients and Adam states. Where the paper is silent, the planner's assumptions stand
+(docs/planner.md).
+"""
+
+import argparse
+import dataclasses
+import time
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import accelerator
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.assumptions import Assumptions
+from jaxrl.planner.cluster import Cluster
+from jaxrl.planner.placements import placement_name
+from jaxrl.planner.role_options import Limits
+from jaxrl.planner.search import search_mapping
+from jaxrl.planner.simulate_generation import GenerationSimulator
+from jaxrl.planner.simulate_passes import PassSimulator
+from jaxrl.planner.step_tasks import TASKS
+from jaxrl.planner.workload import GenerationStrategy, Lengths, Strategy, Workload
+
+# 200 Gbps leave a host, shared by its eight devices.
+A100 = dataclasses.replace(accelerator("a100"), host_gbs=25.0)
+
+# bfloat16 weights beside float32 ones and two moments; gradients in float32, summed once an update.
+PAPER = Assumptions(
+    master_bytes=6,
+    moments_bytes=8,
+    gradient_bytes=4,
+    frozen_bytes=2,
+    reduce_each_microbatch=False,
+)
+WORK = Workload(
+    prompts=1024,
+    prompt_lengths=Lengths.exactly(1024),
+    response_lengths=Lengths.exactly(1024),
+    updates=8,
+    pipeline_microbatches=8,
+)
+# Generation returns the log-probabilities, so the actor has no pass of its own in preparation.
+PPO = tuple(dataclasses.replace(r, forwards=0) if r.generates else r for r in TASKS["ppo"])
+
+COLOCATE = (("actor", "critic", "reference", "reward"),)
+SPLIT = (("actor", "reference"), ("critic", "reward"))
+STANDALONE = (("actor",), ("critic",), ("reference",), ("reward",))
+PLACEMENTS = {"colocate": COLOCATE, "split": SPLIT, "standalone": STANDALONE}
+
+# Section 8.3, Figures 12 and 13: (actor and reference, critic and reward) -> devices -> the fastest.
+FOUND_BY_PAPER = {
+    ("7B", "7B"): {16: "colocate", 32: "colocate", 64: "colocate"},
+    ("13B", "13B"): {
+        16: "colocate",
+        32: "colocate",
+        64: "colocate",
+        96: "split",
+        128: "standalone",
+    },
+    ("34B", "34B"): {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
+    ("13B", "70B"): {64: "colocate", 96: "split", 128: "actor + reference + reward, critic"},
+}
+
+
+def llama(layers, width, heads, kv_heads, inner):
+    return ModelConfig(
+        vocab_size=32_000,
+        num_layers=layers,
+        d_model=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        d_ff=inner,
+        tie_embeddings=False,
+        qkv_bias=False,
+    )
+
+
+LLAMA = {
+    "7B": llama(32, 4096, 32, 32, 11_008),
+    "13B": llama(40, 5120, 40, 40, 13_824),
+    "34B": llama(48, 8192, 64, 8, 22_016),
+    "70B": llama(80, 8192, 64, 8, 28_672),
+}
+
+
+def scoring(model):
+    return dataclasses.replace(model, num_scores=1)
+
+
+def models_of(actor, critic):
+    return {
+        "actor": actor,
+        "critic": scoring(critic),
+        "reference": actor,
+        "reward": scoring(critic),
+    }
+
+
+def shown(placement):
+    """Without the bars that end a cell of a table."""
+    return placement_name(placement).replace(" | ", ", ")
+
+
+def seconds_text(result):
+    if result is None or result.seconds == float("inf"):
+        return "does not fit"
+    return f"{result.seconds:,.0f} ({'/'.join(map(str, result.devices))})"
+
+
+def placements():
+    """Which placement is the fastest, by size of models and cluster."""
+    for fsdp in (False, True):
+        print(
+            f"\n### Placements, {'3D parallelism and FSDP' if fsdp else '3D parallelism alone'}\n"
+        )
+        print(
+            "| models | devices | colocate s | split s | standalone s | best of three | paper | best of 15 |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for (actor, critic), by_devices in FOUND_BY_PAPER.items():
+            for devices, expected in by_devices.items():
+                print(placement_row(actor, critic, devices, expected, fsdp), flush=True)
+
+
+def placement_row(actor, critic, devices, expected, fsdp):
+    name = actor if actor == critic else f"{actor} / {critic}"
+    try:
+        found = search_mapping(
+            "ppo",
+            models_of(LLAMA[actor], LLAMA[critic]),
+            WORK,
+            Cluster(A100, (devices // 8, 8)),
+            assumptions=PAPER,
+            limits=Limits(fsdp=fsdp),
+            tasks=PPO,
+            every_placement=True,
+        )
+    except UserError as error:
+        return f"| {name} | {devices} | {str(error).rsplit('; ', 1)[1]} | | | | {expected} | |"
+    by_placement = {frozenset(r.placement): r for r in found.placements}
+    results = {what: by_placement[frozenset(p)] for what, p in PLACEMENTS.items()}
+    best = min(results, key=lambda what: results[what].seconds)
+    sizes = "/".join(str(pool.devices) for pool in found.pools)
+    cells = " | ".join(map(seconds_text, results.values()))
+    winner = f"{shown(found.placement)}: {found.seconds:,.0f} ({sizes})"
+    return f"| {name} | {devices} | {cells} | {best} | {expected} | {winner} |"
+
+
+def tensor_sizes():
+    """Figure 15: t_g of an actor trained as 1-8-2 on 16 devices."""
+    cluster, strategy = Cluster(A100, (2, 8)), Strategy(1, 8, 2)
+    print("\n### Seconds of generation by t_g, training 1-8-2 on 16 devices (slots of a replica)\n")
+    print(
+        "| model | host, a slot and step | t_g 1 | 2 | 4 | 8 | best | paper | best against 8 | paper |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, best, gain in (("7B", 2, "-60.3%"), ("13B", 4, "-36.4%")):
+        for micros in (0, 10, 20, 30, 50, 100, 150):
+            assume = dataclasses.replace(PAPER, slot_host_s=micros * 1e-6, dispatch_s=0.0)
+            found = generation_by_tensor(LLAMA[name], cluster, strategy, assume)
+            fastest = min(found, key=lambda t: found[t].total_s)
+            cells = " | ".join(f"{x.total_s:.1f} ({x.slots})" for x in found.values())
+            less = found[fastest].total_s / found[8].total_s - 1
+            print(f"| {name} | {micros} us | {cells} | {fastest} | {best} | {less:+.1%} | {gain} |")
+
+
+@dataclasses.dataclass
+class Generated:
+    total_s: float
+    slots: int
+
+
+def generation_by_tensor(model, cluster, strategy, assume):
+    """The actor's training state stays; the engine looks at its sequences after every token."""
+    work = dataclasses.replace(WORK, tokens_per_dispatch=1)
+    simulator = GenerationSimulator(cluster, work, assume)
+    kept = PassSimulator(cluster, work, assume).training(model, strategy).resident_bytes
+    budget = (A100.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9 - kept
+    found = {}
+    for t_g in (1, 2, 4, 8):
+        _, slots, _ = simulator.best_seconds(model, cluster.num_devices, 1, t_g, budget=budget)
+        chosen = GenerationStrategy(1, t_g, int(slots[-1]))
+        terms = simulator.generation(model, strategy, chosen)
+        found[t_g] = Generated(terms.total_s, chosen.slots)
+    return found
+
+
+REASONING = Workload(
+    prompts=1536,
+    samples=16,
+    prompt_lengths=Lengths(300, 2048),
+    response_lengths=Lengths(3950, 20_480, "log-normal"),
+    updates=16,
+    microbatch_tokens=22_528,
+)
+
+
+def times():
+    """Seconds of a search, on this machine."""
+    print("\n### Seconds of the search\n")
+    print("| dataflow | roles | model | cluster | placements | seconds | of CPU | found |")
+    print("|---|---|---|---|---|---|---|---|")
+    cases = [
+        ("ppo", "llama-3.1-8b", WORK, "h100:16x8"),
+        ("ppo", "llama-3.1-8b", WORK, "h100:128x8"),
+        ("ppo", "llama-3.1-8b", WORK, "v5p:8x8x16"),
+        ("ppo", "llama-3-70b", WORK, "h100:128x8"),
+        ("ppo", "qwen2.5-32b", REASONING, "h100:128x8"),
+        ("safe_rlhf", "llama-3.1-8b", WORK, "h100:16x8"),
+        ("safe_rlhf", "llama-3.1-8b", WORK, "h100:32x8"),
+        ("grpo", "qwen3-8b", REASONING, "v6e:16x16"),
+        ("dapo", "qwen2.5-32b", REASONING, "v5p:4x4x8"),
+        ("dapo", "qwen2.5-32b", REASONING, "h100:16x8"),
+        ("dapo", "qwen2.5-32b", REASONING, "h200:8x8"),
+    ]
+    for dataflow, name, work, cluster in cases:
+        model = model_shapes(name)
+        scored = ("critic", "reward", "cost", "cost_critic")
+        models = {r.name: scoring(model) if r.name in scored else model for r in TASKS[dataflow]}
+        if work is REASONING and dataflow in ("grpo", "dapo"):
+            del models["reward"]  # a rule
+        start, start_cpu = time.perf_counter(), time.process_time()
+        found = search_mapping(dataflow, models, work, cluster)
+        spent, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+        actor = found.roles["actor"]
+        what = f"{shown(found.placement)}; actor {actor.layout.name}, fsdp {actor.layout.fsdp}, "
+        what += f"{actor.generation.slots} slots"
+        row = (
+            dataflow,
+            len(models),
+            name,
+            cluster,
+            len(found.placements),
+            f"{spent:.1f}",
+            f"{cpu:.1f}",
+            what,
+        )
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def rollout():
+    """A generation batch of 1,536 x 16 samples: the search's short way, and the engine's own scheduler."""
+    print("\n### Minutes of a generation batch of 1,536 x 16 samples, Qwen2.5-32B, t_g 8\n")
+    print(
+        "| cluster | slots | one replica for all | the engine's scheduler, all replicas in lockstep |"
+    )
+    print("|---|---|---|---|")
+    model = model_shapes("qwen2.5-32b")
+    for name, slots in (("v5p:4x4x8", 98), ("h100:16x8", 80)):
+        cluster = Cluster.parse(name)
+        simulator = GenerationSimulator(cluster, REASONING, Assumptions())
+        strategy, chosen = Strategy(1, 8, 16, 16), GenerationStrategy(1, 8, slots)
+        minutes = [
+            simulator.generation(model, strategy, chosen, replay=replay).total_s / 60
+            for replay in (False, True)
+        ]
+        print(f"| {name} | {slots} | {minutes[0]:.1f} | {minutes[1]:.1f} |", flush=True)
+
+
+PARTS = {"placements": placements, "tensor": tensor_sizes, "times": times, "rollout": rollout}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=PARTS, help="one of them; all by default")
+    part = parser.parse_args().part
+    for name, show in PARTS.items():
+        if part in (None, name):
+            show()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A prediction, term by term: seconds, bytes that stay, bytes that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+_NOTHING: Mapping[str, float] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What one role's task is predicted to take on each of its devices; nothing of it was measured.
+
+    Attributes:
+      seconds: of a step by cause. A negative one is hidden behind others.
+      resident: bytes that stay from step to step.
+      transient: bytes besides, while the task runs.
+    """
+
+    seconds: Mapping[str, float]
+    resident: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
+    transient: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of a device that stay."""
+        return sum(self.resident.values())
+
+    @property
+    def transient_bytes(self) -> float:
+        """Bytes of a device while the task runs, besides."""
+        return sum(self.transient.values())
+
+    def lines(self) -> list[str]:
+        """One line for each term, and their sums."""
+        seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
+        kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
+        brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]
+        return [*seconds, f"{self.total_s:10.2f} s   predicted in all", *kept, *brief]

@@ -1,0 +1,85 @@
+"""What a model weighs and computes, as the simulators need it: floats, each computed once per model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.flops import attention_flops, token_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelNumbers:
+    """Of one model.
+
+    Attributes:
+      layers: L.
+      stacked: parameters of all layers, which a pipeline splits and tensor parallelism too.
+      outside: parameters of embedding and head, which tensor parallelism alone splits.
+      token_flops: operations of a token's forward pass but for attention to others.
+      pair_flops: operations of attention for a token and one that it sees, all layers, without windows.
+      width: D.
+      kept_values: values of a token that a layer's backward pass wants, those of width D.
+      split_values: those of them that tensor parallelism splits.
+      vocabulary: logits or scores of a token.
+      cache_values: keys and values of a token in all layers.
+      kv_heads: K.
+    """
+
+    layers: int
+    stacked: float
+    outside: float
+    token_flops: float
+    pair_flops: float
+    width: int
+    kept_values: float
+    split_values: float
+    vocabulary: int
+    cache_values: float
+    kv_heads: int
+
+    def params_of_shard(self, p: int, t: int) -> float:
+        """Parameters on a device of p stages and t tensor shards, without FSDP."""
+        return (self.stacked / p + self.outside) / t
+
+    def cache_values_of_shard(self, p: int, t: int) -> float:
+        """Keys and values of a token on a device; heads that t does not divide are on each (mesh.rules)."""
+        return self.cache_values / p / (t if self.kv_heads % t == 0 else 1)
+
+
+@functools.lru_cache(maxsize=256)
+def model_numbers(model: ModelConfig) -> ModelNumbers:
+    """The numbers of a model."""
+    width, h = model.d_model, model.head_dim
+    outside = model.vocab_size * width
+    outside += outside if model.has_unembedding else model.num_scores * width
+    experts = model.experts_per_token or 1
+    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * experts
+    return ModelNumbers(
+        layers=model.num_layers,
+        stacked=float(model.num_params - outside - width),
+        outside=float(outside),
+        token_flops=token_flops(model).weights,
+        pair_flops=4.0 * model.num_heads * h * model.num_layers,
+        width=width,
+        kept_values=float(2 * width),
+        split_values=float(split),
+        vocabulary=model.num_scores or model.vocab_size,
+        cache_values=float(model.kv_bytes_per_token(1)),
+        kv_heads=model.num_kv_heads,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def mean_attention_flops(model: ModelConfig, mean_tokens: float, mean_square: float) -> float:
+    """Operations of attention in a sequence's forward pass, on average.
+
+    Without sliding windows attention is quadratic, and two moments say all; with them, that of the root
+    mean square length stands for all.
+    """
+    if not model.sliding_window:
+        return model_numbers(model).pair_flops * (mean_square + mean_tokens) / 2
+    return float(attention_flops(model, np.array([round(mean_square**0.5)]))[0])

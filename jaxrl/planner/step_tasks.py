@@ -1,0 +1,103 @@
+"""What each role of a dataflow does in a step, as the planner needs it: HybridFlow's three stages.
+
+    generation     the actor samples                                    (ReMax: and answers greedily)
+    preparation    log-probabilities, values, scores                    one forward pass each
+    training       the actor and the critics learn
+
+A reward that is a function and no model takes no device: leave its role out of `models`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+
+from jaxrl.errors import UserError
+from jaxrl.models.model_config import ModelConfig
+
+STAGES = ("generation", "preparation", "training")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleTasks:
+    """The tasks of a role.
+
+    Attributes:
+      name: of the role.
+      trains: it has an optimiser.
+      generates: it samples.
+      forwards: passes over the sequences in preparation.
+      greedy: greedy answers are among what it samples or scores.
+      optional: there may be no model for it.
+    """
+
+    name: str
+    trains: bool = False
+    generates: bool = False
+    forwards: int = 1
+    greedy: bool = False
+    optional: bool = False
+
+
+_ACTOR = RoleTasks("actor", trains=True, generates=True)
+_CRITIC = RoleTasks("critic", trains=True)
+_REFERENCE = RoleTasks("reference", optional=True)
+_REWARD = RoleTasks("reward", optional=True)
+
+TASKS: Mapping[str, tuple[RoleTasks, ...]] = {
+    "ppo": (_ACTOR, _CRITIC, _REFERENCE, _REWARD),
+    "remax": (
+        dataclasses.replace(_ACTOR, greedy=True),
+        _REFERENCE,
+        dataclasses.replace(_REWARD, greedy=True),
+    ),
+    "safe_rlhf": (
+        _ACTOR,
+        _CRITIC,
+        _REFERENCE,
+        _REWARD,
+        RoleTasks("cost", optional=True),
+        RoleTasks("cost_critic", trains=True, optional=True),
+    ),
+    "grpo": (_ACTOR, _REFERENCE, _REWARD),
+    "dapo": (_ACTOR, _REWARD),
+}
+
+
+def tasks_of(
+    dataflow: str,
+    models: Mapping[str, ModelConfig],
+    tasks: Sequence[RoleTasks] | None = None,
+) -> tuple[RoleTasks, ...]:
+    """The roles of a dataflow that have a model.
+
+    Args:
+      dataflow: its name.
+      models: role -> its model.
+      tasks: of its roles, where they are others than in `TASKS`; one of them generates.
+
+    Raises:
+      UserError: the dataflow or a role is unknown, or a role that needs a model has none.
+    """
+    if tasks is None and dataflow not in TASKS:
+        near = difflib.get_close_matches(dataflow, TASKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"dataflow {dataflow!r} is not one of {', '.join(TASKS)}{hint}")
+    roles = tuple(TASKS[dataflow] if tasks is None else tasks)
+    generating = sum(role.generates for role in roles)
+    if generating != 1:
+        raise UserError(f"{generating} roles of {dataflow} generate; exactly one does, the actor")
+    names = [role.name for role in roles]
+    unknown = [name for name in models if name not in names]
+    if unknown:
+        raise UserError(
+            f"role {unknown[0]!r} is not one of {dataflow}'s, {', '.join(names)}; leave its model out"
+        )
+    missing = [r.name for r in roles if r.name not in models and not r.optional]
+    if missing:
+        raise UserError(
+            f"{dataflow} has no model for {', '.join(missing)}; name one, for example "
+            f'{{"{missing[0]}": model_shapes("qwen2.5-7b")}}'
+        )
+    return tuple(role for role in roles if role.name in models)
