@@ -2,8 +2,8 @@
 
 Rates are dense ones of one device as JAX counts them, at JAX's own precision: products of float32 arrays
 are computed in TF32 on NVIDIA GPUs and in bfloat16 on TPUs unless a program asks for more. Sources: the data
-sheets of NVIDIA's A100, H100, H200 and B200, and Google Cloud's pages of TPU versions, as of 2026. An entry of
-a user's own is a JSON file (`hardware_files.py`), which `calibration.py` writes for the machine at hand.
+sheets of NVIDIA's A100, H100, H200 and B200, and Google Cloud's pages of TPU versions, as of 2026. An entry
+of a user's own is a JSON file (`hardware_files.py`), which `calibration.py` writes for the machine at hand.
 
     links   device --link_gbs--> devices of its domain (a host of GPUs, a slice of a TPU)
             host --host_gbs--> other domains, shared by the devices of the host

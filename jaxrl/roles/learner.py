@@ -416,6 +416,7 @@ class Learner(PackedModel, abc.ABC):
         grads = jax.tree.map(jax.new_ref, place(jax.tree.map(jnp.zeros_like, params)))
 
         def accumulate(m, total):
+            pull_back: Any
             _, pull_back, (sums, own) = jax.vjp(lambda p: micro_loss(p, m), params, has_aux=True)
             pull_back.with_refs(grads)(jnp.float32(1))
             own_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], own)
