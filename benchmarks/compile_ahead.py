@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxrl.config import command_line
 from jaxrl.config.config_tree import from_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.mesh.devices import build_mesh, topology_devices
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.topologies import topology_devices
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph

@@ -11,8 +11,9 @@ R rows of a microbatch   T tokens of a row   L layers   S slots
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,10 +29,11 @@ from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.objective import Objective
+from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Assignment, DecodeState, Engine
 from jaxrl.rollout.sampling import untruncated
-from jaxrl.types import TrainBatch
+from jaxrl.types import PackedBatch, TrainBatch
 
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence"})
 _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
@@ -45,18 +47,20 @@ class SamplerShapes:
     slots: DecodeState
 
 
-def abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
-    """Shapes and shardings of what an update learns from."""
+def abstract_batch(
+    role: PackedModel, shape: PackedShape, kind: type[PackedBatch] = TrainBatch
+) -> Any:
+    """Shapes and shardings of a batch of some kind on a role's mesh, by default what a policy learns from."""
 
     def field(name: str) -> jax.ShapeDtypeStruct:
         is_count = name == "num_micro_U"
         dims = (shape.minibatches,) if is_count else dataclasses.astuple(shape)
         dtype = jnp.int32 if is_count or name in _INTEGER_FIELDS else jnp.float32
-        spec = rows_and_length(actor.mesh, dims)
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(actor.mesh, spec))
+        spec = rows_and_length(role.mesh, dims)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
 
-    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(TrainBatch)}
-    return TrainBatch(**fields)
+    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
+    return kind(**fields)
 
 
 def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
@@ -187,22 +191,63 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def product_flops(program: jax_core.Jaxpr) -> int:
-    """Operations of all products of a traced program, those it computes again included.
+def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1) -> int:
+    """Operations of all products of a traced program over the whole mesh, those it computes again included.
 
-    A scan counts as often as it runs, a loop whose end is known at run time once, as do all branches of a
-    choice.
+    A scan counts as often as it runs, the part of a device as often as there are devices, a kernel as often
+    as its grid has places; causal attention counts half. All branches of a choice count.
+
+    Args:
+      program: the traced program.
+      open_loops: rounds of an outermost loop whose end is known at run time; one inside it counts once.
     """
     total = 0
     for eqn in program.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            left: Any = eqn.invars[0].aval
-            result: Any = eqn.outvars[0].aval
-            total += 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(product_flops, _inside(eqn)))
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            total += _PRODUCTS[name](eqn)
+        is_open = name == "while"
+        times, inside = _times(eqn, open_loops), 1 if is_open else open_loops
+        total += times * sum(product_flops(p, open_loops=inside) for p in _inside(eqn))
     return total
+
+
+def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
+    """How often what is inside an equation runs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return params["length"]
+    if name == "while":
+        return open_loops
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"])
+    if name == "pallas_call":
+        places = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+        # It skips what lies above the diagonal, which is half of it.
+        return places // 2 if "splash" in str(params.get("name_and_src_info", "")) else places
+    return 1
+
+
+def _product(eqn: jax_core.JaxprEqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _fused_attention(eqn: jax_core.JaxprEqn, products: int) -> int:
+    """A cuDNN kernel's `products` of queries [B, T, Q, H] and keys [B, S, K, H], half of them causal."""
+    query: Any = eqn.invars[0].aval
+    key: Any = eqn.invars[1].aval
+    return products * query.size * key.shape[1]
+
+
+_PRODUCTS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
+    "dot_general": _product,
+    # Scores and mixed values; their gradients, with the scores once more.
+    "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, products=2),
+    "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, products=5),
+}
 
 
 def nbytes_of(aval: Any) -> int:

@@ -272,6 +272,16 @@ class Learner(PackedModel, abc.ABC):
         batches, objectives = zip((batch, objective), *also, strict=True)
         given = reference is not None or bool(self.model.lora.rank)
         assert given or not objective.needs_reference, "the objective needs a reference's weights"
+        update = self.update_program(objectives)
+        state = self.for_training()
+        self._before_change()
+        # Before, since an update that fails has consumed the state.
+        self._num_updates += 1
+        self.state, metrics, own = update(state, batches, reference)
+        return metrics, own
+
+    def update_program(self, objectives: tuple[Objective, ...]) -> Any:
+        """The compiled `(state, batches, reference) -> (state, metrics, own)`; it consumes the state."""
         if objectives not in self._updates:
             self._updates[objectives] = jax.jit(
                 lambda state, batches, reference: self._update(
@@ -280,13 +290,7 @@ class Learner(PackedModel, abc.ABC):
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None, None),
             )
-        update = self._updates[objectives]
-        state = self.for_training()
-        self._before_change()
-        # Before, since an update that fails has consumed the state.
-        self._num_updates += 1
-        self.state, metrics, own = update(state, batches, reference)
-        return metrics, own
+        return self._updates[objectives]
 
     # Pure functions
 
