@@ -25,29 +25,12 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.trace import SamplerShapes, layer_memory, nbytes_of
-from jaxrl.roles.learner import TrainState
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.frozen import Frozen
+from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.value import Critic
 from jaxrl.types import TrainBatch
 
 _OFFLOADED = "in host memory while sampling"
-
-
-@dataclasses.dataclass(frozen=True)
-class Companion:
-    """A role on the actor's devices.
-
-    Attributes:
-      name: of the role.
-      model: its shape.
-      optim: how it learns; None if it does not. What learns is a critic, with a head of one score.
-    """
-
-    name: str
-    model: ModelConfig
-    optim: OptimConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,30 +97,42 @@ def sampling_memory(
     ]
 
 
-def companion_memory(
-    role: Companion, actor: Actor, layout: ParallelLayout, *, offload: bool
+def role_memory(
+    name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
 ) -> list[Holding]:
-    """What a role on the actor's devices keeps there."""
-    where = f"float32, {train_name(layout)}"
-    name = role.name.replace("_", " ")
-    common: Any = {"train": actor.train, "tables": actor.tables}
-    if role.optim is None:
-        frozen = PackedModel(role.model, actor.mesh, **common)
+    """What a critic, a reference, or a reward or cost model keeps on its devices.
+
+    Args:
+      name: of the role.
+      role: it.
+      layout: of its mesh.
+      offload: its weights wait in host memory between calls, if they do not learn.
+    """
+    where, shown = f"float32, {train_name(layout)}", name.replace("_", " ")
+    if isinstance(role, Frozen):
         where = f"{where}, in host memory between calls" if offload else where
-        weights = frozen.abstract_params()
-        return [
-            _holding(f"{name}, frozen", where, weights, sampling=not offload, learning=not offload)
-        ]
-    state = Critic(
-        role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common
-    ).abstract_state()
+        weights = role.abstract_params()
+        here = not offload
+        return [_holding(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
+    state = role.abstract_state()
     return [
-        _holding(f"{name} in training", where, state.params),
+        _holding(f"{shown} in training", where, state.params),
         _holding(
-            f"{name}, optimiser state",
+            f"{shown}, optimiser state",
             f"{_moments(state)}, {train_name(layout)}, like the weights",
             state.opt_state,
         ),
+    ]
+
+
+def engine_memory(
+    name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
+) -> list[Holding]:
+    """Weights and cache of a role that samples and never learns."""
+    where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
+    return [
+        _holding(f"{name}, frozen", where, sampler.params),
+        _holding(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
 
 

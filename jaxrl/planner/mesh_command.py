@@ -90,7 +90,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help=f"{', '.join(SHAPES)}, or the path of a config.json (default: %(default)s)",
     )
     parser.add_argument("--grouping", choices=(*GROUPINGS, "all"), default="all")
-    parser.add_argument("--topology", default="", help="a TPU slice such as v5p:4x4x8, or hosts of GPUs such as h100:16x8")
+    parser.add_argument(
+        "--topology",
+        default="",
+        help="a TPU slice such as v5p:4x4x8, or hosts of GPUs such as h100:16x8",
+    )
     parser.add_argument("--out", type=pathlib.Path, help="folder for mesh.png and mesh.svg")
     return parser
 

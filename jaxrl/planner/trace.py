@@ -68,15 +68,20 @@ def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
     assert isinstance(actor.resharding, Resharding)
     for bucket in actor.resharding.buckets:
         jax.eval_shape(bucket.gather_program, *bucket.gather_arguments())
+    sampler = sampler_shapes(engine, actor.shapes, actor.axes)
+    _trace_engine(engine, sampler.params, sampler.slots)
+    return sampler
+
+
+def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
+    """What an engine samples with, from shapes and logical axes of the weights."""
     dtype = jnp.dtype(engine.config.dtype)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
-        actor.shapes,
-        shardings(actor.axes, actor.shapes, GENERATE_RULES, engine.mesh),
+        shapes,
+        shardings(axes, shapes, GENERATE_RULES, engine.mesh),
     )
-    slots = engine.abstract_decode_state()
-    _trace_engine(engine, params, slots)
-    return SamplerShapes(params, slots)
+    return SamplerShapes(params, engine.abstract_decode_state())
 
 
 def _trace_engine(engine: Engine, params: Params, slots: DecodeState) -> None:

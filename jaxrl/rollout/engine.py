@@ -188,7 +188,13 @@ class Engine:
 
     def abstract_decode_state(self) -> DecodeState:
         """Shapes and shardings of the slots at their largest, nothing allocated."""
-        shapes = jax.eval_shape(self.init_decode_state)
+        return self._with_shardings(jax.eval_shape(self.init_decode_state))
+
+    def abstract_prefix(self, shapes: Prefix) -> Prefix:
+        """Shapes and shardings of a prefix, from its shapes alone."""
+        return self._with_shardings(shapes)
+
+    def _with_shardings(self, shapes: Any) -> Any:
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
