@@ -1,4 +1,4 @@
-"""What a recipe takes of a pod: python launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8."""
+"""Plans for a pod that is not here: launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8."""
 
 from jaxrl import cli
 

@@ -1,4 +1,4 @@
-"""What XLA has to know of a GPU to compile for it without one: its GpuTargetConfig, from public specifications.
+"""What XLA has to know of a GPU to compile for it without one: its GpuTargetConfig, from public sources.
 
 Sources: NVIDIA's data sheets and white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches,
 bandwidth), and the table of features by compute capability in the CUDA programming guide (shared memory,

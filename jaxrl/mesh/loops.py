@@ -4,7 +4,7 @@ The number of rounds of a loop is what the compiler noted beside it, or follows 
 that starts at a constant, grows by one, and stays below another. A loop that ends when data says so (a
 batch's last microbatch, a dispatch's last token) has the number that the caller gives.
 
-    text --> computations --> walk from the entry: body x rounds, branches and calls x 1 --> runs of each
+    text --> computations --> walk from the entry: body x rounds, calls x 1, one branch --> runs of each
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from jaxrl.mesh.hlo import Collective, collectives
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((.*)$")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_ONE_CALLEE = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_ONE_CALLEE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_CHOICE = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _NOTED = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
@@ -72,16 +73,17 @@ class Runs:
         return found
 
 
-def runs_of(text: str, *, open_loops: int = 1) -> Runs:
+def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> Runs:
     """How often the computations of a compiled program run.
 
     Args:
       text: of the compiled program.
       open_loops: rounds of an outermost loop whose end the text does not say; one inside it counts once.
+      longest_branch: a choice takes the branch with the most operations; the one with the fewest otherwise.
     """
     computations, entry = _parse(text)
     times: dict[str, float] = collections.defaultdict(float)
-    _walk(entry, 1.0, computations, times, open_loops)
+    _walk(entry, 1.0, computations, times, _Taken(open_loops, longest_branch))
     lines = {name: tuple(i.line for i in computations[name].values()) for name in times}
     return Runs(dict(times), lines)
 
@@ -101,33 +103,65 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     return found, entry
 
 
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """What is taken for granted of loops and choices."""
+
+    open_loops: int
+    longest_branch: bool
+
+
 def _walk(
     name: str,
     times: float,
     computations: Mapping[str, _Computation],
     total: dict[str, float],
-    open_loops: int,
+    taken: _Taken,
 ) -> None:
-    if name not in computations:
-        return
     total[name] += times
     for instruction in computations[name].values():
         loop = _LOOP.search(instruction.line) if instruction.opcode == "while" else None
         if loop is None:
-            for callee in _callees(instruction.line):
-                _walk(callee, times, computations, total, open_loops)
+            for callee in _callees(instruction, computations, taken):
+                _walk(callee, times, computations, total, taken)
             continue
-        rounds = _rounds(instruction, computations[name], computations)
-        inside = open_loops if rounds is not None else 1
-        rounds = open_loops if rounds is None else rounds
+        rounds, inside = _rounds(instruction, computations[name], computations), taken
+        if rounds is None:
+            rounds, inside = taken.open_loops, dataclasses.replace(taken, open_loops=1)
         for callee in loop.groups():
             _walk(callee, times * rounds, computations, total, inside)
 
 
-def _callees(line: str) -> Iterable[str]:
-    yield from _ONE_CALLEE.findall(line)
-    for branches in _BRANCHES.findall(line):
-        yield from (name.strip().lstrip("%") for name in branches.split(","))
+def _callees(
+    instruction: _Instruction, computations: Mapping[str, _Computation], taken: _Taken
+) -> list[str]:
+    """Computations that an instruction runs; of a choice one."""
+    if instruction.opcode != "conditional":
+        return [name for name in _ONE_CALLEE.findall(instruction.line) if name in computations]
+    branches = _CHOICE.findall(instruction.line)
+    for names in _BRANCHES.findall(instruction.line):
+        branches += [name.strip().lstrip("%") for name in names.split(",")]
+    sizes = {name: _size(name, computations) for name in branches if name in computations}
+    pick = max if taken.longest_branch else min
+    return [pick(sizes, key=lambda name: sizes[name])] if sizes else []
+
+
+def _size(name: str, computations: Mapping[str, _Computation]) -> int:
+    """Instructions of a computation and of all that it names."""
+    seen, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in computations:
+            continue
+        seen.add(current)
+        for instruction in computations[current].values():
+            for pattern in (_ONE_CALLEE, _CHOICE):
+                waiting += pattern.findall(instruction.line)
+            for names in _BRANCHES.findall(instruction.line):
+                waiting += [n.strip().lstrip("%") for n in names.split(",")]
+            for loop in _LOOP.findall(instruction.line):
+                waiting += loop
+    return sum(len(computations[each]) for each in seen)
 
 
 def _rounds(

@@ -8,11 +8,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.mesh.hlo import Collective
+
+# Kind, axes, across hosts.
+_Key: TypeAlias = tuple[str, tuple[str, ...], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,8 @@ def traffic_of(
       devices_per_host: whose devices have consecutive ids.
     """
     hosts = np.array([d.id // devices_per_host for d in mesh.devices.flat])
-    calls: dict[tuple, float] = collections.defaultdict(float)
-    received: dict[tuple, np.ndarray] = {}
+    calls: dict[_Key, float] = collections.defaultdict(float)
+    received: dict[_Key, np.ndarray] = {}
     for times, each in found:
         axes = axes_of(each, mesh)
         if not axes:
@@ -58,7 +62,7 @@ def traffic_of(
         wide = any(len(set(hosts[list(group)])) > 1 for group in each.groups)
         key = each.kind, axes, wide
         calls[key] += times
-        received[key] = received.get(key, 0.0) + times * each.received(mesh.size)
+        received[key] = received.get(key, np.zeros(mesh.size)) + times * each.received(mesh.size)
     sums = (Traffic(*key, calls[key], float(received[key].max())) for key in calls)
     return sorted(sums, key=lambda t: -t.nbytes)
 

@@ -184,7 +184,9 @@ def _traffic(
 ) -> Iterable[Traffic]:
     if not found.text:
         return []
-    moved = runs_of(found.text, open_loops=piece.open_loops).collectives(mesh.size)
+    moved = runs_of(
+        found.text, open_loops=piece.open_loops, longest_branch=piece.longest_branch
+    ).collectives(mesh.size)
     by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
     return [each.times(piece.calls * piece.used) for each in by_axes]
 

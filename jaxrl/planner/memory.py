@@ -1,8 +1,8 @@
-"""Bytes of one device: what an actor and the roles beside it hold there, from shapes and shardings.
+"""Bytes of one device: what an actor and the other roles hold there, from shapes and shardings.
 
 Covered: everything of the actor that lives from one program to the next, and the two largest things inside
-its update; weights and optimiser state of roles that share its devices. Not covered: other temporaries of the
-compiled programs, which only compiling them can tell, and programs of other roles; so sums are lower bounds.
+its update; the same of every role that shares its devices, and of roles elsewhere on theirs. Not covered:
+other temporaries of the compiled programs, which only compiling them can tell (`ahead.py`).
 
 L layers   S slots   K kv heads   H head size   C tokens of a slot
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +24,11 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.trace import SamplerShapes, layer_memory, nbytes_of
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
-from jaxrl.types import TrainBatch
+from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
 
@@ -43,6 +43,7 @@ class Holding:
       num_values: over the whole mesh, each value counted once.
       bytes_per_device: what they add to a device.
       sampling, learning: the phases in which they are there.
+      turn: the role while whose update they are there, if not always; roles take turns.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Holding:
     bytes_per_device: int
     sampling: bool
     learning: bool
+    turn: str = ""
 
 
 def training_memory(
@@ -77,9 +79,10 @@ def sampling_memory(
     layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
 ) -> list[Holding]:
     """What it samples with: weights that training does not hold so already, and the cache."""
-    # [L, S, K, H, C], or each layer's own
+    # [L, S, K, H, C] or [L, S, K, C, H], or each layer's own
     keys = jax.tree.leaves(sampler.slots.context.cache)[0]
-    slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)[-4:]
+    slots, kv_heads, *_ = keys.sharding.shard_shape(keys.shape)[-4:]
+    tokens = sampler.slots.capacity
     weights = _holding(
         "actor in generation",
         f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
@@ -128,7 +131,7 @@ def role_memory(
 def engine_memory(
     name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
 ) -> list[Holding]:
-    """Weights and cache of a role that samples and never learns."""
+    """Weights and cache of what samples on devices where it does not learn."""
     where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
     return [
         _holding(f"{name}, frozen", where, sampler.params),
@@ -144,71 +147,88 @@ def _moments(state: TrainState) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def update_memory(actor: Actor, shape: PackedShape, batch: TrainBatch) -> list[Holding]:
-    """What an update adds to that, around its layers."""
-    row_shards, token_shards = _batch_shards(actor)
-    gradients = actor.abstract_gradients()
+def update_memory(
+    name: str, role: Learner, shape: PackedShape, batch: PackedBatch
+) -> list[Holding]:
+    """What the update of a role adds to that, around its layers."""
+    row_shards, token_shards = _batch_shards(role)
+    gradients = role.abstract_gradients()
+    rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
     return [
         _holding(
-            "gradients",
+            *_of(name, "gradients"),
             "float32: the sum and the newest",
             (gradients, gradients),
             sampling=False,
+            turn=name,
         ),
         _holding(
-            "train batch",
-            f"{shape.rows // row_shards} x {shape.tokens // token_shards:,} tokens a device and microbatch",
+            *_of(name, "train batch"),
+            f"{rows} x {tokens:,} tokens a device and microbatch",
             batch,
             sampling=False,
+            turn=name,
         ),
     ]
 
 
+def _of(name: str, what: str) -> tuple[str]:
+    return (what if name == "actor" else f"{name.replace('_', ' ')}, {what}",)
+
+
 def activation_memory(
-    actor: Actor, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
+    name: str, role: Learner, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
 ) -> list[Holding]:
     """What an update, traced, adds in its layers.
 
     Args:
-      actor: whose update it is.
+      name, role: whose update it is.
       layout: of its mesh.
       rows: R of a microbatch, which the stages of a pipeline split further.
       update: the traced program.
     """
     stages = layout.p
-    micro = microbatches_of(rows, TRAIN_RULES, actor.mesh, actor.train.pipeline_microbatches)
+    micro = microbatches_of(rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
     kept, largest = layer_memory(
-        update, actor.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
+        update, role.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
     )
     return [
         Holding(
-            "kept of the layers",
-            f"remat {actor.train.remat}, split over rows and tokens",
+            *_of(name, "kept of the layers"),
+            f"remat {role.train.remat}, split over rows and tokens",
             sum(a.size for a in kept) * stages,
-            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(actor)),
+            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(role)),
             sampling=False,
             learning=True,
+            turn=name,
         ),
         Holding(
-            "largest value in a layer",
+            *_of(name, "largest value in a layer"),
             f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
             + (" of a stage" if stages > 1 else ""),
             largest.size,
             nbytes_of(largest) * stages // layout.num_devices,
             sampling=False,
             learning=True,
+            turn=name,
         ),
     ]
 
 
-def _batch_shards(actor: Actor) -> tuple[int, int]:
+def _batch_shards(role: Learner) -> tuple[int, int]:
     """Shards of rows and of tokens."""
-    rows, tokens = (shards_of(axis, TRAIN_RULES, actor.mesh) for axis in ("batch", "length"))
+    rows, tokens = (shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length"))
     return rows, tokens
 
 
 def _holding(
-    name: str, layout: str, tree: Any, *, sampling: bool = True, learning: bool = True
+    name: str,
+    layout: str,
+    tree: Any,
+    *,
+    sampling: bool = True,
+    learning: bool = True,
+    turn: str = "",
 ) -> Holding:
     leaves = jax.tree.leaves(tree)
     return Holding(
@@ -218,7 +238,18 @@ def _holding(
         bytes_per_device=sum(map(_bytes_per_device, leaves)),
         sampling=sampling,
         learning=learning,
+        turn=turn,
     )
+
+
+def phase_bytes(holdings: Sequence[Holding], phase: str) -> int:
+    """Bytes per device in a phase, "sampling" or "learning", at the turn of the role that takes most."""
+    turns: collections.Counter[str] = collections.Counter()
+    for held in holdings:
+        if getattr(held, phase):
+            turns[held.turn] += held.bytes_per_device
+    always = turns.pop("", 0)
+    return always + max(turns.values(), default=0)
 
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,7 +188,7 @@ class PodPlan:
 
     def as_html(self) -> str:
         """The same as a page of its own."""
-        console = Console(record=True, width=_WIDTH, file=_Nowhere(), force_terminal=True)
+        console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True)
         self.show(console)
         page = console.export_html(inline_styles=True)
         return page.replace("<head>", f"<head>\n<title>{html.escape(self.title)}</title>", 1)
@@ -258,13 +259,3 @@ def _table(title: str, plain: bool, *columns: str) -> Table:
     for name in columns:
         table.add_column(name)
     return table
-
-
-class _Nowhere:
-    """A file that keeps nothing: the console's record is what is wanted."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass

@@ -56,6 +56,7 @@ class StepLoad:
       samples: answers to each.
       kept: sequences that are learned from.
       prompt_tokens, response_tokens: of a sequence on average.
+      truncated: only the likelier tokens may be drawn.
     """
 
     prompts: int
@@ -63,6 +64,7 @@ class StepLoad:
     kept: int
     prompt_tokens: Annotated[float, positive()]
     response_tokens: Annotated[float, positive()]
+    truncated: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -85,6 +87,7 @@ class Piece:
       calls: of it in a step.
       open_loops: rounds of its outermost loop that ends when data says so.
       used: share of the rounds of its other loops that do something.
+      longest_branch: choices take the branch with the most operations, not that with the fewest.
     """
 
     function: Any
@@ -93,6 +96,7 @@ class Piece:
     calls: float = 1.0
     open_loops: int = 1
     used: float = 1.0
+    longest_branch: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +127,12 @@ class Program:
         return f"{self.role} {self.name}"
 
 
-def sampling_programs(
-    actor: Actor, engine: Engine, load: StepLoad, *, role: str = "actor"
-) -> Iterator[Program]:
+def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[Program]:
     """The way to the generation layout and back, and the engine's programs at their largest."""
+    role = "rollout"
     if isinstance(actor.resharding, Resharding):
         yield from _resharding(actor.resharding)
+        role = "actor"
     yield from engine_programs(engine, load, role=role, shapes=actor.shapes, axes=actor.axes)
 
 
@@ -197,6 +201,8 @@ def engine_programs(
         (params, state, small()),
         calls=_dispatches(engine, load),
         open_loops=config.tokens_per_dispatch,
+        # Its choices are about truncated sampling, whose branch is the long one.
+        longest_branch=load.truncated,
     )
     weights = bytes_of(params)
     cache = bytes_of(state.context)

@@ -1,8 +1,8 @@
-"""Seconds that programs would take at the vendors' rates: what nothing can be faster than. All of it is predicted.
+"""Seconds that programs would take at the vendors' rates, which nothing beats. All of it is predicted.
 
-A program takes as long as the slowest of its products, its reads of memory, and its traffic between devices, as
-if these overlapped wholly. Real programs take longer: 1.5 to 3 times as long is usual. Not covered: element-wise
-work, activations read and written, the host, what waits for the longest sample.
+A program takes as long as the slowest of its products, its reads of memory, and its traffic between devices,
+as if these overlapped wholly. Real programs take longer: 1.5 to 3 times as long is usual. Not covered:
+element-wise work, activations read and written, the host, what waits for the longest sample.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
-from jaxrl.roles.learner import TrainState
+from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
@@ -129,6 +129,11 @@ def trace_learning(
 
     jax.eval_shape(logprobs, state, batch)
     return jax.make_jaxpr(update)(state, batch).jaxpr
+
+
+def trace_update(role: Learner, state: TrainState, batch: PackedBatch, objective: Objective) -> Any:
+    """The traced update of a role that learns without a reference."""
+    return jax.make_jaxpr(role.update_program((objective,)))(state, (batch,), None).jaxpr
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:

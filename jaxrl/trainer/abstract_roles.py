@@ -1,7 +1,7 @@
-"""The roles of a config as shapes: built where the placement puts them, with no weights and no device at work.
+"""The roles of a config as shapes: built where the placement puts them, without weights.
 
-What a dry run and a plan have in common. A role whose checkpoint is not here counts as large as the actor, and
-that is said: a total has all of its terms.
+What a dry run and a plan have in common. A role whose checkpoint is not here counts as large as the actor,
+and that is said: a total has all of its terms.
 """
 
 from __future__ import annotations
@@ -91,18 +91,29 @@ class AbstractRoles:
         if "actor" in pool.roles:
             state = self.actor.abstract_state()
             found += training_memory(self.actor, layout, state, offload=offload)
-        if pool == self.pool_of("rollout"):
-            sampler = sampler_shapes(self.engine, self.actor.shapes, self.actor.axes)
-            trained = self.actor.abstract_state()
-            found += sampling_memory(layout, trained, sampler, self.engine.config.dtype)
+        found += self.sampler_holdings(pool)
         for name, role in (self.critics | self.frozen).items():
             if name in pool.roles:
                 found += role_memory(name, role, layout, offload=offload)
-        if self.judge is not None and "judge" in pool.roles:
-            _, shapes, axes = decoder_graph(self.judge.model)
-            sampler = sampler_shapes(self.judge, shapes, axes)
-            found += engine_memory("judge", layout, sampler, self.judge.config.dtype)
-        return found
+        return found + self.judge_holdings(pool)
+
+    def sampler_holdings(self, pool: Pool) -> list[Holding]:
+        """The actor's weights and cache in generation, if it samples there."""
+        if pool != self.pool_of("rollout"):
+            return []
+        sampler = sampler_shapes(self.engine, self.actor.shapes, self.actor.axes)
+        state = self.actor.abstract_state()
+        if "actor" in pool.roles:
+            return sampling_memory(pool.layout, state, sampler, self.engine.config.dtype)
+        return engine_memory("rollout", pool.layout, sampler, self.engine.config.dtype)
+
+    def judge_holdings(self, pool: Pool) -> list[Holding]:
+        """The generative judge's weights and cache, if it lives there."""
+        if self.judge is None or "judge" not in pool.roles:
+            return []
+        _, shapes, axes = decoder_graph(self.judge.model)
+        sampler = sampler_shapes(self.judge, shapes, axes)
+        return engine_memory("judge", pool.layout, sampler, self.judge.config.dtype)
 
 
 def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRoles:
@@ -172,7 +183,7 @@ def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRo
 
 
 def judge_engine_config(config: Config, stop_ids: tuple[int, ...] = (0,)) -> EngineConfig:
-    """Shapes of the generative judge's programs: it samples as the policy does, with slots for its verdicts."""
+    """Shapes of the generative judge's programs: it samples as the policy does, in slots of its own."""
     options, rollout = config.reward.judge, config.rollout
     settings = rollout.engine_settings(
         slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)

@@ -1,4 +1,4 @@
-"""From a config and a topology to a plan: the programs of every role, compiled for devices that are not here."""
+"""From a config and a topology to a plan: the programs of every role, compiled for what is not here."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from jaxrl.trainer.cross_checks import (
     shares_forward,
     title_of,
 )
+from jaxrl.trainer.slot_choice import with_slots
 
 # Answers of DAPO's run were a fifth of their limit on average when they had grown.
 RESPONSE_SHARE = 0.2
@@ -98,6 +99,7 @@ def roles_on(config: Config, topology: Topology) -> AbstractRoles:
         )
     placement = take_devices(pools, topology.devices)
     meshes = {pool.name: pool.mesh for pool in placement.pools}
+    config = with_slots(config, lambda pool: meshes[pool.name], topology.chip.memory_bytes)
     sampler = next((p for p in pools if "rollout" in p.roles), None) or next(
         p for p in pools if "actor" in p.roles
     )
@@ -116,6 +118,8 @@ def load_of(config: Config, response_tokens: float = 0.0) -> StepLoad:
         prompt_tokens=max(1.0, _PROMPT_SHARE * config.data.max_prompt_tokens),
         response_tokens=response_tokens
         or max(1.0, RESPONSE_SHARE * config.rollout.max_response_tokens),
+        truncated=bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
+        or rollout.repetition_penalty != 1,
     )
 
 
@@ -127,7 +131,9 @@ def programs_of(roles: AbstractRoles, load: StepLoad) -> Iterator[tuple[str, Pro
         yield "rollout", program, sampler
     if roles.judge is not None:
         _, shapes, axes = decoder_graph(roles.judge.model)
-        verdicts = dataclasses.replace(load, samples=load.samples, response_tokens=64)
+        verdicts = dataclasses.replace(
+            load, response_tokens=float(config.reward.judge.max_verdict_tokens)
+        )
         mesh = roles.meshes[roles.pool_of("judge").name]
         for program in engine_programs(
             roles.judge, verdicts, role="judge", shapes=shapes, axes=axes

@@ -45,8 +45,8 @@ def test_a_terminal_gets_the_table_in_its_own_width():
 
 @pytest.mark.parametrize(
     ("slots", "phrase"),
-    [(384, "may fit A100 40 GB or more"), (32 * 400, "does not fit TPU v7 or less")],
+    [(384, "too much for TPU v6e or less; leaves"), (32 * 400, "too much for TPU v7 or less")],
 )
-def test_says_which_devices_may_hold_it(slots, phrase):
+def test_says_which_devices_are_too_small(slots, phrase):
     config = load_config(Config, str(RECIPE), {"rollout.slots": str(slots)})
     assert phrase in text_of(plan_recipe(config))
