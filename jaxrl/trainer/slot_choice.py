@@ -1,4 +1,4 @@
-"""How many slots fit: `rollout.slots = 0` has them chosen from `rollout.memory_fraction` of a device's memory.
+"""How many slots fit: `rollout.slots = 0` takes them from `rollout.memory_fraction` of a device's memory.
 
     memory x fraction - what lies there in sampling - the largest temporary = slots x bytes of one
 
