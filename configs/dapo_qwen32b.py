@@ -4,7 +4,7 @@
     python launch/train.py --config configs/dapo_qwen32b.py --dry_run   # on any laptop: what would it take?
     python launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8    # and does it fit?
 
-Hardware: one of these, by name after the recipe's, such as configs/dapo_qwen32b.py:h100-128; the first by default.
+Hardware: one of these, named after the recipe's file as in configs/dapo_qwen32b.py:h100-128; else the first.
 
     v5p-128    TPU v5p:4x4x8, 128 chips of 95 GB
     v6e-256    TPU v6e:16x16, 256 chips of 32 GB
@@ -86,8 +86,8 @@ def get_config(layout: str = "v5p-128"):
     config.model = model_shapes("qwen2.5-32b")
     config.model.num_tokens = 151_665
 
-    # Weights and moments in float32 over t x fsdp = all devices: 3 GB each of 128. Generation in bfloat16 over
-    # t_g = 8: 8 GB, which leaves more for the cache than t_g = 4 with 16 GB, and each has one of the 8 kv heads.
+    # Weights and moments in float32 over t x fsdp = all devices: 3 GB each of 128. Generation in bfloat16
+    # over t_g = 8: 8 GB and one kv head, which leaves more for the cache than t_g = 4 with 16 GB.
     config.mesh.train = f"1-8-{d}"
     config.mesh.generate = f"1-8-1-{d}"
     config.mesh.fsdp = d

@@ -1,4 +1,4 @@
-"""DAPO on Qwen2.5-7B: configs/dapo_qwen32b.py at a quarter of its size, for one host of GPUs or a small slice.
+"""DAPO on Qwen2.5-7B: configs/dapo_qwen32b.py at a quarter of its size, on one host of GPUs.
 
     python launch/train.py --config configs/dapo_qwen7b.py
     python launch/plan.py --config configs/dapo_qwen7b.py --topology h100:1x8    # does it fit?

@@ -3,8 +3,8 @@
     python launch/train.py --config configs/safe_rlhf_llama8b.py
     python launch/plan.py --config configs/safe_rlhf_llama8b.py --topology h100:2x8    # does it fit?
 
-Hardware: 16 accelerators of 80 GB or more (h100:2x8, v5p:2x2x4). Hours: not measured. Score to expect: not run
-by us. Files: as for configs/ppo_llama8b.py, and
+Hardware: 16 accelerators of 80 GB or more (h100:2x8, v5p:2x2x4). Hours: not measured. Score to expect: not
+run by us. Files: as for configs/ppo_llama8b.py, and
 
     models/beaver-8b-reward/    a reward model with the actor's tokenizer (...ForSequenceClassification)
     models/beaver-8b-cost/      a cost model likewise; launch/reward_model.py trains both from pairs

@@ -234,7 +234,7 @@ def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
     if name == "pallas_call":
         places = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
         # It skips what lies above the diagonal, which is half of it.
-        return places // 2 if "splash" in str(params.get("name_and_src_info", "")) else places
+        return places // 2 if "splash" in str(params.get("name")) else places
     return 1
 
 

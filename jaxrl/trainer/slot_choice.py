@@ -25,8 +25,8 @@ from jaxrl.trainer.context import RunContext, pools_of
 
 # Copies of a prefill batch that inserting it takes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
-# Float32 arrays of logits, noise and candidates that a dispatch has at once.
-_LOGITS_COPIES = 8
+# Float32 arrays [V] of each slot that a dispatch has at once, seen on GPUs; fewer on TPUs.
+_LOGITS_COPIES = 48
 # A replica has no use for more.
 _MOST = 4096
 
