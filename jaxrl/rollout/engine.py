@@ -441,9 +441,7 @@ class Engine:
             jnp.zeros_like(state.out_logprob),
             jnp.zeros_like(state.out_entropy),
         )
-        # Of idle slots a kernel has nothing to read.
-        length_n = jnp.where(state.active, start.length, 0)
-        on_past = self._cache.decoding(model, start.cache, length_n)
+        on_past = self._cache.decoding(model, start.cache, start.length)
 
         def unfinished(step: _Step):
             return (step.i < W) & (step.active.sum() > least_active)

@@ -108,7 +108,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--response-tokens",
         type=_positive,
         default=0.0,
-        help=f"of an answer on average, for what is predicted; default: {RESPONSE_SHARE:.0%} of the limit",
+        help=f"of an answer on average, for what is predicted; default: {RESPONSE_SHARE} of the limit",
     )
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
     parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")
