@@ -25,8 +25,8 @@ def get_config():
     # The experts over expert x t, everything else over fsdp x t; four kv heads.
     config.mesh.train = "1-4-8"
     config.mesh.generate = "1-4-1-8"
-    config.mesh.fsdp = 2
-    config.mesh.expert = 4
+    config.mesh.fsdp = 4
+    config.mesh.expert = 2
     config.rollout.max_response_tokens = 8192
     config.rollout.slots = 8 * 64
     config.reward.overlong_buffer_tokens = 2048
