@@ -2,10 +2,17 @@
 
     python launch/train.py --config configs/dapo_qwen32b.py
     python launch/train.py --config configs/dapo_qwen32b.py --dry_run   # on any laptop: what would it take?
+    python launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8    # and does it fit?
 
-Hardware: 128 devices of 80 GB or more, such as 16 x 8 H100 or a TPU v5p-256 (128 chips of 95 GB). Compiled
-ahead of time for that TPU, its programs need at most 40 GB of a device in learning and 56 GB in sampling;
-nothing was compiled for 128 GPUs. Hours: not known.
+Hardware: one of these, named after the recipe's file as in configs/dapo_qwen32b.py:h100-128; else the first.
+
+    v5p-128    TPU v5p:4x4x8, 128 chips of 95 GB
+    v6e-256    TPU v6e:16x16, 256 chips of 32 GB
+    h100-128   16 hosts x 8 H100 of 80 GB
+    h200-64    8 hosts x 8 H200 of 141 GB
+
+Compiled ahead of time for each: docs/planning.md has what they take. On GPUs start with
+XLA_PYTHON_CLIENT_MEM_FRACTION=.95, since JAX takes three quarters of the memory by default. Hours: not known.
 
 Files, relative to where the command is run:
 
@@ -21,7 +28,8 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 
 What verl's script sets and jaxrl has no setting for, or a different one:
 
-    gpu_memory_utilization .8     rollout.slots, whose cache is as long as the longest running sample
+    gpu_memory_utilization .8     rollout.slots, as many as fit into nine tenths of a device; their number is
+                                  stated here, and 0 would choose it (rollout.memory_fraction)
     chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
     parameter, optimizer offload  mesh.offload_training_state, not set: both are spread out, 3 GB a device
     ulysses sequence parallel 8   mesh.context would be the counterpart; rows fit without
@@ -36,6 +44,7 @@ tenth of the rate. Dual clip, weight decay and gradient clip are verl's, not the
 
 from jaxrl.config.config_tree import to_config_dict
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.models.shapes import model_shapes
 
 _TEMPLATE = (
@@ -45,10 +54,22 @@ _TEMPLATE = (
 )
 
 
-def get_config():
+# Devices, what shares d, and slots on each replica of t_g = 8 devices.
+_LAYOUTS = {
+    "v5p-128": ("TPU v5p:4x4x8, 128 chips of 95 GB", 16, 95),
+    "v6e-256": ("TPU v6e:16x16, 256 chips of 32 GB", 32, 21),
+    "h100-128": ("16 hosts x 8 H100 of 80 GB", 16, 80),
+    "h200-64": ("8 hosts x 8 H200 of 141 GB", 8, 154),
+}
+
+
+def get_config(layout: str = "v5p-128"):
+    if layout not in _LAYOUTS:
+        raise UserError(f"layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
+    hardware, d, slots = _LAYOUTS[layout]
     config = to_config_dict(Config())
     config.name = "dapo_qwen32b"
-    config.hardware = "128 devices of 80 GB or more: 16 x 8 H100, or TPU v5p-256"
+    config.hardware = hardware
     config.weights = "models/Qwen2.5-32B"
     config.tokenizer.path = "models/Qwen2.5-32B"
 
@@ -65,11 +86,11 @@ def get_config():
     config.model = model_shapes("qwen2.5-32b")
     config.model.num_tokens = 151_665
 
-    # Weights and moments in float32 over t x fsdp = 128 devices: 3 GB each. Generation in bfloat16 over
-    # t_g = 4: 16 GB, which leaves more for the cache than t_g = 2 with 33 GB would.
-    config.mesh.train = "1-8-16"
-    config.mesh.generate = "1-4-2-16"
-    config.mesh.fsdp = 16
+    # Weights and moments in float32 over t x fsdp = all devices: 3 GB each of 128. Generation in bfloat16
+    # over t_g = 8: 8 GB and one kv head, which leaves more for the cache than t_g = 4 with 16 GB.
+    config.mesh.train = f"1-8-{d}"
+    config.mesh.generate = f"1-8-1-{d}"
+    config.mesh.fsdp = d
 
     config.rollout.num_prompts = 512
     config.rollout.num_samples = 16
@@ -78,9 +99,8 @@ def get_config():
     # Lmax 16384 and Lcache 4096 in the paper.
     config.rollout.max_response_tokens = 16_384 + 4096
     config.rollout.temperature = 1.0
-    # 12 slots on each of the 32 replicas: 1.5 GB of cache for one of full length, and moving to a longer
-    # cache holds both for a moment.
-    config.rollout.slots = 32 * 12
+    # Each with room for the longest sequence, .74 GB of a device, allocated once.
+    config.rollout.slots = d * slots
     config.rollout.prefill_prompts = 32
     config.rollout.tokens_per_dispatch = 64
     config.rollout.dtype = "bfloat16"
@@ -95,10 +115,10 @@ def get_config():
     config.algorithm.advantage_options.normalize_std = True
     config.algorithm.updates_per_step = 16
 
-    # One row for each of the 16 replicas, as long as the longest sequence.
-    config.train.rows = 16
+    # One row for each of the d replicas, as long as the longest sequence.
+    config.train.rows = d
     config.train.row_tokens = 2048 + 16_384 + 4096
-    # A minibatch is 7 to 8 microbatches: in order 94% of their places would be used, so 99%.
+    # With 16 rows a minibatch is 7 to 8 microbatches: in order 94% of their places would be used, so 99%.
     config.train.fill_minibatches = True
     config.train.logprob_chunk_tokens = 2048
     config.train.dtype = "bfloat16"

@@ -46,6 +46,10 @@ COMMANDS = {
     "profile": Command(
         "jaxrl.trainer.commands:profile", "traces one step and says where its time goes"
     ),
+    "plan": Command(
+        "jaxrl.trainer.plan_command:main",
+        "what a recipe takes of accelerators that are not here, compiled for them",
+    ),
     "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.checks import between, check_value
@@ -34,31 +34,6 @@ def simulate(num_devices: int, *, processes: int = 1) -> None:
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices // processes)
-
-
-def topology_devices(name: str) -> Sequence[Any]:
-    """The devices of a TPU slice that is not here, to compile for; needs the `libtpu` package.
-
-    Args:
-      name: generation and shape, for example "v5p:4x4x8".
-
-    Raises:
-      UserError: libtpu is missing or knows no such slice.
-    """
-    # Without these libtpu looks for the metadata of a real TPU host, and complains that there is none.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
-    # No TPU is opened, so a lock on it, or one that a killed process left behind, is no hindrance.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"topology {name!r} cannot be compiled for ({reason}); name generation and shape of a TPU "
-            "slice, for example v5p:4x4x8 or v6e:4x4, with the package libtpu installed"
-        ) from error
 
 
 def build_mesh(

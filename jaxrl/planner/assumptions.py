@@ -35,7 +35,7 @@ class Assumptions:
       compute_bytes: of a weight or an activation in that type.
       cache_bytes: of a key or value in the cache.
       master_bytes, moments_bytes: of a trained weight and of its optimiser state, kept all the time.
-      gradient_bytes: of gradients during an update; the sum and the newest in float32 are 8.
+      gradient_bytes: of gradients during an update: one sum in float32.
       reduced_bytes: of a gradient when replicas sum it.
       frozen_bytes: of a weight of a role that does not learn.
       remat: "full" computes each layer again in the backward pass and keeps its input alone.
@@ -60,7 +60,7 @@ class Assumptions:
     cache_bytes: Annotated[float, positive()] = 2.0
     master_bytes: Annotated[float, positive()] = 4.0
     moments_bytes: Annotated[float, at_least(0)] = 8.0
-    gradient_bytes: Annotated[float, at_least(0)] = 8.0
+    gradient_bytes: Annotated[float, at_least(0)] = 4.0
     reduced_bytes: Annotated[float, positive()] = 4.0
     frozen_bytes: Annotated[float, positive()] = 4.0
     remat: Literal["full", "none"] = "full"

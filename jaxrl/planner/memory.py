@@ -1,8 +1,8 @@
-"""Bytes of one device: what an actor and the roles beside it hold there, from shapes and shardings.
+"""Bytes of one device: what an actor and the other roles hold there, from shapes and shardings.
 
 Covered: everything of the actor that lives from one program to the next, and the two largest things inside
-its update; weights and optimiser state of roles that share its devices. Not covered: other temporaries of the
-compiled programs, which only compiling them can tell, and programs of other roles; so sums are lower bounds.
+its update; the same of every role that shares its devices, and of roles elsewhere on theirs. Not covered:
+other temporaries of the compiled programs, which only compiling them can tell (`ahead.py`).
 
 L layers   S slots   K kv heads   H head size   C tokens of a slot
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,32 +24,14 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.trace import SamplerShapes, layer_memory, nbytes_of
-from jaxrl.roles.learner import TrainState
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.frozen import Frozen
+from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.value import Critic
-from jaxrl.types import TrainBatch
+from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
 _PASSING = "in host memory but for the end of an update"
-
-
-@dataclasses.dataclass(frozen=True)
-class Companion:
-    """A role on the actor's devices.
-
-    Attributes:
-      name: of the role.
-      model: its shape.
-      optim: how it learns; None if it does not. What learns is a critic, with a head of one score.
-    """
-
-    name: str
-    model: ModelConfig
-    optim: OptimConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +44,7 @@ class Holding:
       num_values: over the whole mesh, each value counted once.
       bytes_per_device: what they add to a device.
       sampling, learning: the phases in which they are there.
+      turn: the role while whose update they are there, if not always; roles take turns.
     """
 
     name: str
@@ -69,6 +53,7 @@ class Holding:
     bytes_per_device: int
     sampling: bool
     learning: bool
+    turn: str = ""
 
 
 def training_memory(
@@ -104,9 +89,10 @@ def sampling_memory(
     layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
 ) -> list[Holding]:
     """What it samples with: weights that training does not hold so already, and the cache."""
-    # [L, S, K, H, C], or each layer's own
+    # [L, S, K, H, C] or [L, S, K, C, H], or each layer's own
     keys = jax.tree.leaves(sampler.slots.context.cache)[0]
-    slots, kv_heads, _, tokens = keys.sharding.shard_shape(keys.shape)[-4:]
+    slots, kv_heads, *_ = keys.sharding.shard_shape(keys.shape)[-4:]
+    tokens = sampler.slots.capacity
     weights = _holding(
         "actor in generation",
         f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
@@ -124,31 +110,44 @@ def sampling_memory(
     ]
 
 
-def companion_memory(
-    role: Companion, actor: Actor, layout: ParallelLayout, *, offload: bool
+def role_memory(
+    name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
 ) -> list[Holding]:
-    """What a role on the actor's devices keeps there."""
-    where = f"float32, {train_name(layout)}"
-    name = role.name.replace("_", " ")
-    common: Any = {"train": actor.train, "tables": actor.tables}
-    if role.optim is None:
-        frozen = PackedModel(role.model, actor.mesh, **common)
+    """What a critic, a reference, or a reward or cost model keeps on its devices.
+
+    Args:
+      name: of the role.
+      role: it.
+      layout: of its mesh.
+      offload: its weights wait in host memory between calls, if they do not learn.
+    """
+    where, shown = f"float32, {train_name(layout)}", name.replace("_", " ")
+    if isinstance(role, Frozen):
         where = f"{where}, in host memory between calls" if offload else where
-        weights = frozen.abstract_params()
-        return [
-            _holding(f"{name}, frozen", where, weights, sampling=not offload, learning=not offload)
-        ]
-    critic = Critic(role.model, actor.mesh, optim=role.optim, seed=0, offload=offload, **common)
-    state = critic.abstract_state()
+        weights = role.abstract_params()
+        here = not offload
+        return [_holding(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
+    state = role.abstract_state()
     return [
-        _holding(f"{name} in training", where, state.params),
+        _holding(f"{shown} in training", where, state.params),
         _holding(
-            f"{name}, optimiser state",
+            f"{shown}, optimiser state",
             f"{_moments(state)}, {train_name(layout)}, "
-            + (_PASSING if critic.moments_on_host else "like the weights"),
+            + (_PASSING if role.moments_on_host else "like the weights"),
             state.opt_state,
-            sampling=not critic.moments_on_host,
+            sampling=not role.moments_on_host,
         ),
+    ]
+
+
+def engine_memory(
+    name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
+) -> list[Holding]:
+    """Weights and cache of what samples on devices where it does not learn."""
+    where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
+    return [
+        _holding(f"{name}, frozen", where, sampler.params),
+        _holding(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
 
 
@@ -160,73 +159,90 @@ def _moments(state: TrainState) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def update_memory(actor: Actor, shape: PackedShape, batch: TrainBatch) -> list[Holding]:
-    """What an update adds to that, around its layers."""
-    row_shards, token_shards = _batch_shards(actor)
-    gradients = actor.abstract_gradients()
+def update_memory(
+    name: str, role: Learner, shape: PackedShape, batch: PackedBatch
+) -> list[Holding]:
+    """What the update of a role adds to that, around its layers."""
+    row_shards, token_shards = _batch_shards(role)
+    gradients = role.abstract_gradients()
+    rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
     return [
         _holding(
-            "gradients",
-            "float32: the sum and the newest",
-            (gradients, gradients),
+            *_of(name, "gradients"),
+            "float32: one sum, which the backward pass adds to",
+            gradients,
             sampling=False,
+            turn=name,
         ),
         _holding(
-            "train batch",
-            f"{shape.rows // row_shards} x {shape.tokens // token_shards:,} tokens a device and microbatch",
+            *_of(name, "train batch"),
+            f"{rows} x {tokens:,} tokens a device and microbatch",
             batch,
             sampling=False,
+            turn=name,
         ),
     ]
 
 
+def _of(name: str, what: str) -> tuple[str]:
+    return (what if name == "actor" else f"{name.replace('_', ' ')}, {what}",)
+
+
 def activation_memory(
-    actor: Actor, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
+    name: str, role: Learner, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
 ) -> list[Holding]:
     """What an update, traced, adds in its layers.
 
     Args:
-      actor: whose update it is.
+      name, role: whose update it is.
       layout: of its mesh.
       rows: R of a microbatch, which the stages of a pipeline split further.
       update: the traced program.
     """
     stages = layout.p
-    micro = microbatches_of(rows, TRAIN_RULES, actor.mesh, actor.train.pipeline_microbatches)
+    micro = microbatches_of(rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
     kept, largest = layer_memory(
-        update, actor.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
+        update, role.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
     )
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
-    beside = ", beside what is in host memory" if actor.train.remat == "offload" else ""
+    beside = ", beside what is in host memory" if role.train.remat == "offload" else ""
     return [
         Holding(
-            "kept of the layers",
-            f"remat {actor.train.remat}, split over rows and tokens{beside}",
+            *_of(name, "kept of the layers"),
+            f"remat {role.train.remat}, split over rows and tokens{beside}",
             sum(a.size for a in kept) * stages,
-            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(actor)),
+            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(role)),
             sampling=False,
             learning=True,
+            turn=name,
         ),
         Holding(
-            "largest value in a layer",
+            *_of(name, "largest value in a layer"),
             f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
             + (" of a stage" if stages > 1 else ""),
             largest.size,
             nbytes_of(largest) * stages // layout.num_devices,
             sampling=False,
             learning=True,
+            turn=name,
         ),
     ]
 
 
-def _batch_shards(actor: Actor) -> tuple[int, int]:
+def _batch_shards(role: Learner) -> tuple[int, int]:
     """Shards of rows and of tokens."""
-    rows, tokens = (shards_of(axis, TRAIN_RULES, actor.mesh) for axis in ("batch", "length"))
+    rows, tokens = (shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length"))
     return rows, tokens
 
 
 def _holding(
-    name: str, layout: str, tree: Any, *, sampling: bool = True, learning: bool = True
+    name: str,
+    layout: str,
+    tree: Any,
+    *,
+    sampling: bool = True,
+    learning: bool = True,
+    turn: str = "",
 ) -> Holding:
     leaves = jax.tree.leaves(tree)
     return Holding(
@@ -236,7 +252,18 @@ def _holding(
         bytes_per_device=sum(map(_bytes_per_device, leaves)),
         sampling=sampling,
         learning=learning,
+        turn=turn,
     )
+
+
+def phase_bytes(holdings: Sequence[Holding], phase: str) -> int:
+    """Bytes per device in a phase, "sampling" or "learning", at the turn of the role that takes most."""
+    turns: collections.Counter[str] = collections.Counter()
+    for held in holdings:
+        if getattr(held, phase):
+            turns[held.turn] += held.bytes_per_device
+    always = turns.pop("", 0)
+    return always + max(turns.values(), default=0)
 
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:

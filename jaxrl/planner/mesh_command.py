@@ -26,10 +26,11 @@ import jax
 from rich.console import Console
 
 from jaxrl.errors import EXIT_USER_ERROR, UserError
-from jaxrl.mesh.devices import simulate, topology_devices
+from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.drawing import draw
 from jaxrl.mesh.groupings import GROUPINGS
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.topologies import topology_devices
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
@@ -89,7 +90,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help=f"{', '.join(SHAPES)}, or the path of a config.json (default: %(default)s)",
     )
     parser.add_argument("--grouping", choices=(*GROUPINGS, "all"), default="all")
-    parser.add_argument("--topology", default="", help="a TPU slice, for example v5p:4x4x8")
+    parser.add_argument(
+        "--topology",
+        default="",
+        help="a TPU slice such as v5p:4x4x8, or hosts of GPUs such as h100:16x8",
+    )
     parser.add_argument("--out", type=pathlib.Path, help="folder for mesh.png and mesh.svg")
     return parser
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner.memory import Holding, generate_name, train_name
+from jaxrl.planner.memory import Holding, generate_name, phase_bytes, train_name
 
 # Memory of one device, as vendors state it, in GB.
 DEVICE_MEMORY_GB = {
@@ -29,15 +29,31 @@ _PLAIN_WIDTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
+class PoolHoldings:
+    """A pool of other devices than the actor's.
+
+    Attributes:
+      name: of it.
+      layout: of its mesh.
+      holdings: what lies on its devices.
+    """
+
+    name: str
+    layout: ParallelLayout
+    holdings: tuple[Holding, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class DryRun:
     """What a run would take. `show` prints it as one table.
 
     Attributes:
       title: of the run.
-      layout: of its mesh.
-      holdings: what lies on the devices.
+      layout: of the actor's mesh.
+      holdings: what lies on its devices.
       flow: (what, how many) of a step, in the order in which they happen.
       left_out: (what, why) is not among all this.
+      elsewhere: other pools of devices.
     """
 
     title: str
@@ -45,16 +61,17 @@ class DryRun:
     holdings: tuple[Holding, ...]
     flow: tuple[tuple[str, str], ...]
     left_out: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[PoolHoldings, ...] = ()
 
     @property
     def sampling_bytes(self) -> int:
-        """Bytes per device while responses are sampled, at least."""
-        return sum(h.bytes_per_device for h in self.holdings if h.sampling)
+        """Bytes per device while responses are sampled, before what compiled programs need."""
+        return phase_bytes(self.holdings, "sampling")
 
     @property
     def learning_bytes(self) -> int:
-        """Bytes per device while weights are updated, at least."""
-        return sum(h.bytes_per_device for h in self.holdings if h.learning)
+        """Bytes per device while weights are updated, before what compiled programs need besides."""
+        return phase_bytes(self.holdings, "learning")
 
     def table(self, *, plain: bool = False) -> Table:
         """Everything as one table; `plain` draws its lines with ASCII."""
@@ -76,12 +93,12 @@ class DryRun:
 
     def _sections(self) -> Iterator[list[tuple[str, str, str, str]]]:
         """Rows that belong together."""
-        yield [
-            (h.name, h.layout, f"{h.num_values:,}", _size(h.bytes_per_device))
-            for h in self.holdings
-        ]
-        totals = {"sampling": self.sampling_bytes, "learning": self.learning_bytes}
-        yield [(f"{phase}, at least", _may_fit(n), "", _size(n)) for phase, n in totals.items()]
+        yield [_row(held) for held in self.holdings]
+        yield _totals("", self.holdings)
+        for pool in self.elsewhere:
+            where = f"pool {pool.name}, {pool.layout.num_devices} devices"
+            yield [(where, pool.layout.name, "", ""), *map(_row, pool.holdings)]
+            yield _totals(f"pool {pool.name}, ", pool.holdings)
         yield [(event, amount, "", "") for event, amount in self.flow]
         yield [(f"not counted: {name}", reason, "", "") for name, reason in self.left_out]
 
@@ -103,12 +120,26 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
 
 
-def _may_fit(nbytes: int) -> str:
-    too_small = [name for name, size in DEVICE_MEMORY_GB.items() if size * _GB < nbytes]
-    fitting = [name for name in DEVICE_MEMORY_GB if name not in too_small]
-    parts = []
-    if too_small:
-        parts.append(f"does not fit {too_small[-1]}" + " or less" * (len(too_small) > 1))
+def _row(held: Holding) -> tuple[str, str, str, str]:
+    return held.name, held.layout, f"{held.num_values:,}", _size(held.bytes_per_device)
+
+
+def _totals(where: str, holdings: Sequence[Holding]) -> list[tuple[str, str, str, str]]:
+    totals = {phase: phase_bytes(holdings, phase) for phase in ("sampling", "learning")}
+    return [
+        (f"{where}{phase}, before temporaries", _left(n), "", _size(n))
+        for phase, n in totals.items()
+    ]
+
+
+def _left(nbytes: int) -> str:
+    """What the smallest device that holds so much has left, and which do not."""
+    sizes = {name: size * _GB for name, size in DEVICE_MEMORY_GB.items()}
+    fitting = [name for name, size in sizes.items() if size > nbytes]
+    too_small = [name for name in sizes if name not in fitting]
+    parts = (
+        [f"too much for {too_small[-1]}" + " or less" * (len(too_small) > 1)] if too_small else []
+    )
     if fitting:
-        parts.append(f"may fit {fitting[0]}" + " or more" * (len(fitting) > 1))
-    return ", ".join(parts)
+        parts.append(f"leaves {(sizes[fitting[0]] - nbytes) / _GB:.1f} GB of {fitting[0]}")
+    return "; ".join(parts)

@@ -11,8 +11,9 @@ R rows of a microbatch   T tokens of a row   L layers   S slots
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,12 +27,13 @@ from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
-from jaxrl.roles.learner import TrainState
+from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective
+from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Assignment, DecodeState, Engine
 from jaxrl.rollout.sampling import untruncated
-from jaxrl.types import TrainBatch
+from jaxrl.types import PackedBatch, TrainBatch
 
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence", "prefix_ids"})
 _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
@@ -45,20 +47,22 @@ class SamplerShapes:
     slots: DecodeState
 
 
-def abstract_batch(actor: Actor, shape: PackedShape) -> TrainBatch:
-    """Shapes and shardings of what an update learns from."""
+def abstract_batch(
+    role: PackedModel, shape: PackedShape, kind: type[PackedBatch] = TrainBatch
+) -> Any:
+    """Shapes and shardings of a batch of some kind on a role's mesh, by default what a policy learns from."""
 
     def field(name: str) -> jax.ShapeDtypeStruct:
         is_count = name == "num_micro_U"
         dims = (shape.minibatches,) if is_count else dataclasses.astuple(shape)
         dtype = jnp.int32 if is_count or name in _INTEGER_FIELDS else jnp.float32
-        spec = rows_and_length(actor.mesh, dims)
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(actor.mesh, spec))
+        spec = rows_and_length(role.mesh, dims)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
 
-    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(TrainBatch)}
-    if not actor.train.share_prompts:
+    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
+    if not role.train.share_prompts:
         fields["prefix_ids"] = None
-    return TrainBatch(**fields)
+    return kind(**fields)
 
 
 def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
@@ -66,15 +70,20 @@ def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
     assert isinstance(actor.resharding, Resharding)
     for bucket in actor.resharding.buckets:
         jax.eval_shape(bucket.gather_program, *bucket.gather_arguments())
+    sampler = sampler_shapes(engine, actor.shapes, actor.axes)
+    _trace_engine(engine, sampler.params, sampler.slots)
+    return sampler
+
+
+def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
+    """What an engine samples with, from shapes and logical axes of the weights."""
     dtype = jnp.dtype(engine.config.dtype)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
-        actor.shapes,
-        shardings(actor.axes, actor.shapes, GENERATE_RULES, engine.mesh),
+        shapes,
+        shardings(axes, shapes, GENERATE_RULES, engine.mesh),
     )
-    slots = engine.abstract_decode_state()
-    _trace_engine(engine, params, slots)
-    return SamplerShapes(params, slots)
+    return SamplerShapes(params, engine.abstract_decode_state())
 
 
 def _trace_engine(engine: Engine, params: Params, slots: DecodeState) -> None:
@@ -122,6 +131,11 @@ def trace_learning(
 
     jax.eval_shape(logprobs, state, batch)
     return jax.make_jaxpr(update)(state, batch).jaxpr
+
+
+def trace_update(role: Learner, state: TrainState, batch: PackedBatch, objective: Objective) -> Any:
+    """The traced update of a role that learns without a reference."""
+    return jax.make_jaxpr(role.update_program((objective,)))(state, (batch,), None).jaxpr
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:
@@ -189,22 +203,63 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def product_flops(program: jax_core.Jaxpr) -> int:
-    """Operations of all products of a traced program, those it computes again included.
+def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1) -> int:
+    """Operations of all products of a traced program over the whole mesh, those it computes again included.
 
-    A scan counts as often as it runs, a loop whose end is known at run time once, as do all branches of a
-    choice.
+    A scan counts as often as it runs, the part of a device as often as there are devices, a kernel as often
+    as its grid has places; causal attention counts half. All branches of a choice count.
+
+    Args:
+      program: the traced program.
+      open_loops: rounds of an outermost loop whose end is known at run time; one inside it counts once.
     """
     total = 0
     for eqn in program.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            left: Any = eqn.invars[0].aval
-            result: Any = eqn.outvars[0].aval
-            total += 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(product_flops, _inside(eqn)))
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            total += _PRODUCTS[name](eqn)
+        is_open = name == "while"
+        times, inside = _times(eqn, open_loops), 1 if is_open else open_loops
+        total += times * sum(product_flops(p, open_loops=inside) for p in _inside(eqn))
     return total
+
+
+def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
+    """How often what is inside an equation runs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return params["length"]
+    if name == "while":
+        return open_loops
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"])
+    if name == "pallas_call":
+        places = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+        # It skips what lies above the diagonal, which is half of it.
+        return places // 2 if "splash" in str(params.get("name")) else places
+    return 1
+
+
+def _product(eqn: jax_core.JaxprEqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _fused_attention(eqn: jax_core.JaxprEqn, products: int) -> int:
+    """A cuDNN kernel's `products` of queries [B, T, Q, H] and keys [B, S, K, H], half of them causal."""
+    query: Any = eqn.invars[0].aval
+    key: Any = eqn.invars[1].aval
+    return products * query.size * key.shape[1]
+
+
+_PRODUCTS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
+    "dot_general": _product,
+    # Scores and mixed values; their gradients, with the scores once more.
+    "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, products=2),
+    "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, products=5),
+}
 
 
 def nbytes_of(aval: Any) -> int:

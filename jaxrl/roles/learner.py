@@ -289,6 +289,16 @@ class Learner(PackedModel, abc.ABC):
         assert epochs == 1 or not objective.has_own, (
             "a second epoch would take its own for the first's"
         )
+        update = self.update_program(objectives, epochs=epochs)
+        state = self.for_training()
+        self._before_change()
+        # Before, since an update that fails has consumed the state.
+        self._num_updates += 1
+        self.state, metrics, own = update(state, batches, reference)
+        return metrics, own
+
+    def update_program(self, objectives: tuple[Objective, ...], *, epochs: int = 1) -> Any:
+        """The compiled `(state, batches, reference) -> (state, metrics, own)`; it consumes the state."""
         if (objectives, epochs) not in self._updates:
             self._updates[objectives, epochs] = jax.jit(
                 lambda state, batches, reference: self._update(
@@ -297,13 +307,7 @@ class Learner(PackedModel, abc.ABC):
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None, None),
             )
-        update = self._updates[objectives, epochs]
-        state = self.for_training()
-        self._before_change()
-        # Before, since an update that fails has consumed the state.
-        self._num_updates += 1
-        self.state, metrics, own = update(state, batches, reference)
-        return metrics, own
+        return self._updates[objectives, epochs]
 
     # Pure functions
 

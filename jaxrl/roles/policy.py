@@ -96,7 +96,7 @@ class Actor(Learner):
         self._can_sample = False
         self._sampler: concurrent.futures.ThreadPoolExecutor | None = None
         self._sampling: concurrent.futures.Future[Completions] | None = None
-        self._logprobs = jax.jit(self._packed_logprobs, static_argnames="first_minibatch")
+        self.logprobs_program = jax.jit(self._packed_logprobs, static_argnames="first_minibatch")
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
@@ -246,7 +246,7 @@ class Actor(Learner):
         Minibatches before `first_minibatch` are not computed, and hold 0.
         """
         params = self.for_training().params
-        return self._logprobs(params, batch, first_minibatch=first_minibatch)
+        return self.logprobs_program(params, batch, first_minibatch=first_minibatch)
 
     @protocol(PER_TOKEN)
     def squared_probabilities(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
@@ -339,12 +339,12 @@ class Reference(Frozen):
         """Args as for `Frozen`; `temperature` is the actor's."""
         super().__init__(model, mesh, train=train, tables=tables, offload=offload)
         self._temperature = temperature
-        self._logprobs = jax.jit(self._packed_logprobs)
+        self.logprobs_program = jax.jit(self._packed_logprobs)
 
     @protocol(PER_TOKEN)
     def logprobs(self, batch: PackedBatch) -> jax.Array:
         """Log-probability of every token, float32 [U, M, R, T]."""
-        return self._logprobs(self.onloaded(), batch)
+        return self.logprobs_program(self.onloaded(), batch)
 
     def _packed_logprobs(self, params: Params, batch: PackedBatch) -> jax.Array:
         temperature = self._temperature

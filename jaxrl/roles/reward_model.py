@@ -47,12 +47,12 @@ class RewardModel(Frozen):
     ):
         """Args as for `Frozen`; `model` has a head of scores, of which the first counts."""
         super().__init__(model, mesh, train=train, tables=tables, offload=offload)
-        self._scores = jax.jit(self._packed_scores)
+        self.scores_program = jax.jit(self._packed_scores)
 
     @protocol(PER_TOKEN)
     def scores_of(self, batch: PackedBatch) -> jax.Array:
         """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
-        return self._scores(self.onloaded(), batch)
+        return self.scores_program(self.onloaded(), batch)
 
     def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
         def of_micro(micro: PackedBatch) -> jax.Array:

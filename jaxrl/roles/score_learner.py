@@ -41,7 +41,7 @@ class ScoreLearner(Learner):
             tables=tables,
             offload=offload,
         )
-        self._by_token = jax.jit(self._packed_by_token)
+        self.by_token_program = jax.jit(self._packed_by_token)
 
     def start_from(self, params: Params) -> None:
         """Takes over weights (they are donated); those of a language model get a head of zeros."""
@@ -51,7 +51,7 @@ class ScoreLearner(Learner):
 
     def by_token(self, batch: PackedBatch) -> jax.Array:
         """What it says of every token, float32 [U, M, R, T]."""
-        return self._by_token(self.for_training().params, batch)
+        return self.by_token_program(self.for_training().params, batch)
 
     def _packed_by_token(self, params: Params, batch: PackedBatch) -> jax.Array:
         def of_micro(micro: Any) -> jax.Array:

@@ -1,8 +1,9 @@
 """The compiled half of rollout: prefill, insert and generate over slots.
 
 The methods and their meaning are those of JetStream's `engine_api.Engine`; nothing of it is imported
-here. One state holds n slots of capacity C; `resize` moves the slots that are in use to a state of another n
-and C, so that a dispatch costs what its live slots and their lengths cost:
+here. One state holds n slots of capacity C. Where decoding reads all of C, `resize` moves the slots that are
+in use to a state of another n and C, so that a dispatch costs what its live slots and their lengths cost; on
+accelerators, whose kernels read each slot's own length, there is one n and one C for the whole run:
 
     prefill    prompts -> Prefix                 once per prompt, in chunks where it is long
     insert     Prefix -> slots of a state        once per sample
@@ -144,13 +145,18 @@ class Engine:
             decode_attention=config.decode_attention,
         )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
-        self.slot_sizes = self._shared_out(config.slots, config.smallest_bucket)
+        # On accelerators one state for the whole run, allocated once: a second one would hold as much again.
+        fixed = self._cache.reads_own_length
+        self.slot_sizes = self._shared_out(
+            config.slots, config.slots if fixed else config.smallest_bucket
+        )
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)
         self.batch_sizes = tuple(n * self.shards for n in sorted({-(-prompts // 4), prompts}))
         longest = config.max_context_tokens + config.tokens_per_dispatch
         longest += -longest % self._cache.capacity_multiple
-        self.cache_sizes = bucket_sizes(longest, _SHORTEST_CACHE)
+        self.prefix_sizes = bucket_sizes(longest, _SHORTEST_CACHE)
+        self.cache_sizes = (longest,) if fixed else self.prefix_sizes
         self.prompt_sizes = bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT)
         self._idle = jax.jit(self._idle_state, static_argnums=(0, 1))
         self.prefill = jax.jit(self._prefill)
@@ -188,7 +194,13 @@ class Engine:
 
     def abstract_decode_state(self) -> DecodeState:
         """Shapes and shardings of the slots at their largest, nothing allocated."""
-        shapes = jax.eval_shape(self.init_decode_state)
+        return self._with_shardings(jax.eval_shape(self.init_decode_state))
+
+    def abstract_prefix(self, shapes: Prefix) -> Prefix:
+        """Shapes and shardings of a prefix, from its shapes alone."""
+        return self._with_shardings(shapes)
+
+    def _with_shardings(self, shapes: Any) -> Any:
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,

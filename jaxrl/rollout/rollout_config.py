@@ -16,6 +16,8 @@ class RolloutConfig(EngineSettings):
     """Sampling of training data, and the engine that does it, whose settings come first.
 
     Attributes:
+      slots: as of `EngineSettings`; 0 chooses as many as fit into `memory_fraction`.
+      memory_fraction: share of a device's memory that sampling may take, weights of all roles included.
       num_prompts: prompts of a step.
       num_samples: G, answers to each.
       generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
@@ -39,6 +41,8 @@ class RolloutConfig(EngineSettings):
         (extra `jetstream`; one process); or a function that builds a backend, "package.module:function".
     """
 
+    slots: Annotated[int, count(0)] = 256
+    memory_fraction: Annotated[float, positive(at_most=1)] = 0.9
     num_prompts: Annotated[int, count(1)] = 32
     num_samples: Annotated[int, count(1)] = 8
     generation_prompts: Annotated[int, count(1)] = 48

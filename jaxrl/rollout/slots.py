@@ -107,7 +107,7 @@ def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -
     prefix = engine.prefill(params, *_padded(engine, heads))
     if longest <= chunk:
         return prefix
-    prefix = engine.widen(prefix, capacity=round_up(engine.cache_sizes, longest))
+    prefix = engine.widen(prefix, capacity=round_up(engine.prefix_sizes, longest))
     rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
     return _extended(engine, params, prefix, rests)
 

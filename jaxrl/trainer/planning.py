@@ -1,7 +1,4 @@
-"""What a recipe would take: from a config to the planner's dry run, and what that leaves out.
-
-A later step completes the dry run. Until then everything a config asks for that is not counted is named.
-"""
+"""What a recipe would take: from a config to the planner's dry run, of every role and every pool."""
 
 from __future__ import annotations
 
@@ -12,21 +9,18 @@ from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import Pool
-from jaxrl.models import lora
-from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.batch_flow import BatchFlow
-from jaxrl.planner.dry_run import dry_run
-from jaxrl.planner.memory import Companion
-from jaxrl.planner.tables import DryRun
-from jaxrl.trainer.context import (
-    check_batches,
-    engine_config,
-    pools_of,
-    row_limits,
-)
-from jaxrl.trainer.cross_checks import check_algorithm, policy_objective, roles_of, title_of
-from jaxrl.trainer.model_shape import is_here, model_of
+from jaxrl.planner.dry_run import companion_memory, dry_run
+from jaxrl.planner.memory import Holding
+from jaxrl.planner.tables import DryRun, PoolHoldings
+from jaxrl.roles.losses import clipped_values
+from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
+from jaxrl.trainer.context import check_batches, engine_config, pools_of, row_limits
+from jaxrl.trainer.cross_checks import check_algorithm, policy_objective, title_of
+from jaxrl.trainer.slot_choice import with_slots
+
+# Of a device, where a config lets its slots be chosen by it and there is none.
+ASSUMED_MEMORY = 80 * 10**9
 
 
 def plan(config: Config) -> DryRun:
@@ -36,17 +30,19 @@ def plan(config: Config) -> DryRun:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
     check_algorithm(config)
-    pools = {role: pool for pool in pools_of(config) for role in pool.roles}
-    sampler = "rollout" if "rollout" in pools else "actor"
+    chosen = config.rollout.slots == 0
+    config = with_slots(config, lambda pool: abstract_mesh(pool.layout), ASSUMED_MEMORY)
+    homes = {role: pool for pool in pools_of(config) for role in pool.roles}
     for pool in pools_of(config):
-        check_batches(config, abstract_mesh(pool.layout), samples=pool is pools[sampler])
-    home = pools["actor"]
-    model, origin = model_of(config)
-    companions, left_out = _companions(config, pools, model)
+        sampler = homes.get("rollout", homes["actor"])
+        check_batches(config, abstract_mesh(pool.layout), samples=pool is sampler)
+    # Stands in for a Mesh: it has axes and sizes, which is all that tracing asks for, and no devices.
+    roles = abstract_roles(config, lambda pool: abstract_mesh(pool.layout))
+    home = roles.pool_of("actor")
     hardware = f" ({config.hardware})" if config.hardware else ""
     return dry_run(
         f"{config.name}, {title_of(config)}{hardware}",
-        model,
+        roles.model,
         home.layout,
         train=config.train,
         optim=config.optim,
@@ -57,10 +53,51 @@ def plan(config: Config) -> DryRun:
         flow=_flow(config),
         tables=state_tables(home.config.sharding),
         offload=home.config.offload_training_state,
-        companions=companions,
-        notes=(("shape of the model", origin),),
-        left_out=(*left_out, *_left_out(config, pools)),
+        samples_here=roles.pool_of("rollout") == home,
+        companions=_companions(roles, home),
+        elsewhere=[
+            PoolHoldings(pool.name, pool.layout, tuple(_of_pool(roles, pool)))
+            for pool in roles.pools.values()
+            if pool != home
+        ],
+        notes=(("shape of the model", roles.origin), *_notes(config, roles, chosen)),
+        left_out=tuple(_left_out(config)),
     )
+
+
+def _companions(roles: AbstractRoles, pool: Pool) -> list[Holding]:
+    """What critics, and models that do not learn, hold on the devices of a pool, at their turn too."""
+    found: list[Holding] = []
+    offload = pool.config.offload_training_state
+    objective = clipped_values(clip=roles.config.critic.clip)
+    for name, role in (roles.critics | roles.frozen).items():
+        if name in pool.roles:
+            found += companion_memory(
+                name, role, pool.layout, roles.shape, objective=objective, offload=offload
+            )
+    return found + roles.judge_holdings(pool)
+
+
+def _of_pool(roles: AbstractRoles, pool: Pool) -> list[Holding]:
+    """What lies on the devices of a pool without the actor."""
+    return roles.sampler_holdings(pool) + _companions(roles, pool)
+
+
+def _notes(config: Config, roles: AbstractRoles, chosen: bool) -> Iterator[tuple[str, str]]:
+    yield from roles.assumed
+    if chosen:
+        size = f"{ASSUMED_MEMORY / 1e9:.0f} GB"
+        yield "rollout.slots", f"{config.rollout.slots:,}, as many as fit a device of {size}"
+    if config.rollout.partial:
+        yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
+    if config.warm_start.num_steps:
+        yield "warm start", "the stage before: the same weights, batches of its own"
+
+
+def _left_out(config: Config) -> Iterator[tuple[str, str]]:
+    """(what, why) of what takes memory and is not counted."""
+    if config.cost.pretrain_coef and find_dataflow(config.algorithm.dataflow).roles.count("cost"):
+        yield "cost.pretrain_coef", "the batch of written solutions in every update"
 
 
 def _flow(config: Config) -> BatchFlow:
@@ -78,55 +115,3 @@ def _flow(config: Config) -> BatchFlow:
         keeps_mixed_groups=dynamic,
         greedy_answers=dataflow.greedy_baseline,
     )
-
-
-def _companions(
-    config: Config, pools: dict[str, Pool], actor: ModelConfig
-) -> tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]]:
-    """Roles whose weights lie beside the actor's and have a known shape; (role, why) of the others."""
-    counted, left_out = [], []
-    for role in roles_of(config):
-        if role in ("actor", "rollout"):
-            continue
-        if pools[role] is not pools["actor"]:
-            left_out.append(
-                (role, f"it lives in pool {pools[role].name}, {pools[role].layout.name}")
-            )
-            continue
-        if role == "judge":
-            left_out.append((role, f"weights and cache of {config.reward.judge.model}"))
-            continue
-        directory = _directory_of(role, config)
-        if directory and not is_here(directory):
-            left_out.append((role, f"{directory} is not here, so its shape is not known"))
-            continue
-        model = read_config(directory) if directory else lora.base_config(actor)
-        learns = config.critic.optim if role in ("critic", "cost_critic") else None
-        counted.append(Companion(role, model, learns))
-        if learns is not None:
-            left_out.append((role, "gradients and activations of its update, which is not traced"))
-    return tuple(counted), tuple(left_out)
-
-
-def _directory_of(role: str, config: Config) -> str:
-    """Where a role's weights come from; "" is the actor."""
-    directories = {"reward": config.reward.model, "cost": config.cost.model}
-    directories |= dict.fromkeys(("critic", "cost_critic"), config.critic.weights)
-    return directories.get(role, "")
-
-
-def _left_out(config: Config, pools: dict[str, Pool]) -> Iterator[tuple[str, str]]:
-    """(what, why) of settings that take more, or place it elsewhere."""
-    if "rollout" in pools and pools["rollout"] is not pools["actor"]:
-        pool = pools["rollout"]
-        yield (
-            "rollout",
-            f"it lives in pool {pool.name}, {pool.layout.name}: generation and its cache are counted as if "
-            "the actor sampled on its own devices",
-        )
-    if config.rollout.partial:
-        yield "rollout.partial", "unfinished samples, kept from one step to the next"
-    if config.cost.pretrain_coef and "cost" in pools:
-        yield "cost.pretrain_coef", "the batch of written solutions in every update"
-    if config.warm_start.num_steps:
-        yield "warm start", "the stage before: the same weights, batches of its own"

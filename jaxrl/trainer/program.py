@@ -29,6 +29,7 @@ from jaxrl.trainer.preference_training import learn_preferences, learn_reward_mo
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.run_graders import graders_of
+from jaxrl.trainer.slot_choice import with_chosen_slots
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -126,6 +127,7 @@ def _run(
             needs_problems=needs_problems,
             needs_prompts=needs_prompts,
         )
+        run = with_chosen_slots(run)
         if run.card and hosts.is_first():
             print(run.card)
         with StopSignal() as stop:

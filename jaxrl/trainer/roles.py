@@ -17,7 +17,7 @@ from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.rollout.settings import EngineConfig
+from jaxrl.trainer.abstract_roles import judge_engine_config
 from jaxrl.trainer.context import RunContext, engine_config
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.needs import critic_model, judge_model, score_model
@@ -119,17 +119,7 @@ def _generative_judge(run: RunContext) -> GenerativeJudge:
     options = run.config.reward.judge
     model, tokenizer = judge_model(run.config)
     mesh = run.mesh_of("judge")
-    rollout = run.config.rollout
-    # It samples as the policy does, with as many slots as it has verdicts at a time.
-    settings = rollout.engine_settings(
-        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
-    )
-    engine = EngineConfig(
-        **settings,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_response_tokens=options.max_verdict_tokens,
-        stop_ids=tokenizer.stop_ids,
-    )
+    engine = judge_engine_config(run.config, tokenizer.stop_ids)
     # Not `rollout.driver`, which is the policy's.
     backend = build_backend("offline", model, mesh, engine, tokenizer.decode)
     _, shapes, axes = decoder_graph(model)

@@ -151,7 +151,7 @@ def test_states_take_their_bytes():
     values = model_numbers(MODEL).params_of_shard(2, 2) / 2
     terms = passes().training(MODEL, Strategy(2, 2, 2, 2))
     assert terms.resident_bytes == pytest.approx(12 * values)
-    assert terms.transient["gradients"] == pytest.approx(8 * values)
+    assert terms.transient["gradients"] == pytest.approx(4 * values)
     assert passes().inference(MODEL, Strategy(2, 2, 2, 2)).resident_bytes == pytest.approx(
         4 * values
     )

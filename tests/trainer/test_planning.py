@@ -67,8 +67,11 @@ def test_roles_on_the_same_devices_are_counted():
     assert found["critic in training"] == model.num_params + model.d_model
     # Adam's two moments, and the number of steps.
     assert found["critic, optimiser state"] == 2 * found["critic in training"] + 1
-    update = "gradients and activations of its update, which is not traced"
-    assert ("critic", update) in plan_of("ppo_tiny").left_out
+    # Its update has gradients and activations of its own, at its turn.
+    turns = {h.turn for h in plan_of("ppo_tiny").holdings}
+    assert turns == {"", "actor", "critic"}
+    assert found["critic, gradients"] == 2 * found["critic in training"]
+    assert not plan_of("ppo_tiny").left_out
     alone = sizes(plan_of("dapo_tiny"))
     assert not any("critic" in name or "reference" in name for name in alone)
 
@@ -83,26 +86,38 @@ def test_adapters_are_named_and_alone_have_an_optimiser():
     assert "reference, frozen" not in found
 
 
-def test_whatever_is_not_counted_is_named():
+def test_every_role_is_counted_and_what_is_assumed_is_said():
     found = plan_of(
         "safe_rlhf_tiny",
         cost__model="nowhere/cost",
         cost__pretrain_coef="0.5",
         reward__judge__model="nowhere/judge",
     )
-    left_out = found.left_out
-    assert [name for name, _ in left_out] == [
-        *("critic", "cost", "cost_critic", "judge", "cost.pretrain_coef", "warm start"),
-    ]
-    assert ("cost", "nowhere/cost is not here, so its shape is not known") in left_out
+    counted, actor = sizes(found), config_of("safe_rlhf_tiny").model
+    names = ("critic in training", "cost critic in training", "cost, frozen", "judge, frozen")
+    assert all(counted[name] >= actor.num_params for name in names)
+    assert counted["judge, cache and slots"] > 0
+    notes = dict(found.flow)
+    assert notes["cost"].startswith("counted as large as the actor: nowhere/cost is not here")
+    assert "nowhere/judge" in notes["judge"] and "warm start" in notes
     out = io.StringIO()
     found.show(Console(file=out))
-    assert all(f"not counted: {name}" in out.getvalue() for name, _ in left_out)
+    assert [name for name, _ in found.left_out] == ["cost.pretrain_coef"]
+    assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
     partial = plan_of("dapo_tiny", rollout__partial="True", warm_start__num_steps="0")
-    assert [name for name, _ in partial.left_out] == ["rollout.partial"]
+    assert not partial.left_out and "rollout.partial" in dict(partial.flow)
 
 
-def test_pools_of_a_placement_are_told_apart():
+def test_roles_that_take_turns_do_not_add_up():
+    found = plan_of("ppo_tiny")
+    turns = {
+        turn: sum(h.bytes_per_device for h in found.holdings if h.learning and h.turn == turn)
+        for turn in ("", "actor", "critic")
+    }
+    assert found.learning_bytes == turns[""] + max(turns["actor"], turns["critic"])
+
+
+def test_pools_of_a_placement_are_counted_each():
     config = dataclasses.replace(
         config_of("ppo_tiny"),
         placement={
@@ -112,11 +127,14 @@ def test_pools_of_a_placement_are_told_apart():
     )
     found = plan(config)
     assert found.layout.num_devices == 4
-    lives = "it lives in pool rest, "
-    assert [name for name, why in found.left_out if why.startswith(lives)] == [
-        *("critic", "reference")
-    ]
     assert not any("critic" in h.name for h in found.holdings)
+    (rest,) = found.elsewhere
+    assert rest.layout.num_devices == 2
+    assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.holdings}
+    out = io.StringIO()
+    found.show(Console(file=out))
+    assert "pool rest, 2 devices" in out.getvalue()
+    assert "pool rest, learning, before temporaries" in out.getvalue()
 
 
 def test_what_waits_in_host_memory_is_not_counted_while_sampling():

@@ -88,6 +88,15 @@ class CacheKind(Protocol):
         """The longest capacity is a multiple of so many tokens."""
         ...
 
+    @property
+    def reads_own_length(self) -> bool:
+        """Decoding costs what live tokens cost, whatever the capacity, and slots of no length nothing.
+
+        Then one capacity serves a whole run: moving slots between capacities would only hold two caches. A
+        paged cache says so too.
+        """
+        ...
+
     def empty(self, num_slots: int, capacity: int) -> Cache:
         """A cache of so many slots with room for so many tokens each."""
         ...

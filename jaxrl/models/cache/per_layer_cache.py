@@ -27,6 +27,11 @@ Layers = list[KVCache]
 class PerLayerCache(SlotCache):
     """Caches that are lists of L caches [B, ..]."""
 
+    @property
+    def reads_own_length(self) -> bool:
+        """XLA attends to the whole capacity."""
+        return False
+
     def empty(self, num_slots: int, capacity: int) -> Layers:
         """See `CacheKind.empty`."""
         return [self.shape.empty_layer(num_slots, capacity) for _ in range(self.shape.num_layers)]

@@ -43,6 +43,11 @@ class StackedCache(SlotCache):
         """Tokens of a page, for a kernel."""
         return 1 if self.kernel is None else _PAGE
 
+    @property
+    def reads_own_length(self) -> bool:
+        """Kernels read pages up to a row's own length."""
+        return self.kernel is not None
+
     def empty(self, num_slots: int, capacity: int) -> KVCache:
         """See `CacheKind.empty`."""
         return self.shape.empty(num_slots, capacity)
