@@ -30,10 +30,11 @@ from rich.table import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The first steps compile: a batch of other lengths may ask for programs of another size.
-WARM_UP, TIMED = 3, 5
+WARM_UP, TIMED = 3, 3
 SETTINGS = {
     "name": "step_vs_peers",
     "algorithm.dataflow": "grpo",
+    "algorithm.kl.loss_coef": 0.0,
     "algorithm.updates_per_step": 1,
     "model.vocab_size": 512,
     "model.num_layers": 4,
@@ -72,8 +73,12 @@ SETTINGS = {
 CASES = {
     # What ends an answer is not drawn before the last token.
     "even": {"rollout.min_response_tokens": 191},
-    # Ten of 512 tokens of a model that knows nothing yet.
-    "ragged": {"rollout.stop_ids": str(tuple(range(100, 110)))},
+    # Ten of 512 tokens of a model that knows nothing yet. Prompts are longer than answers.
+    "ragged": {
+        "rollout.stop_ids": str(tuple(range(100, 110))),
+        "train.share_prompts": True,
+        "train.rows": 4,
+    },
 }
 PHASES = {
     "generate_s": "timing_s/gen",

@@ -50,6 +50,9 @@ COMMANDS = {
         "jaxrl.trainer.plan_command:main",
         "what a recipe takes of accelerators that are not here, compiled for them",
     ),
+    "calibrate": Command(
+        "jaxrl.planner.calibrate_command:main", "measures this machine for the planner"
+    ),
     "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
 }
 

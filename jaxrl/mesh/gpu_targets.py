@@ -62,7 +62,7 @@ _AMPERE = ((8, 0), 108, 64, 1.41)
 _HOPPER = ((9, 0), 132, 128, 1.98)
 
 GPU_TARGETS = {
-    "a100-40g": GpuTarget(
+    "a100-40": GpuTarget(
         *("NVIDIA A100-SXM4-40GB", *_AMPERE),
         *(40_960 * _MIB, 1_555_000_000_000, 40 * _MIB, 167_936),
     ),

@@ -93,6 +93,17 @@ class Accelerator:
         return Roof(self.bfloat16_tflops, self.float32_tflops, self.memory_gbs)
 
     @property
+    def links_gbs(self) -> float:
+        """GB/s that a device receives inside its domain at most, all its links together."""
+        sides = len(self.shapes[-1]) if self.shapes else 3
+        return self.link_gbs * (sides if self.arrangement == "torus" else 1)
+
+    @property
+    def network_gbs(self) -> float:
+        """A device's part of what its host exchanges with other domains, GB/s."""
+        return self.host_gbs / self.devices_per_host
+
+    @property
     def domain(self) -> int:
         """Devices among which every link is a fast one."""
         return self.devices_per_host if self.arrangement == "hosts" else self.largest
@@ -111,8 +122,7 @@ class Accelerator:
             return devices == whole or (hosts == 1 and devices in _halves(whole))
         if tuple(sorted(shape)) in {tuple(sorted(s)) for s in self.shapes}:
             return True
-        dims = len(self.shapes[-1]) if self.shapes else 3
-        side = self.side_multiple
+        dims, side = len(self.shapes[-1]) if self.shapes else 3, self.side_multiple
         return bool(side) and len(shape) == dims and all(s % side == 0 for s in shape)
 
     def growing_shapes(self) -> Iterator[tuple[int, ...]]:
@@ -256,7 +266,13 @@ ACCELERATORS = {
         _gpu("b200", ("NVIDIA B200",), 180, 2_250, 1_125, 8_000, 900, 400, float8=4_500),
     )
 }
-_ALIASES = {"tpu7x": "7x", "v7x": "7x", "a100-80": "a100", "v5litepod": "v5e"}
+_ALIASES = {
+    "tpu7x": "7x",
+    "v7x": "7x",
+    "a100-80": "a100",
+    "a100-40g": "a100-40",
+    "v5litepod": "v5e",
+}
 
 
 def accelerator(name: str) -> Accelerator:

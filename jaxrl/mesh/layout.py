@@ -40,6 +40,10 @@ class LayoutConfig:
 
     Attributes:
       simulated_devices: run on this many simulated CPU devices; 0 takes the real ones.
+      layout: "auto" searches for the fastest mapping of the roles to the devices when the run begins, as
+        simulated (docs/planner.md), and takes layouts, pools and slots from it.
+      hardware: what the search takes the devices for, a name of `mesh.hardware.ACCELERATORS` or the path of a
+        file that `jaxrl calibrate` wrote; "" looks their kind up.
       train: "p-t-d", pipeline, tensor and data parallel size of training.
       generate: "p_g-t_g-d_g-d" of generation; "" keeps the training layout's p and t.
       fsdp: how many of the d replicas share one sharded copy of weights and optimiser state.
@@ -53,6 +57,8 @@ class LayoutConfig:
     """
 
     simulated_devices: Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] = 0
+    layout: Literal["as_given", "auto"] = "as_given"
+    hardware: str = ""
     train: str = "1-1-1"
     generate: str = ""
     fsdp: Annotated[int, count(1)] = 1

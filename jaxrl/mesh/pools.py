@@ -35,7 +35,7 @@ EVERYTHING = "all"
 
 _OWN_SETTINGS = ("roles", "devices")
 # One for the run, not for a pool.
-_RUN_SETTINGS = ("simulated_devices",)
+_RUN_SETTINGS = ("simulated_devices", "layout", "hardware")
 
 
 @dataclasses.dataclass(frozen=True)

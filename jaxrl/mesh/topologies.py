@@ -3,18 +3,16 @@
     v5p:4x4x8     a TPU slice, by generation and shape; compiled for by the package libtpu
     h100:16x8     16 hosts of 8 GPUs; compiled for by jax's CUDA plugin, without a GPU or a driver
 
-Neither opens a device. Memory and links are the vendors' figures (Google Cloud's pages of TPU versions,
-NVIDIA's data sheets of the GPUs and of HGX boards, as of 2026); what devices compute is in `hardware.py`.
+Neither opens a device. What a kind of device has is in `hardware.py`, or in a file of the user's in the place
+of its name (`hardware_files.py`), which can be planned for and not compiled for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,51 +21,11 @@ from jax.experimental import topologies
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.gpu_targets import GPU_TARGETS
+from jaxrl.mesh.hardware import Accelerator
+from jaxrl.mesh.hardware_files import find_accelerator
 
-_GIVEN = re.compile(r"([a-z0-9\-]+):(\d{1,4}(?:x\d{1,4}){1,2})")
-_MAX_GPUS_PER_HOST = 8
-_MAX_DEVICES = 65_536
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What one device has besides its rates.
-
-    Attributes:
-      memory_bytes: of its own.
-      link: bytes/s that it receives from its neighbours at most, all links together: of a TPU the torus, of a
-        GPU the switch in its host.
-      network: bytes/s that it receives from other hosts; of a TPU, from other slices.
-    """
-
-    memory_bytes: int
-    link: float
-    network: float
-
-
-def _gpu(name: str, link: float, network: float) -> Chip:
-    return Chip(GPU_TARGETS[name].memory_bytes, link, network)
-
-
-# A chip's share of its host's network: 200 Gbit/s of a TPU host of four, or of eight v5e and v6e chips.
-_TPU_CHIPS = {
-    "v4": Chip(32 * 10**9, 300e9, 6.25e9),
-    "v5e": Chip(16 * 10**9, 200e9, 3.1e9),
-    "v5p": Chip(95 * 10**9, 600e9, 6.25e9),
-    "v6e": Chip(32 * 10**9, 400e9, 6.25e9),
-    # Of a chip's two devices each.
-    "tpu7x": Chip(96 * 10**9, 300e9, 6.25e9),
-}
-_GPU_CHIPS = {
-    "a100-40g": _gpu("a100-40g", 300e9, 25e9),
-    "a100": _gpu("a100", 300e9, 25e9),
-    "h100": _gpu("h100", 450e9, 50e9),
-    "h200": _gpu("h200", 450e9, 50e9),
-    "b200": _gpu("b200", 900e9, 50e9),
-}
-CHIPS = _TPU_CHIPS | _GPU_CHIPS
-# Dimensions of the shapes that a generation's slices have.
-_TORUS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+# libtpu calls some generations otherwise.
+_LIBTPU_NAMES = {"7x": "tpu7x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +34,21 @@ class Topology:
 
     Attributes:
       name: as it was given.
-      chip: what each of them has.
+      accelerator: what each of them is.
       devices: of all hosts.
       devices_per_host: whose links are the fast ones; all of a TPU slice.
     """
 
     name: str
-    chip: Chip
+    accelerator: Accelerator
     devices: tuple[Any, ...]
     devices_per_host: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device; of a GPU as its driver reports it, which is what the compiler goes by."""
+        target = GPU_TARGETS.get(self.accelerator.name)
+        return target.memory_bytes if target else int(self.accelerator.memory_gb * 1e9)
 
     @property
     def kind(self) -> str:
@@ -97,61 +61,48 @@ class Topology:
         return self.devices[0].platform
 
 
-def check_topology(name: str) -> tuple[str, tuple[int, ...]]:
-    """Chip and shape of a topology's name; nothing is loaded.
+def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
+    """Kind and shape of a topology's name, "KIND:AxBxC"; nothing is loaded.
 
     Raises:
-      UserError: no such chip, or no shape of its kind.
+      UserError: the text, the kind or the shape is wrong.
     """
-    chip, shape = _chip_of(name), _shape_of(name)
-    if chip in _TPU_CHIPS and len(shape) != _TORUS[chip]:
-        example = {2: f"{chip}:4x4", 3: f"{chip}:4x4x8"}[_TORUS[chip]]
+    kind, _, sides = name.rpartition(":")
+    parts = sides.split("x")
+    if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
         raise UserError(
-            f"topology {name!r}: slices of {chip} have {_TORUS[chip]} dimensions, this has {len(shape)}; "
-            f"write it like {example}"
+            f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
+            "v5p:4x4x8 (sides of the slice in chips)"
         )
-    if chip in _TPU_CHIPS and not _is_slice(chip, shape):
-        rule = (
-            "whole cubes of 4x4x4, or 1x1x1, 2x2x1, 2x2x2, 2x2x4 and 2x4x4"
-            if _TORUS[chip] == 3
-            else "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 and 16x16"
-        )
-        raise UserError(f"topology {name!r} does not exist; slices of {chip} are {rule}")
-    if chip in _GPU_CHIPS and (len(shape) != 2 or shape[1] > _MAX_GPUS_PER_HOST):
+    found, shape = find_accelerator(kind), tuple(map(int, parts))
+    check_shape(found, shape)
+    return found, shape
+
+
+def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
+    """Raises UserError, which says what there is, where devices of a kind do not come in a shape."""
+    if not kind.exists(shape):
         raise UserError(
-            f"topology {name!r}: GPUs are named by hosts and GPUs of a host, at most "
-            f"{_MAX_GPUS_PER_HOST} of these; write it like {chip}:16x8"
+            f"{kind.name}:{shape_text(shape)} is no topology that exists; {_existing(kind, shape)}"
         )
-    return chip, shape
 
 
-def _is_slice(chip: str, shape: tuple[int, ...]) -> bool:
-    if _TORUS[chip] == 2:
-        return shape in ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-    small = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-    return shape in small or not any(n % 4 for n in shape)
+def shape_text(shape: tuple[int, ...]) -> str:
+    """As in a topology's name."""
+    return "x".join(map(str, shape))
 
 
-def _chip_of(name: str) -> str:
-    chip = name.partition(":")[0]
-    if chip not in CHIPS:
-        near = difflib.get_close_matches(chip, CHIPS, n=2)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(
-            f"topology {name!r}: no chip {chip!r} is known; {meant}Use one of {', '.join(CHIPS)}"
+def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
+    if kind.arrangement == "hosts":
+        return (
+            f"{kind.name} comes as HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, "
+            f"up to {kind.largest:,} devices"
         )
-    return chip
-
-
-def _shape_of(name: str) -> tuple[int, ...]:
-    match = _GIVEN.fullmatch(name)
-    shape = tuple(map(int, match[2].split("x"))) if match else ()
-    if not shape or not 0 < math.prod(shape) <= _MAX_DEVICES:
-        raise UserError(
-            f"topology {name!r} is not CHIP:SHAPE with 1 to {_MAX_DEVICES:,} devices; write v5p:4x4x8 for a "
-            "TPU slice, or h100:16x8 for hosts of GPUs"
-        )
-    return shape
+    names = [shape_text(s) for s in kind.shapes]
+    enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+    more = f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
+    hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+    return f"{kind.name} comes as {', '.join(names)}{more}, up to {kind.largest:,} devices{hint}"
 
 
 def read_topology(name: str) -> Topology:
@@ -160,11 +111,12 @@ def read_topology(name: str) -> Topology:
     Raises:
       UserError: it is none, or the package that compiles for it is not installed.
     """
-    chip, shape = check_topology(name)
-    if chip in _TPU_CHIPS:
-        devices = tuple(_tpu_devices(name))
-        return Topology(name, CHIPS[chip], devices, len(devices))
-    return Topology(name, CHIPS[chip], tuple(_gpu_devices(chip, shape)), shape[1])
+    kind, shape = check_topology(name)
+    if kind.arrangement == "torus":
+        named = _LIBTPU_NAMES.get(kind.name, kind.name)
+        devices = tuple(_tpu_devices(f"{named}:{shape_text(shape)}"))
+        return Topology(name, kind, devices, len(devices))
+    return Topology(name, kind, tuple(_gpu_devices(kind.name, shape)), shape[1])
 
 
 def topology_devices(name: str) -> Sequence[Any]:
@@ -202,6 +154,11 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
             f"compiling for {chip} needs jax's CUDA plugin and cuDNN (no GPU, driver or toolkit), of which "
             f"{' and '.join(missing)} is missing; run pip install --no-deps jax-cuda13-plugin=={version} "
             f"jax-cuda13-pjrt=={version} nvidia-cudnn-cu13"
+        )
+    if chip not in GPU_TARGETS:
+        raise UserError(
+            f"{chip} can be planned for, and not compiled for: what the compiler must know of a GPU is there "
+            f"for {', '.join(GPU_TARGETS)} alone; name one of these"
         )
     hosts, per_host = shape
     return topologies.get_topology_desc(

@@ -158,7 +158,7 @@ def compile_program(
         temporaries=max(own),
         peak=peak,
         beside=beside(program, residents),
-        memory=topology.chip.memory_bytes,
+        memory=topology.memory_bytes,
         flops=flops,
         reads=program.reads,
         traffic=tuple(merged(traffic)),

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
-from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import Accelerator
-from jaxrl.mesh.hardware_files import find_accelerator
+from jaxrl.mesh.topologies import check_shape, check_topology, shape_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +30,7 @@ class Cluster:
     shape: tuple[int, ...]
 
     def __post_init__(self):
-        if not self.accelerator.exists(self.shape):
-            raise UserError(
-                f"{self.accelerator.name}:{_text(self.shape)} is no topology that exists; "
-                + _existing(self.accelerator, self.shape)
-            )
+        check_shape(self.accelerator, self.shape)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -45,19 +39,12 @@ class Cluster:
         Raises:
           UserError: the text, the kind or the topology is wrong.
         """
-        kind, _, sides = text.rpartition(":")
-        parts = sides.split("x")
-        if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
-            raise UserError(
-                f"topology {text!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x "
-                "GPUs) or v5p:4x4x8 (sides of the slice in chips)"
-            )
-        return Cluster(find_accelerator(kind), tuple(map(int, parts)))
+        return Cluster(*check_topology(text))
 
     @property
     def name(self) -> str:
         """As `parse` reads it."""
-        return f"{self.accelerator.name}:{_text(self.shape)}"
+        return f"{self.accelerator.name}:{shape_text(self.shape)}"
 
     @property
     def num_devices(self) -> int:
@@ -89,20 +76,3 @@ class Cluster:
             return kind.link_gbs
         in_host = max(1, kind.devices_per_host // stride)
         return min(kind.link_gbs, kind.host_gbs * in_host / kind.devices_per_host)
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
-    if kind.arrangement == "hosts":
-        return (
-            f"{kind.name} comes as HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, "
-            f"up to {kind.largest:,} devices"
-        )
-    names = [_text(s) for s in kind.shapes]
-    enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
-    more = f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
-    hint = f"; the next larger is {_text(enough[0])}" if enough else ""
-    return f"{kind.name} comes as {', '.join(names)}{more}, up to {kind.largest:,} devices{hint}"

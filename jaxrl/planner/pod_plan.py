@@ -103,7 +103,7 @@ class PodPlan:
             "topology": self.topology.name,
             "device": self.topology.kind,
             "devices": len(self.topology.devices),
-            "memory_bytes": self.topology.chip.memory_bytes,
+            "memory_bytes": self.topology.memory_bytes,
             "fits": self.fits,
             "notes": [list(note) for note in self.notes],
             "load": dataclasses.asdict(self.load),
@@ -155,7 +155,7 @@ class PodPlan:
         """Prints all of it."""
         plain = not console.is_terminal
         device, count = self.topology.kind, len(self.topology.devices)
-        memory = self.topology.chip.memory_bytes / _GB
+        memory = self.topology.memory_bytes / _GB
         console.print(
             f"{self.title}\n{self.topology.name}: {count} x {device}, {memory:.0f} GB each",
             markup=False,

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import roof_of
 from jaxrl.mesh.topologies import Topology
 from jaxrl.planner.ahead import CompiledProgram
 
@@ -49,21 +47,14 @@ def seconds_of(program: CompiledProgram, topology: Topology, dtype: str) -> Seco
       program: compiled for the topology.
       topology: whose rates count.
       dtype: of the products, "float32" or "bfloat16".
-
-    Raises:
-      UserError: the rates of the device are not known.
     """
-    roof = roof_of(topology.kind)
-    if roof is None:
-        raise UserError(
-            f"the rates of {topology.kind} are not known; add them to jaxrl/mesh/hardware.py"
-        )
+    kind = topology.accelerator
     near = sum(t.nbytes for t in program.traffic if not t.across_hosts)
     far = sum(t.nbytes for t in program.traffic if t.across_hosts)
     return Seconds(
-        products=program.flops / program.num_devices / (roof.tflops(dtype) * 1e12),
-        memory=program.reads / (roof.memory * 1e9),
-        traffic=near / topology.chip.link + far / topology.chip.network,
+        products=program.flops / program.num_devices / (kind.roof.tflops(dtype) * 1e12),
+        memory=program.reads / (kind.memory_gbs * 1e9),
+        traffic=near / (kind.links_gbs * 1e9) + far / (kind.network_gbs * 1e9),
     )
 
 

@@ -10,19 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl.mesh.hardware import accelerator
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.memory import Holding, generate_name, phase_bytes, train_name
 
-# Memory of one device, as vendors state it, in GB.
-DEVICE_MEMORY_GB = {
-    "TPU v5e": 16,
-    "TPU v6e": 32,
-    "A100 40 GB": 40,
-    "A100 / H100 80 GB": 80,
-    "TPU v5p": 95,
-    "H200": 141,
-    "TPU v7": 192,
-}
+# Devices that the totals are compared with, by growing memory.
+_COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
 
 _GB = 1e9
 _PLAIN_WIDTH = 200
@@ -134,7 +127,7 @@ def _totals(where: str, holdings: Sequence[Holding]) -> list[tuple[str, str, str
 
 def _left(nbytes: int) -> str:
     """What the smallest device that holds so much has left, and which do not."""
-    sizes = {name: size * _GB for name, size in DEVICE_MEMORY_GB.items()}
+    sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
     fitting = [name for name, size in sizes.items() if size > nbytes]
     too_small = [name for name in sizes if name not in fitting]
     parts = (

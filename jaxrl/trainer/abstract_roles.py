@@ -130,24 +130,13 @@ def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRo
     meshes = {name: mesh_of(pool) for name, pool in pools.items()}
     homes = {role: pool for pool in pools.values() for role in pool.roles}
     model, origin = model_of(config)
-    roles = roles_of(config)
-    assumed: list[tuple[str, str]] = []
+    models = models_of(config)
+    assumed = [(role, why) for role, (_, why) in models.items() if why]
 
     def common(role: str) -> dict[str, Any]:
         pool = homes[role]
         tables = state_tables(pool.config.sharding)
         return {"mesh": meshes[pool.name], "train": config.train, "tables": tables}
-
-    def shape_of(role: str) -> ModelConfig:
-        directory = _directory_of(role, config)
-        if directory and is_here(directory):
-            return read_config(directory)
-        if directory:
-            size = (
-                f"counted as large as the actor: {directory} is not here, so its shape is not known"
-            )
-            assumed.append((role, size))
-        return lora.base_config(model)
 
     sampler = homes.get("rollout", homes["actor"])
     # Which ids end a response is the tokenizer's to say, and no shape depends on it.
@@ -161,25 +150,46 @@ def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRo
         backend=OfflineBackend(engine, _no_text),
     )
     critics = {
-        role: Critic(shape_of(role), **common(role), optim=config.critic.optim, seed=0)
+        role: Critic(models[role][0], **common(role), optim=config.critic.optim, seed=0)
         for role in ("critic", "cost_critic")
-        if role in roles
+        if role in models
     }
     frozen: dict[str, Frozen] = {
-        role: RewardModel(score_config(shape_of(role)), **common(role))
+        role: RewardModel(score_config(models[role][0]), **common(role))
         for role in ("reward", "cost")
-        if role in roles
+        if role in models
     }
-    if "reference" in roles:
+    if "reference" in models:
         temperature = config.rollout.temperature
         frozen["reference"] = Reference(model, **common("reference"), temperature=temperature)
     judge = None
-    if "judge" in roles:
-        judge = _engine(shape_of("judge"), common("judge")["mesh"], judge_engine_config(config))
+    if "judge" in models:
+        mesh = meshes[homes["judge"].name]
+        judge = _engine(models["judge"][0], mesh, judge_engine_config(config))
     return AbstractRoles(
         *(config, model, origin, pools, meshes, actor, engine, critics, frozen, judge),
         assumed=tuple(assumed),
     )
+
+
+def models_of(config: Config) -> dict[str, tuple[ModelConfig, str]]:
+    """role -> its model, and what is assumed of it; "" if that is known."""
+    actor, _ = model_of(config)
+    found = {}
+    for role in roles_of(config):
+        if role == "rollout":
+            continue
+        directory, model, why = _directory_of(role, config), lora.base_config(actor), ""
+        if role in ("actor", "reference"):
+            model = actor
+        elif directory and is_here(directory):
+            model = read_config(directory)
+        elif directory:
+            why = (
+                f"counted as large as the actor: {directory} is not here, so its shape is not known"
+            )
+        found[role] = (model, why)
+    return found
 
 
 def judge_engine_config(config: Config, stop_ids: tuple[int, ...] = (0,)) -> EngineConfig:

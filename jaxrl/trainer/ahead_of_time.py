@@ -99,7 +99,7 @@ def roles_on(config: Config, topology: Topology) -> AbstractRoles:
         )
     placement = take_devices(pools, topology.devices)
     meshes = {pool.name: pool.mesh for pool in placement.pools}
-    config = with_slots(config, lambda pool: meshes[pool.name], topology.chip.memory_bytes)
+    config = with_slots(config, lambda pool: meshes[pool.name], topology.memory_bytes)
     sampler = next((p for p in pools if "rollout" in p.roles), None) or next(
         p for p in pools if "actor" in p.roles
     )
@@ -189,7 +189,7 @@ def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology)
     """Raises UserError where weights, optimiser and cache alone want more than there is."""
     for phase in ("sampling", "learning"):
         present = [held for held in holdings if getattr(held, phase)]
-        needed, there = sum(h.bytes_per_device for h in present), topology.chip.memory_bytes
+        needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes
         if needed <= there:
             continue
         largest = max(present, key=lambda held: held.bytes_per_device)

@@ -29,8 +29,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.topologies import check_topology, read_topology
 from jaxrl.planner.ahead import CompiledProgram
+from jaxrl.planner.cluster import Cluster
 from jaxrl.planner.pod_plan import PodPlan
 from jaxrl.trainer.ahead_of_time import RESPONSE_SHARE, plan_for
+from jaxrl.trainer.mapping_choice import search_for, with_mapping
 
 _WIDTH = 140
 _DOES_NOT_FIT = 1
@@ -56,7 +58,11 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> PodPlan:
     """Compiles, prints, and writes what was asked for."""
-    check_topology(args.topology)
+    kind, shape = check_topology(args.topology)
+    if args.search or config.mesh.layout == "auto":
+        found = search_for(config, Cluster(kind, shape))
+        print("\n".join(found.lines()), file=sys.stderr if args.json else sys.stdout)
+        config = with_mapping(config, found)
     topology = read_topology(args.topology)
     plan = plan_for(
         config,
@@ -109,6 +115,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_positive,
         default=0.0,
         help=f"of an answer on average, for what is predicted; default: {RESPONSE_SHARE} of the limit",
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="looks for the fastest mapping first, and plans that"
     )
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
     parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -17,6 +19,7 @@ from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
+from jaxrl.trainer.mapping_choice import with_searched_layout
 from jaxrl.trainer.needs import (
     Needs,
     of_evaluation,
@@ -120,6 +123,7 @@ def _run(
     hosts.check_same("the settings", [format_config(shared)])
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
         hosts.on_first(lambda: check_folder(config))
+        config = with_searched_layout(config, jax.devices() if devices is None else devices)
         run = build_context(
             config,
             devices,
@@ -147,5 +151,10 @@ def _run(
 
 def dry_run(config: Config) -> int:
     """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
+    if config.mesh.layout == "auto":
+        raise UserError(
+            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
+            "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
+        )
     plan(config).show()
     return 0

@@ -164,6 +164,7 @@ OWN_WORDS = {
     "name",
     "weights",
     "hardware",
+    "mesh.hardware",
     "tokenizer.path",
     "data.system_prompt",
     "data.answer_prefix",

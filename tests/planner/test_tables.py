@@ -45,7 +45,7 @@ def test_a_terminal_gets_the_table_in_its_own_width():
 
 @pytest.mark.parametrize(
     ("slots", "phrase"),
-    [(16 * 12, "too much for TPU v5e; leaves"), (16 * 400, "too much for TPU v7 or less")],
+    [(16 * 12, "too much for v5e; leaves"), (16 * 400, "too much for b200 or less")],
 )
 def test_says_which_devices_are_too_small(slots, phrase):
     config = load_config(Config, str(RECIPE), {"rollout.slots": str(slots)})

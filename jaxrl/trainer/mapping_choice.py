@@ -1,0 +1,142 @@
+"""The mapping search for a recipe: `mesh.layout = "auto"` takes its result, `jaxrl plan --search` shows it.
+
+    config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots
+
+Roles of a pool share a layout here, and the search gives each its own: a pool gets that of its actor, or else
+of the first role that learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.mesh.hardware import accelerator_of
+from jaxrl.mesh.hardware_files import find_accelerator
+from jaxrl.planner.cluster import Cluster
+from jaxrl.planner.mapping import Mapping
+from jaxrl.planner.search import search_mapping
+from jaxrl.planner.step_tasks import TASKS
+from jaxrl.planner.workload import Lengths, Workload
+from jaxrl.trainer.abstract_roles import models_of
+from jaxrl.trainer.ahead_of_time import load_of
+from jaxrl.trainer.cross_checks import roles_of
+
+
+def search_for(config: Config, cluster: Cluster) -> Mapping:
+    """The fastest mapping of a recipe's roles to a cluster, as simulated.
+
+    Raises:
+      UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
+    """
+    dataflow = config.algorithm.dataflow
+    uncovered = [role for role in roles_of(config) if role in ("rollout", "judge")]
+    if dataflow not in TASKS or uncovered:
+        what = f"role {uncovered[0]}" if uncovered else f"dataflow {dataflow!r}"
+        raise UserError(
+            f"the mapping search covers {', '.join(TASKS)} without a judge or a rollout pool of its own, and "
+            f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
+        )
+    models = {role: model for role, (model, _) in models_of(config).items()}
+    return search_mapping(dataflow, models, _workload(config), cluster)
+
+
+def _workload(config: Config) -> Workload:
+    rollout, algorithm, load = config.rollout, config.algorithm, load_of(config)
+    kept = load.prompts / rollout.num_prompts
+    return Workload(
+        prompts=rollout.num_prompts,
+        samples=rollout.num_samples,
+        prompt_lengths=Lengths(load.prompt_tokens, config.data.max_prompt_tokens),
+        response_lengths=Lengths(load.response_tokens, rollout.max_response_tokens, "log-normal"),
+        sampled_per_kept=kept if find_dataflow(algorithm.dataflow).dynamic_sampling else 1.0,
+        updates=algorithm.updates_per_step,
+        epochs=algorithm.epochs,
+        microbatch_tokens=config.train.row_tokens,
+        tokens_per_dispatch=rollout.tokens_per_dispatch,
+    )
+
+
+def with_mapping(config: Config, found: Mapping) -> Config:
+    """The config with the layouts, pools and slots of a mapping."""
+    settings = [_layout(found, pool) for pool in range(len(found.pools))]
+    actor = found.roles["actor"]
+    assert actor.generation is not None, "the actor samples"
+    replicas = actor.layout.d_g * actor.layout.d
+    slots = actor.generation.slots * replicas
+    mesh = dataclasses.replace(config.mesh, layout="as_given", **settings[actor.pool])
+    placement = {}
+    if len(found.pools) > 1:
+        placement = {
+            f"pool{number}": {"roles": pool.roles, "devices": pool.name, **layout}
+            for number, (pool, layout) in enumerate(zip(found.pools, settings, strict=True))
+        }
+    rollout = dataclasses.replace(config.rollout, slots=slots)
+    return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout)
+
+
+def _layout(found: Mapping, pool: int) -> dict[str, Any]:
+    """Settings of a pool: those of its actor, of the first role that learns, or of the first."""
+    roles = [role for role in found.roles.values() if role.pool == pool]
+    chosen = min(
+        roles, key=lambda role: (role.generation is None, not role.name.endswith("critic"))
+    )
+    layout = chosen.layout
+    return {
+        "train": f"{layout.p}-{layout.t}-{layout.d}",
+        "generate": f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}",
+        "fsdp": layout.fsdp,
+    }
+
+
+def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
+    """The config with what the search finds for its devices if `mesh.layout` is "auto", else as it is.
+
+    Raises:
+      UserError: as `search_for`; or nobody knows what these devices are able to do.
+    """
+    if config.mesh.layout != "auto":
+        return config
+    # One search for all processes: they must not differ.
+    found = hosts.on_first(lambda: _settings(config, devices))
+    mesh = dataclasses.replace(config.mesh, **found["mesh"])
+    rollout = dataclasses.replace(config.rollout, **found["rollout"])
+    return dataclasses.replace(config, mesh=mesh, placement=found["placement"], rollout=rollout)
+
+
+def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
+    found = search_for(config, cluster_of(config, devices))
+    print("\n".join(found.lines()))
+    chosen = with_mapping(config, found)
+    return {
+        "mesh": dataclasses.asdict(chosen.mesh),
+        "placement": chosen.placement,
+        "rollout": {"slots": chosen.rollout.slots},
+    }
+
+
+def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
+    """The devices of a run, as the search takes them: `mesh.hardware`, or what the table has of their kind.
+
+    Raises:
+      UserError: their kind is not known, or they are in no shape that exists.
+    """
+    kind = devices[0].device_kind
+    known = find_accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)
+    if known is None:
+        raise UserError(
+            f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; measure it with '
+            "`jaxrl calibrate --out here.json` and set mesh.hardware=here.json, or set mesh.layout to "
+            "as_given"
+        )
+    num_hosts = len({device.process_index for device in devices})
+    if known.arrangement == "hosts":
+        return Cluster(known, (num_hosts, len(devices) // num_hosts))
+    chips = {tuple(device.coords) for device in devices}
+    sides = tuple(len({chip[side] for chip in chips}) for side in range(3))
+    return Cluster(known, sides[: len(known.shapes[-1])])
