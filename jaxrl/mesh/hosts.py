@@ -28,6 +28,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.host_watch import HostWatch
 
 AUTO = "auto"
+PATHWAYS = "pathways"
 # Of JAX's own heartbeats; ours, which can say more, come first.
 _JAX_HEARTBEAT_S = 100
 
@@ -40,7 +41,8 @@ class HostsConfig:
 
     Attributes:
       coordinator: "" for a single process, "auto" where JAX finds the others by itself (TPU pods, SLURM,
-        Open MPI, Kubernetes), otherwise "address:port" of process 0, to be given with the other two.
+        Open MPI, Kubernetes), "pathways" for one process that drives all devices through Pathways, otherwise
+        "address:port" of process 0, to be given with the other two.
       num_processes: how many there are.
       process_id: which of them this is, from 0.
       lost_after_s: a process without a sign of life for so long is lost, and all others end. More than any
@@ -65,9 +67,9 @@ class HostsConfig:
                 "address:port of process 0, the same for all"
             )
         address, _, port = self.coordinator.rpartition(":")
-        if self.coordinator not in ("", AUTO) and not (address and port.isdecimal()):
+        if self.coordinator not in ("", AUTO, PATHWAYS) and not (address and port.isdecimal()):
             raise ValueError(
-                f"coordinator {self.coordinator!r} is neither {AUTO!r} nor address:port of process 0, "
+                f"coordinator {self.coordinator!r} is neither {AUTO!r} nor {PATHWAYS!r} nor address:port of process 0, "
                 "such as 10.0.0.1:8476"
             )
 
@@ -79,6 +81,9 @@ def start(config: HostsConfig) -> None:
       UserError: the others cannot be found.
     """
     if not config.coordinator:
+        return
+    if config.coordinator == PATHWAYS:
+        _start_pathways()
         return
     # It would take SIGTERM for itself; a run agrees on signals in its own way.
     jax.config.update("jax_enable_preemption_service", False)
@@ -101,6 +106,17 @@ def start(config: HostsConfig) -> None:
             f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
             "hosts.num_processes and hosts.process_id, and start all processes"
         ) from error
+
+
+def _start_pathways() -> None:
+    try:
+        import pathwaysutils  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"hosts.coordinator {PATHWAYS!r} needs the package pathwaysutils, which is not installed; run "
+            "pip install pathwaysutils"
+        ) from error
+    pathwaysutils.initialize()
 
 
 # Of this process, as JAX's client is, while a run of several lasts.
