@@ -69,8 +69,8 @@ class HostsConfig:
         address, _, port = self.coordinator.rpartition(":")
         if self.coordinator not in ("", AUTO, PATHWAYS) and not (address and port.isdecimal()):
             raise ValueError(
-                f"coordinator {self.coordinator!r} is neither {AUTO!r} nor {PATHWAYS!r} nor address:port of process 0, "
-                "such as 10.0.0.1:8476"
+                f"coordinator {self.coordinator!r} is neither {AUTO!r} nor {PATHWAYS!r} nor address:port of "
+                "process 0, such as 10.0.0.1:8476"
             )
 
 
