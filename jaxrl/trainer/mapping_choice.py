@@ -28,8 +28,13 @@ from jaxrl.trainer.ahead_of_time import load_of
 from jaxrl.trainer.cross_checks import roles_of
 
 
-def search_for(config: Config, cluster: Cluster) -> Mapping:
+def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0) -> Mapping:
     """The fastest mapping of a recipe's roles to a cluster, as simulated.
+
+    Args:
+      config: of the run.
+      cluster: where it is to run.
+      response_tokens: of an answer on average; 0 takes a share of the limit.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -43,11 +48,12 @@ def search_for(config: Config, cluster: Cluster) -> Mapping:
             f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
         )
     models = {role: model for role, (model, _) in models_of(config).items()}
-    return search_mapping(dataflow, models, _workload(config), cluster)
+    return search_mapping(dataflow, models, _workload(config, response_tokens), cluster)
 
 
-def _workload(config: Config) -> Workload:
-    rollout, algorithm, load = config.rollout, config.algorithm, load_of(config)
+def _workload(config: Config, response_tokens: float) -> Workload:
+    rollout, algorithm = config.rollout, config.algorithm
+    load = load_of(config, response_tokens)
     kept = load.prompts / rollout.num_prompts
     return Workload(
         prompts=rollout.num_prompts,

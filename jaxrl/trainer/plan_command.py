@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, config: Config) -> PodPlan:
     """Compiles, prints, and writes what was asked for."""
     kind, shape = check_topology(args.topology)
     if args.search or config.mesh.layout == "auto":
-        found = search_for(config, Cluster(kind, shape))
+        found = search_for(config, Cluster(kind, shape), response_tokens=args.response_tokens)
         print("\n".join(found.lines()), file=sys.stderr if args.json else sys.stdout)
         config = with_mapping(config, found)
     topology = read_topology(args.topology)
