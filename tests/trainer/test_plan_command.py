@@ -37,9 +37,9 @@ def refused(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("v9:2x2", "no chip 'v9'"),
-        ("h100:1x9", "at most 8"),
-        ("v5p:3x4x4", "does not exist"),
+        ("v9:2x2", "chip 'v9' is not one of"),
+        ("h100:1x9", "comes as HOSTSx8"),
+        ("v5p:3x4x4", "is no topology that exists"),
     ],
 )
 def test_an_impossible_topology_is_one_line(topology, words, capsys):
