@@ -117,7 +117,7 @@ def finish(processes: list[subprocess.Popen], status: int = 0) -> list[tuple[str
     """(stdout, stderr) of each; they end with `status`."""
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == status, errors[-3000:]
+        assert process.returncode == status, "\n".join(errors[-3000:] for _, errors in outputs)
     return outputs
 
 

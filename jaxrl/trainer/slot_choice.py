@@ -12,8 +12,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
 from jaxrl.mesh.pools import Pool
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
@@ -76,10 +79,13 @@ def _slots_of_replica(roles: AbstractRoles, pool: Pool, memory: int) -> int:
 
 
 def with_chosen_slots(run: RunContext) -> RunContext:
-    """A run whose config has the slots that fit its devices."""
+    """A run whose config has the slots that fit its devices. Collective."""
+    if run.config.rollout.slots:
+        return run
     meshes = {pool.name: pool.mesh for pool in run.placement.pools}
-    pool = next(iter(run.placement.pools))
-    config = with_slots(run.config, lambda p: meshes[p.name], memory_bytes(pool.devices[0]))
+    # A process sees the memory of its own devices, and all must come to one number.
+    memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
+    config = with_slots(run.config, lambda pool: meshes[pool.name], memory)
     return dataclasses.replace(run, config=config)
 
 

@@ -147,7 +147,7 @@ def test_frozen_weights_are_kept_once_and_no_wider_than_they_are_computed_with(a
     ours = narrow.logprobs(placed)
     # What the same weights give in float32: they are rounded where they are used, or where they are kept.
     wide = narrow.state.replace(params=jax.tree.map(jnp.array, before))
-    np.testing.assert_array_equal(ours, narrow._logprobs(wide.params, placed))
+    np.testing.assert_array_equal(ours, narrow.logprobs_program(wide.params, placed))
     narrow.for_sampling()
     _, sampled = lora.split(narrow.backend.params)
     shared = jax.tree.map(

@@ -66,7 +66,7 @@ def test_one_update_a_step_takes_no_other_pass(correction, layout, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("the update has a forward pass of its own")
 
-    monkeypatch.setattr(fresh(layout), "_logprobs", never)
+    monkeypatch.setattr(fresh(layout), "logprobs_program", never)
     shared, metrics, seen_shared = step(PACKED, correction, shares=True, layout=layout)
     assert_close(shared, plain)
     assert_close(seen_shared.old_logprob, seen.old_logprob)

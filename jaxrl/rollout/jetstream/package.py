@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -66,6 +67,9 @@ def _importable() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
+# A process that closes what it has inherited and forks again, as that of graders in a cage, would be aborted by
+# gRPC, which looks after its own in every child. None of ours goes on with gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 with _importable():
     import grpc
     from jetstream.core import orchestrator
