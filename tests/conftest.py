@@ -24,6 +24,8 @@ _QUICK_TO_COMPILE = (
     *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
+# As jaxrl.rollout.jetstream.package has it, which some tests import gRPC before.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests build the same small programs again and again; each is compiled once, and kept for the next run.

@@ -37,6 +37,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
+    ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/rewards/pool_functions.py", "jaxrl.rewards.math_equality"): "extra `math`",
     ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `demo`",
