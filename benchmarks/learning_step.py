@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.data.packing import Families, PackedShape, plan_packing
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
@@ -126,10 +126,18 @@ def actor_of(model: ModelConfig, shape: PackedShape, **train: Any) -> Actor:
     )
 
 
-def batch_of(lengths: Sequence[int], shape: PackedShape, vocab_size: int) -> TrainBatch:
-    """Random sequences of these lengths, an eighth of each a prompt, with advantages of either sign."""
+def batch_of(
+    lengths: Sequence[int], shape: PackedShape, vocab_size: int, *, shared: int = 0
+) -> TrainBatch:
+    """Random sequences of these lengths, an eighth of each a prompt, with advantages of either sign.
+
+    With `shared`, each eight in a row have so many first tokens in common.
+    """
     rng = np.random.default_rng(0)
-    packing = plan_packing(lengths, shape)
+    families = None
+    if shared:
+        families = Families(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
+    packing = plan_packing(lengths, shape, families=families)
     pack = packing.pack
     live = packing.segment_ids > 0
     numbers = pack([np.full(n, i, np.int32) for i, n in enumerate(lengths)], np.int32)
@@ -140,6 +148,7 @@ def batch_of(lengths: Sequence[int], shape: PackedShape, vocab_size: int) -> Tra
         sequence=np.where(live, numbers, -1),
         loss_mask=pack([(np.arange(n) >= n // 8).astype(np.float32) for n in lengths], np.float32),
         num_micro_U=packing.num_micro_U,
+        prefix_ids=packing.prefix_ids,
     )
     advantages = pack([np.full(n, rng.choice([-1.0, 1.0])) for n in lengths], np.float32)
     return TrainBatch.of(packed, advantage=advantages)
@@ -153,13 +162,19 @@ def shape_for(lengths: Sequence[int], *, rows: int, tokens: int) -> PackedShape:
 
 
 def updating(
-    model: ModelConfig, lengths: Sequence[int], *, rows: int, tokens: int, **train: Any
+    model: ModelConfig,
+    lengths: Sequence[int],
+    *,
+    rows: int,
+    tokens: int,
+    shared: int = 0,
+    **train: Any,
 ) -> Callable[[], Any]:
     """A call that does one update."""
     shape = shape_for(lengths, rows=rows, tokens=tokens)
-    actor = actor_of(model, shape, **train)
+    actor = actor_of(model, shape, share_prompts=shared > 0, **train)
     actor.init()
-    batch = actor.place(batch_of(lengths, shape, model.vocab_size))
+    batch = actor.place(batch_of(lengths, shape, model.vocab_size, shared=shared))
 
     def update() -> Any:
         metrics = actor.update(batch, LOSS)
@@ -334,18 +349,15 @@ def measure_compiling(rounds: int) -> Iterator[Figure]:
     )
 
 
-# Name -> settings of `train`; what is compared at each prompt : answer.
-PROMPT_VARIANTS: dict[str, dict[str, Any]] = {"each with its prompt": {}}
-
-
 def measure_prompts(rounds: int) -> Iterator[Figure]:
-    """Tokens a second of 4 prompts with 8 answers each, for each variant against the first."""
+    """Tokens a second of 4 prompts with 8 answers each, the prompt once a row and with each answer."""
     for prompt, answer in ((64, 448), (256, 256), (448, 64)):
         lengths = [prompt + answer] * 32
-        options = {"rows": 4, "tokens": 1024, "unroll": MODEL.num_layers}
+        # Rows with room for a prompt and several answers.
+        options = {"rows": 2, "tokens": 2048, "unroll": MODEL.num_layers}
         calls = {
-            name: updating(MODEL, lengths, **options, **train)
-            for name, train in PROMPT_VARIANTS.items()
+            name: updating(MODEL, lengths, **options, shared=shared)
+            for name, shared in (("with each answer", 0), ("once a row", prompt - 1))
         }
         taken = in_turns(calls, rounds)
         first = next(iter(taken.values()))
