@@ -8,15 +8,18 @@ turns it off.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import pathlib
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import filelock
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,23 @@ def keep_compiled_programs() -> pathlib.Path | None:
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
     return folder
+
+
+@contextlib.contextmanager
+def compiled_programs_not_kept() -> Iterator[None]:
+    """Turns the cache off for a while: for programs of which somebody else keeps what is needed."""
+    before = _setting("jax_enable_compilation_cache")
+    _enable(False)
+    try:
+        yield
+    finally:
+        _enable(before)
+
+
+def _enable(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    # JAX asks once in a process whether there is a cache; from here on it asks again.
+    compilation_cache.reset_cache()
 
 
 def _setting(name: str) -> Any:

@@ -27,6 +27,7 @@ from rich.console import Console
 from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.mesh.topologies import check_topology, read_topology
 from jaxrl.planner.ahead import CompiledProgram
 from jaxrl.planner.cluster import Cluster
@@ -43,13 +44,14 @@ def main(argv: Sequence[str]) -> int:
     program, *arguments = argv
     # Nothing runs: accelerators that are here may be at work.
     jax.config.update("jax_platforms", "cpu")
-    # What is compiled here is kept by the planner, with what it reads from it.
-    jax.config.update("jax_enable_compilation_cache", False)
     parser = _parser(program)
     try:
         overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
         args = parser.parse_args(rest)
-        plan = run(args, command_line.load_config(Config, args.config, overrides))
+        config = command_line.load_config(Config, args.config, overrides)
+        # What is compiled here is kept by the planner, with what it reads from it.
+        with compiled_programs_not_kept():
+            plan = run(args, config)
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -142,3 +142,28 @@ def test_the_update_is_as_large_at_any_depth(remat):
     """Layers are scanned, so compiling 64 of them takes what 4 take."""
     sizes = {depth: num_operations(depth, remat) for depth in (4, 16, 64)}
     assert len(set(sizes.values())) == 1, sizes
+
+
+def test_it_can_be_turned_off_for_a_while(tmp_path):
+    program = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jaxrl.mesh import compilation_cache
+compilation_cache._SHORTEST_S = 0.0
+folder = pathlib.Path(compilation_cache.keep_compiled_programs())
+def kept(n):
+    jax.jit(lambda x: (jnp.sin(x) * n).sum())(jnp.zeros(5) + 1)
+    return len(list(folder.glob("*-cache")))
+before = kept(1)
+with compilation_cache.compiled_programs_not_kept():
+    during = kept(2)
+print(0 < before == during < kept(3))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "True", done.stderr
