@@ -55,8 +55,7 @@ SETTINGS = {
     "rollout.max_response_tokens": 192,
     "rollout.unroll": 4,
     "reward.overlong_buffer_tokens": 0,
-    "train.rows": 8,
-    "train.row_tokens": 256,
+    "train.share_prompts": True,
     "warm_start.run": "",
     "warm_start.num_steps": 0,
     # Sums of some terms are prompts of 50 to 64 characters.
@@ -71,13 +70,17 @@ SETTINGS = {
     "evaluation.num_samples": 1,
 }
 CASES = {
-    # What ends an answer is not drawn before the last token.
-    "even": {"rollout.min_response_tokens": 191},
+    # What ends an answer is not drawn before the last token. A row holds a prompt and its eight answers.
+    "even": {
+        "rollout.min_response_tokens": 191,
+        "train.rows": 4,
+        "train.row_tokens": 1664,
+    },
     # Ten of 512 tokens of a model that knows nothing yet. Prompts are longer than answers.
     "ragged": {
         "rollout.stop_ids": str(tuple(range(100, 110))),
-        "train.share_prompts": True,
         "train.rows": 4,
+        "train.row_tokens": 256,
     },
 }
 PHASES = {

@@ -41,6 +41,9 @@ class Assumptions:
       remat: "full" computes each layer again in the backward pass and keeps its input alone.
       reduce_each_microbatch: replicas sum gradients after each microbatch, and not once an update.
       logits_tokens: of which logits exist at a time.
+      logits_arrays: of float32, as large as these logits, that their gradient takes: logits, their exponentials,
+        the gradient, and that in 16 bits.
+      embedding_arrays: in the products' type, as large as the embedding without FSDP, while logits are at work.
     """
 
     flops_rate: Share = 0.6
@@ -66,6 +69,8 @@ class Assumptions:
     remat: Literal["full", "none"] = "full"
     reduce_each_microbatch: bool = True
     logits_tokens: Annotated[int, token_count(1)] = 1024
+    logits_arrays: Annotated[float, at_least(1)] = 3.5
+    embedding_arrays: Annotated[float, at_least(1)] = 2.5
 
     def __post_init__(self):
         check_fields(self)

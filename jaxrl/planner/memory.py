@@ -45,6 +45,7 @@ class Holding:
       bytes_per_device: what they add to a device.
       sampling, learning: the phases in which they are there.
       turn: the role while whose update they are there, if not always; roles take turns.
+      not_at: the role while whose update they are given up.
     """
 
     name: str
@@ -54,6 +55,11 @@ class Holding:
     sampling: bool
     learning: bool
     turn: str = ""
+    not_at: str | None = None
+
+    def at(self, turn: str) -> bool:
+        """Whether they are there while a role learns; "" is between updates."""
+        return self.turn in ("", turn) and self.not_at != turn
 
 
 def training_memory(
@@ -100,7 +106,8 @@ def sampling_memory(
     )
     moved = sum(map(_bytes_per_device, _moved(state.params, sampler.params)))
     return [
-        dataclasses.replace(weights, bytes_per_device=moved),
+        # They are given up before the actor learns: its new weights follow.
+        dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
         _holding(
             "KV cache and slots",
             f"{slots} slots x {kv_heads} kv heads a device, {tokens:,} tokens each",
@@ -258,12 +265,9 @@ def _holding(
 
 def phase_bytes(holdings: Sequence[Holding], phase: str) -> int:
     """Bytes per device in a phase, "sampling" or "learning", at the turn of the role that takes most."""
-    turns: collections.Counter[str] = collections.Counter()
-    for held in holdings:
-        if getattr(held, phase):
-            turns[held.turn] += held.bytes_per_device
-    always = turns.pop("", 0)
-    return always + max(turns.values(), default=0)
+    present = [held for held in holdings if getattr(held, phase)]
+    turns = {held.turn for held in present} | {""}
+    return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
 
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:

@@ -76,7 +76,7 @@ class PassSimulator:
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
         }
-        return Terms(seconds, self._weights(model, strategy), self._layer(model, strategy, flushes))
+        return Terms(seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes))
 
     def training(self, model: ModelConfig, strategy: Strategy) -> Terms:
         """All updates of a step."""
@@ -100,10 +100,12 @@ class PassSimulator:
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
         }
         resident = self._weights(model, strategy, trained=True)
+        # The ticks of a flush add to a sum of their own.
+        sums = 2 if strategy.p > 1 else 1
         transient = {
-            "gradients": assume.gradient_bytes * values,
+            "gradients": sums * assume.gradient_bytes * values,
             "kept of the layers": self._kept(model, strategy, flushes),
-            **self._layer(model, strategy, flushes, backward=True),
+            **self._at_work(model, strategy, flushes, backward=True),
         }
         return Terms(seconds, resident, transient)
 
@@ -194,27 +196,35 @@ class PassSimulator:
     def _kept(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Bytes that the forward pass leaves to the backward pass, in all ticks of a flush."""
         numbers, assume = model_numbers(model), self._assume
+        # Of all ticks, and of the one whose stage is computed again: its layers' inputs, twice while these
+        # are handed from one loop to the other.
         ticks = flushes.microbatches + strategy.p - 1
-        tokens = flushes.microbatch_tokens * ticks
+        tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
         values = numbers.width
         if assume.remat == "none":
             values = numbers.kept_values + numbers.split_values / strategy.t
         return tokens * values * assume.compute_bytes * numbers.layers / strategy.p
 
-    def _layer(
+    def _at_work(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, backward: bool = False
     ) -> dict[str, float]:
-        """Bytes of one layer at work, of the weights of two, and of some logits."""
+        """Bytes of the weights that are cast, and of a layer or the logits, whichever are more."""
         numbers, assume = model_numbers(model), self._assume
-        times = 2 if backward else 1
+        tokens = flushes.microbatch_tokens
         values = numbers.kept_values + numbers.split_values / strategy.t
-        weights = numbers.stacked / numbers.layers / strategy.t
-        logits = min(assume.logits_tokens, flushes.microbatch_tokens) * numbers.vocabulary
-        return {
-            "a layer's activations": times
-            * flushes.microbatch_tokens
-            * values
-            * assume.compute_bytes,
-            "weights of two layers": 2 * weights * assume.compute_bytes,
-            "logits": times * logits * 4 / strategy.t,
-        }
+        layer = numbers.stacked / numbers.layers / strategy.t
+        embedding = numbers.vocabulary * numbers.width / strategy.t
+        logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / strategy.t
+        passes = 2 if backward else 1
+        of_layer = passes * tokens * values * assume.compute_bytes
+        of_layer += 2 * layer * assume.compute_bytes
+        arrays = assume.logits_arrays if backward else 1
+        of_logits = arrays * logits * 4
+        of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
+        cast = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp) * assume.compute_bytes
+        found = {"layers' weights in the type of the products": cast}
+        if assume.compute_bytes == assume.master_bytes:
+            found = {}
+        if of_layer > of_logits:
+            return found | {"a layer at work, and the weights of two": of_layer}
+        return found | {"logits at work, and the weights beside them": of_logits}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxrl.algos.aggregation import Aggregation, Counts, count
@@ -346,7 +347,7 @@ class Learner(PackedModel, abc.ABC):
                 opt_state = jax.tree.map(keep, new_opt_state, opt_state)
                 opt_state = self._each_moment(to_host, opt_state, opt_state)
             stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
-            return (params, opt_state), (stats, sums.largest, sums.tally, own)
+            return _as_stored((params, opt_state)), (stats, sums.largest, sums.tally, own)
 
         U = batches[0].tokens.shape[0]
         (trained, opt_state), (stats_U, largest_U, tally_U, own_U) = jax.lax.scan(
@@ -441,6 +442,17 @@ class Learner(PackedModel, abc.ABC):
                 name: x / (divisor if name == "loss" else of_stats) for name, x in stats.items()
             }
         return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums, own_M
+
+
+def _as_stored(state: Any) -> Any:
+    """A state in the order in which arrays lie in memory between programs.
+
+    Left to itself, the loop over minibatches may take the order that its products like, and a copy of the whole
+    state beside the one that came in: 13 of 42 GB for 7B on two stages of v5p.
+    """
+    return jax.tree.map(
+        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state
+    )
 
 
 def _weighed(

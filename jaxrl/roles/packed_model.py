@@ -138,18 +138,19 @@ class PackedModel:
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             in_8_bits=product_in(train.products),
         )
+        platform, branches = platform_of(mesh), train.share_prompts
         implementation = pick_implementation(
-            platform_of(mesh),
+            platform,
             train.dtype,
             train.attention,
             softcap=model.attention_softcap,
-            branches=train.share_prompts,
+            branches=branches,
         )
         self._attention = attention_parallel(
             functools.partial(
                 attention,
                 implementation=implementation,
-                block_tokens=pick_block_tokens(platform_of(mesh)),
+                block_tokens=pick_block_tokens(platform, branches=branches),
             ),
             mesh,
             TRAIN_RULES,
