@@ -1,7 +1,7 @@
 """What a prediction takes for granted: shares of the vendors' rates that are reached, and bytes of a state.
 
-Nothing here was fitted to a result (docs/planner.md says where each number is from); what no source gives is
-marked "a guess" beside its default.
+docs/planner.md says where each number is from; what no source gives is marked "a guess" beside its default.
+Arrays beside the logits were counted in updates compiled for TPUs; nothing else was fitted to a result.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Assumptions:
       remat: "full" computes each layer again in the backward pass and keeps its input alone.
       reduce_each_microbatch: replicas sum gradients after each microbatch, and not once an update.
       logits_tokens: of which logits exist at a time.
-      logits_arrays: of float32, as large as these logits, that their gradient takes: logits, their exponentials,
+      logits_arrays: of float32, as large as these logits, that an update holds: logits, their exponentials,
         the gradient, and that in 16 bits.
-      embedding_arrays: in the products' type, as large as the embedding without FSDP, while logits are at work.
+      embedding_arrays: in the products' type, as large as the embedding without FSDP, beside the logits.
     """
 
     flops_rate: Share = 0.6

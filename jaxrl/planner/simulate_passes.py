@@ -3,7 +3,8 @@
     tokens of a replica --> microbatches --> flushes of m microbatches through p stages
     seconds   products and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
               weights gathered (FSDP), gradients summed, less what of these hides; the optimiser's traffic
-    bytes     weights, moments | gradients, inputs of layers that are kept, one layer at work, logits
+    bytes     weights, moments | gradients, cast weights, inputs of layers that are kept, and a layer at
+              work or the logits, whichever is more
 
 Tensor parallel groups are neighbours, then stages, then shares of FSDP, then replicas. Not covered: experts
 and contexts split over devices, offloading, imbalance between replicas, transfers between pools.
@@ -76,7 +77,9 @@ class PassSimulator:
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
         }
-        return Terms(seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes))
+        return Terms(
+            seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
+        )
 
     def training(self, model: ModelConfig, strategy: Strategy) -> Terms:
         """All updates of a step."""
@@ -196,8 +199,7 @@ class PassSimulator:
     def _kept(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Bytes that the forward pass leaves to the backward pass, in all ticks of a flush."""
         numbers, assume = model_numbers(model), self._assume
-        # Of all ticks, and of the one whose stage is computed again: its layers' inputs, twice while these
-        # are handed from one loop to the other.
+        # Of all ticks; and twice those of the tick that is computed again, handed from one loop to another.
         ticks = flushes.microbatches + strategy.p - 1
         tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
         values = numbers.width

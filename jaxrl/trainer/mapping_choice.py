@@ -12,12 +12,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.mesh.hardware_files import find_accelerator
+from jaxrl.planner.assumptions import Assumptions
 from jaxrl.planner.cluster import Cluster
 from jaxrl.planner.mapping import Mapping
 from jaxrl.planner.search import search_mapping
@@ -26,6 +29,9 @@ from jaxrl.planner.workload import Lengths, Workload
 from jaxrl.trainer.abstract_roles import models_of
 from jaxrl.trainer.ahead_of_time import load_of
 from jaxrl.trainer.cross_checks import roles_of
+
+# Two of a trained weight; int8 with a scale for each block.
+_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
 
 def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0) -> Mapping:
@@ -48,10 +54,25 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
             f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
         )
     models = {role: model for role, (model, _) in models_of(config).items()}
-    return search_mapping(dataflow, models, _workload(config, response_tokens), cluster)
+    work, assumptions = workload_of(config, response_tokens), assumptions_of(config)
+    return search_mapping(dataflow, models, work, cluster, assumptions=assumptions)
 
 
-def _workload(config: Config, response_tokens: float) -> Workload:
+def assumptions_of(config: Config) -> Assumptions:
+    """What a recipe says of what the search would take for granted."""
+    train, rollout = config.train, config.rollout
+    return Assumptions(
+        dtype=train.dtype,
+        compute_bytes=float(jnp.dtype(train.dtype).itemsize),
+        cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
+        moments_bytes=_MOMENTS_BYTES[config.optim.moments],
+        remat="none" if train.remat == "none" else "full",
+        logits_tokens=train.logprob_chunk_tokens,
+    )
+
+
+def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
+    """What a recipe's step has to do; `response_tokens` as for `search_for`."""
     rollout, algorithm = config.rollout, config.algorithm
     load = load_of(config, response_tokens)
     kept = load.prompts / rollout.num_prompts

@@ -8,6 +8,7 @@ from plans import TINY, TINY_ENGINE, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b,
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.planner.memory import Holding, phase_bytes
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
@@ -114,3 +115,17 @@ def test_a_pipeline_is_counted_by_its_stages():
     # Angles and masks of its rows come on top.
     kept = 3 * (2 + 1) * 16 * 32 * 4
     assert kept < holding(plan, "kept of the layers").bytes_per_device < 1.1 * kept
+
+
+def test_weights_of_generation_are_given_up_for_the_actors_update_alone():
+    weights = Holding("weights", "", 1, 100, True, True, not_at="actor")
+    gradients = [
+        Holding(f"{role}, gradients", "", 1, size, False, True, turn=role)
+        for role, size in (("actor", 130), ("critic", 20))
+    ]
+    masters = Holding("masters", "", 1, 7, True, True)
+    # The actor's turn, the critic's, and between updates.
+    assert phase_bytes([weights, masters, *gradients], "learning") == 130 + 7
+    assert phase_bytes([weights, masters, gradients[1]], "learning") == 100 + 7 + 20
+    assert phase_bytes([weights, masters], "learning") == 107
+    assert holding(plan_tiny(), "actor in generation").not_at == "actor"

@@ -151,15 +151,19 @@ def test_states_take_their_bytes():
     values = model_numbers(MODEL).params_of_shard(2, 2) / 2
     terms = passes().training(MODEL, Strategy(2, 2, 2, 2))
     assert terms.resident_bytes == pytest.approx(12 * values)
-    assert terms.transient["gradients"] == pytest.approx(4 * values)
+    # With stages the ticks add to a sum of their own.
+    assert terms.transient["gradients"] == pytest.approx(2 * 4 * values)
+    alone = passes().training(MODEL, Strategy(1, 4, 4, 2)).transient["gradients"]
+    assert alone == pytest.approx(4 * model_numbers(MODEL).params_of_shard(1, 4) / 2)
     assert passes().inference(MODEL, Strategy(2, 2, 2, 2)).resident_bytes == pytest.approx(
         4 * values
     )
-    # Inputs of four layers of a microbatch of 512 tokens, in bfloat16; of two stages, three ticks of two.
+    # Inputs of four layers of a microbatch of 512 tokens, in bfloat16; of two stages, three ticks of two, and
+    # twice those of the tick that is computed again.
     alone = passes().training(MODEL, Strategy(1, 1, 1)).transient
     assert alone["kept of the layers"] == 512 * MODEL.d_model * 2 * 4
     staged = passes().training(MODEL, Strategy(2, 1, 1)).transient
-    assert staged["kept of the layers"] == 3 * 512 * MODEL.d_model * 2 * 2
+    assert staged["kept of the layers"] == (3 + 2) * 512 * MODEL.d_model * 2 * 2
 
 
 def test_greedy_answers_are_scored_too():

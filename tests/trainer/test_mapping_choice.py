@@ -17,7 +17,12 @@ from jaxrl.planner.search import search_mapping
 from jaxrl.planner.workload import Lengths, Workload
 from jaxrl.trainer import program
 from jaxrl.trainer.context import pools_of
-from jaxrl.trainer.mapping_choice import search_for, with_mapping, with_searched_layout
+from jaxrl.trainer.mapping_choice import (
+    assumptions_of,
+    search_for,
+    with_mapping,
+    with_searched_layout,
+)
 
 
 def recipe(**algorithm) -> Config:
@@ -38,6 +43,21 @@ def test_a_mapping_becomes_layouts_of_all_devices():
     assert next(p for p in pools if "actor" in p.roles).layout == actor.layout
     replicas = actor.strategy.num_devices // (actor.generation.p_g * actor.generation.t_g)
     assert config.rollout.slots == replicas * actor.generation.slots
+
+
+def test_the_search_assumes_what_the_recipe_says():
+    config = recipe()
+    narrow = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, dtype="bfloat16", remat="offload"),
+        rollout=dataclasses.replace(config.rollout, kv_dtype="int8"),
+        optim=dataclasses.replace(config.optim, moments="bfloat16"),
+    )
+    found = assumptions_of(narrow)
+    assert (found.dtype, found.compute_bytes, found.cache_bytes) == ("bfloat16", 2, 1)
+    assert (found.moments_bytes, found.remat) == (4, "full")
+    assert found.logits_tokens == config.train.logprob_chunk_tokens
+    assert assumptions_of(config).compute_bytes == 4
 
 
 def test_pools_apart_become_a_placement():
