@@ -103,8 +103,8 @@ class PassSimulator:
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
         }
         resident = self._weights(model, strategy, trained=True)
-        # The ticks of a flush add to a sum of their own.
-        sums = 2 if strategy.p > 1 else 1
+        # The ticks of a flush add to a sum of their own, and replicas get theirs back in another.
+        sums = 1 + (strategy.p > 1) + (strategy.d > strategy.fsdp)
         transient = {
             "gradients": sums * assume.gradient_bytes * values,
             "kept of the layers": self._kept(model, strategy, flushes),
@@ -225,7 +225,9 @@ class PassSimulator:
         of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
         cast = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp) * assume.compute_bytes
         found = {"layers' weights in the type of the products": cast}
-        if assume.compute_bytes == assume.master_bytes:
+        # Compilers for GPUs cast a layer's when they need them.
+        is_tpu = self._cluster.accelerator.arrangement == "torus"
+        if not is_tpu or assume.compute_bytes == assume.master_bytes:
             found = {}
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}

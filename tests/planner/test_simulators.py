@@ -151,10 +151,12 @@ def test_states_take_their_bytes():
     values = model_numbers(MODEL).params_of_shard(2, 2) / 2
     terms = passes().training(MODEL, Strategy(2, 2, 2, 2))
     assert terms.resident_bytes == pytest.approx(12 * values)
-    # With stages the ticks add to a sum of their own.
+    # With stages the ticks add to a sum of their own; replicas get theirs back in another.
     assert terms.transient["gradients"] == pytest.approx(2 * 4 * values)
-    alone = passes().training(MODEL, Strategy(1, 4, 4, 2)).transient["gradients"]
-    assert alone == pytest.approx(4 * model_numbers(MODEL).params_of_shard(1, 4) / 2)
+    of_shard = 4 * model_numbers(MODEL).params_of_shard(1, 4)
+    for fsdp, sums in ((4, 1), (2, 2), (1, 2)):
+        found = passes().training(MODEL, Strategy(1, 4, 4, fsdp)).transient["gradients"]
+        assert found == pytest.approx(sums * of_shard / fsdp)
     assert passes().inference(MODEL, Strategy(2, 2, 2, 2)).resident_bytes == pytest.approx(
         4 * values
     )
