@@ -44,6 +44,14 @@ hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, de
 hypothesis.settings.load_profile("jaxrl")
 
 
+@pytest.fixture(autouse=True)
+def flags_that_libtpu_knows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """It ends the process that has others in XLA_FLAGS, which jaxlib has read by then."""
+    if request.node.get_closest_marker("tpu"):
+        jax.devices()
+        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(_QUICK_TO_COMPILE[-1], ""))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     """What a file of tests has compiled goes when its last fixture has gone."""
