@@ -9,8 +9,8 @@
 
 Memory is of configs/dapo_qwen7b.py in five layouts of eight devices. Bytes of reshardings are compared in
 tests/planner/test_predicted_resharding.py. Calibration takes two numbers from the first run: the share of the
-rate of products that its update reaches, and what a step of decoding takes beside its work. Lengths, padding
-and batches of dynamic sampling are those of the runs.
+rate of products that its update reaches, and what a step of decoding takes beside its work. Mean lengths,
+padding and batches of dynamic sampling are those of the runs; the spread of lengths is assumed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from jaxrl.trainer.ahead_of_time import load_of, programs_of, roles_on
 from jaxrl.trainer.cross_checks import shares_forward
 from jaxrl.trainer.mapping_choice import assumptions_of, workload_of
 
+# Of the logarithm of lengths: sums of three numbers have answers that differ little.
+_SPREAD = 0.2
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
 
@@ -159,7 +161,7 @@ class Ran:
             workload_of(config),
             prompt_lengths=Lengths(prompt, config.data.max_prompt_tokens),
             response_lengths=Lengths(
-                response, config.rollout.max_response_tokens, "log-normal", sigma=0.2
+                response, config.rollout.max_response_tokens, "log-normal", sigma=_SPREAD
             ),
             sampled_per_kept=1.0,
         )
@@ -241,8 +243,10 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     if args.part == "memory":
         show_memory(read_topology(args.topology))
-    else:
+    elif args.runs:
         show_seconds(args.runs)
+    else:
+        parser.error("--part seconds compares runs that are there; name their folders with --runs")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python launch/train.py --config configs/dapo_tiny.py
 
-Hardware: any two cores, 2 GB of memory, no accelerator; about five minutes. Score to expect: held-out
+Hardware: any two cores, 2 GB of memory, no accelerator; five to seven minutes. Score to expect: held-out
 accuracy (avg@8, temperature 1) from 40 to 50% after the warm start to 75% and more; benchmarks/results/
 has the record of three seeds.
 """

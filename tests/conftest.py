@@ -18,10 +18,11 @@ from jaxrl.types import Completions, Prompts, Scored
 
 # Compiling is most of what these tests do, and tiny arrays gain nothing from optimised code. The fusion
 # emitters take half of the compile time; from JAX 0.11 on there is no way around them.
+_UNKNOWN_TO_LIBTPU = "--xla_cpu_use_fusion_emitters=false"
 _QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []),
+    *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
 # As jaxrl.rollout.jetstream.package has it, which some tests import gRPC before.
@@ -49,7 +50,7 @@ def flags_that_libtpu_knows(request: pytest.FixtureRequest, monkeypatch: pytest.
     """It ends the process that has others in XLA_FLAGS, which jaxlib has read by then."""
     if request.node.get_closest_marker("tpu"):
         jax.devices()
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(_QUICK_TO_COMPILE[-1], ""))
+        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(_UNKNOWN_TO_LIBTPU, ""))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,8 @@
 """What a prediction takes for granted: shares of the vendors' rates that are reached, and bytes of a state.
 
 docs/planner.md says where each number is from; what no source gives is marked "a guess" beside its default.
-Arrays beside the logits were counted in updates compiled for TPUs; nothing else was fitted to a result.
+What lies in memory during an update (arrays beside the logits here, copies in `simulate_passes`) was read off
+updates compiled for TPUs and GPUs; nothing else was fitted to a result.
 """
 
 from __future__ import annotations

@@ -223,12 +223,12 @@ class PassSimulator:
         arrays = assume.logits_arrays if backward else 1
         of_logits = arrays * logits * 4
         of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
-        cast = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp) * assume.compute_bytes
-        found = {"layers' weights in the type of the products": cast}
+        found = {}
         # Compilers for GPUs cast a layer's when they need them.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
-        if not is_tpu or assume.compute_bytes == assume.master_bytes:
-            found = {}
+        if is_tpu and assume.compute_bytes != assume.master_bytes:
+            shard = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp)
+            found["layers' weights in the type of the products"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}
         return found | {"logits at work, and the weights beside them": of_logits}

@@ -59,7 +59,7 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
 
 
 def assumptions_of(config: Config) -> Assumptions:
-    """What a recipe says of what the search would take for granted."""
+    """What a recipe says of what the search takes for granted; critics learn as its actor does."""
     train, rollout = config.train, config.rollout
     return Assumptions(
         dtype=train.dtype,
