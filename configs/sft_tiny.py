@@ -13,5 +13,5 @@ from jaxrl.config.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).with_name("dapo_tiny.py"))
     config.name = "sft_tiny"
-    config.warm_start.num_steps = 3000
+    config.warm_start.num_steps = 1500
     return config

@@ -121,4 +121,4 @@ def pick_block_tokens(platform: str | None, *, branches: bool = False) -> int:
     """
     if platform != "cpu":
         return 512
-    return 64 if branches else 128
+    return 32 if branches else 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,16 @@ def scan_layers(
         layer_weights, layer_in = weights_and_in
         return layer(x_BTD, layer_weights, layer_in, per_row)
 
-    return jax.lax.scan(step, x_BTD, (weights, per_layer), unroll=unroll)
+    num_layers = len(jax.tree.leaves(weights)[0])
+    if unroll < num_layers:
+        return jax.lax.scan(step, x_BTD, (weights, per_layer), unroll=unroll)
+    # A scan, unrolled too, would copy what the backward pass keeps of the layers into one array.
+    outs = []
+    for i in range(num_layers):
+        of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+        x_BTD, out = step(x_BTD, jax.tree.map(of_layer, (weights, per_layer)))
+        outs.append(out)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

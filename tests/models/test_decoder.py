@@ -190,6 +190,23 @@ def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
         assert_close(evaluate(compute), expected, scale=1)
 
 
+def test_with_all_layers_unrolled_there_is_no_scan_that_stacks_what_is_kept():
+    """Stacked, the activations of all layers are copied once forward and once backward."""
+    _, shapes, _ = decoder_graph(TINY)
+    tokens_BT = random_tokens(10, rows=2)
+
+    def gradient(unroll):
+        def total(params):
+            where = whole_sequence(tokens_BT)
+            return forward(TINY, params, tokens_BT, *where, Compute(unroll=unroll)).sum()
+
+        return str(jax.make_jaxpr(jax.grad(total))(shapes))
+
+    kept_of_all_layers = f"f32[{TINY.num_layers},2,10,{TINY.d_ff}]"
+    assert kept_of_all_layers in gradient(1)
+    assert kept_of_all_layers not in gradient(TINY.num_layers)
+
+
 def test_rematerialising_keeps_less():
     """The policies differ in what they save: full < projections < none."""
     tokens_BT = random_tokens(10, rows=2)
