@@ -35,7 +35,7 @@ def get_config():
     config.model.num_kv_heads = 2
     config.model.head_dim = 32
 
-    # Muon needs a third of AdamW's steps for the same accuracy. What they learn to write: data/worked_sums.py.
+    # Muon needs a third of AdamW's examples. What they learn to write: data/worked_sums.py.
     config.warm_start.num_steps = 1250
     config.warm_start.examples_per_step = 12
     config.warm_start.save_every = 250
