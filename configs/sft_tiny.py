@@ -2,7 +2,8 @@
 
     python launch/sft.py --config configs/sft_tiny.py
 
-Hardware: any two cores; two minutes. Score to expect: about 40% of the held-out sums right.
+Hardware: any two cores; two minutes. Score to expect: 48 to 50% of the held-out sums right, as the demo's
+warm start, which it is, alone.
 """
 
 import pathlib
@@ -13,5 +14,4 @@ from jaxrl.config.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).with_name("dapo_tiny.py"))
     config.name = "sft_tiny"
-    config.warm_start.num_steps = 1500
     return config

@@ -52,7 +52,7 @@ def scan_layers(
       weights: of all layers and what kind each is, stacked: every leaf leads with L.
       per_layer: pytree of [L, B, ...], or None.
       per_row: pytree of [B, ...], the same for all layers.
-      unroll: layers per iteration of the scan.
+      unroll: layers per iteration of the scan; with all of them there is none.
 
     Returns:
       What comes out of the last, and `(out, sums)` of all, stacked: [L, ...].
@@ -65,7 +65,8 @@ def scan_layers(
     num_layers = len(jax.tree.leaves(weights)[0])
     if unroll < num_layers:
         return jax.lax.scan(step, x_BTD, (weights, per_layer), unroll=unroll)
-    # A scan, unrolled too, would copy what the backward pass keeps of the layers into one array.
+    # A scan, unrolled too, would copy what the backward pass keeps of the layers into one array. Not
+    # `leaf[i]`: JAX 0.10.2 cannot add the gradient of a static slice to a ref, as the learner asks of it.
     outs = []
     for i in range(num_layers):
         of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)

@@ -65,7 +65,7 @@ class TrainConfig:
       products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
         "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
-      unroll: layers per iteration of the layer scan.
+      unroll: layers per iteration of the layer scan; with all of them there is none.
       pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
         p > 1; a multiple of p, 0 for p itself. More of them leave the stages idle for a smaller share of
         the time, and give each less work at once.
