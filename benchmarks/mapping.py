@@ -215,6 +215,7 @@ def times():
         ("ppo", "qwen2.5-32b", REASONING, "h100:128x8"),
         ("safe_rlhf", "llama-3.1-8b", WORK, "h100:16x8"),
         ("safe_rlhf", "llama-3.1-8b", WORK, "h100:32x8"),
+        ("safe_rlhf", "llama-3.1-8b", WORK, "h100:128x8"),
         ("grpo", "qwen3-8b", REASONING, "v6e:16x16"),
         ("dapo", "qwen2.5-32b", REASONING, "v5p:4x4x8"),
         ("dapo", "qwen2.5-32b", REASONING, "h100:16x8"),

@@ -96,25 +96,34 @@ class PoolSolver:
         self._same = {r.name: dataclasses.replace(r, name="", optional=False) for r in roles}
         self._domain = cluster.accelerator.domain
         self._limits = limits
+        # Roles that compute for longer are not looked for; only ever lowered, so what is cached stays enough.
+        self.most_passes_s = np.inf
         # Caches of this object; `functools.cache` on methods would keep it alive.
         self.front = functools.cache(self._front)
-        self._shared = functools.cache(self._share)
         self._options_of = functools.cache(self._options)
         self._times_of = functools.cache(self._times)
         self._moved_of = functools.cache(self._moved)
 
-    def least_seconds(self, names: tuple[str, ...], devices: int) -> float:
-        """Less than which no step of these roles on so many devices takes: without generation and memory."""
+    def least_passes_s(self, names: tuple[str, ...], devices: int) -> float:
+        """Less than which no step's preparation and training by these roles on so many devices takes."""
         costs = [self._options_for(name, devices).costs for name in names]
         if not all(len(c) for c in costs):
             return np.inf
-        return float(sum(c[:, PREPARATION].min() + c[:, TRAINING].min() for c in costs))
+        return float(sum(_passes_s(c).min() for c in costs))
+
+    def quick_seconds(self, names: tuple[str, ...], devices: int) -> float:
+        """Of a good mapping of a pool with the actor, not the best one; infinite where none was found."""
+        actor = next(n for n in names if self._roles[n].generates)
+        others = tuple(n for n in names if n != actor)
+        found = self._with_actor(actor, others, self._share_quickly(others, devices), devices)
+        return float(found.seconds.sum(axis=1).min(initial=np.inf))
 
     def _front(self, names: tuple[str, ...], devices: int) -> PoolFront:
         """Of the roles of these names, which are in the order of the dataflow."""
         actor = next((n for n in names if self._roles[n].generates), None)
         others = tuple(n for n in names if n != actor)
-        shared = self._shared(others, devices)
+        most_s = self.most_passes_s - (self.least_passes_s((actor,), devices) if actor else 0.0)
+        shared = self._share(others, devices, most_s)
         if actor is None:
             seconds = np.zeros((len(shared.costs), 3))
             seconds[:, 1:] = shared.costs[:, [PREPARATION, TRAINING]]
@@ -186,20 +195,46 @@ class PoolSolver:
             chosen[better, 2] = slots[place[better]]
         return seconds, chosen
 
-    def _share(self, names: tuple[str, ...], devices: int) -> _Shared:
-        """Roles that take turns and do not generate, one after the other added to the front."""
+    def _share(self, names: tuple[str, ...], devices: int, most_s: float) -> _Shared:
+        """Roles that take turns and do not generate, one after the other added to the front.
+
+        Args:
+          names: of the roles.
+          devices: n.
+          most_s: for which they may compute.
+        """
         if not names:
             return _Shared(np.zeros((1, FSDP)), np.zeros((1, 0), np.int64))
-        before = self._shared(names[:-1], devices)
+        last = names[-1:]
+        before = self._share(names[:-1], devices, most_s - self.least_passes_s(last, devices))
         own = self._options_for(names[-1], devices).costs[:, :FSDP]
         costs = before.costs[:, None] + own[None]
         costs[..., TRANSIENT] = np.maximum(
             before.costs[:, None, TRANSIENT], own[None, :, TRANSIENT]
         )
-        i, j = np.nonzero(costs[..., RESIDENT] + costs[..., TRANSIENT] <= self.budget)
+        fits = costs[..., RESIDENT] + costs[..., TRANSIENT] <= self.budget
+        i, j = np.nonzero(fits & (_passes_s(costs) <= most_s))
         picked = front(costs[i, j])
         i, j = i[picked], j[picked]
         return _Shared(costs[i, j], np.concatenate([before.options[i], j[:, None]], axis=1))
+
+    def _share_quickly(self, names: tuple[str, ...], devices: int) -> _Shared:
+        """Each role by itself at its least of seconds and bytes together, for several prices of a byte."""
+        prices = np.concatenate([[0.0], np.geomspace(1e-4, 1e4, 81)])[:, None] / self.budget
+        costs = np.zeros((len(prices), FSDP))
+        options = np.zeros((len(prices), 0), np.int64)
+        for name in names:
+            own = self._options_for(name, devices).costs[:, :FSDP]
+            if not len(own):
+                return _Shared(costs[:0], options[:0])
+            seconds = _passes_s(own)
+            paid = seconds + prices * own[:, RESIDENT] * seconds.min()
+            picked = paid.argmin(axis=1)
+            transient = np.maximum(costs[:, TRANSIENT], own[picked, TRANSIENT])
+            costs = costs + own[picked]
+            costs[:, TRANSIENT] = transient
+            options = np.concatenate([options, picked[:, None]], axis=1)
+        return _Shared(costs, options)
 
     def _choice(self, names: tuple[str, ...], shared: _Shared, i: int, devices: int) -> PoolChoice:
         picked = zip(names, shared.options[i], strict=True)
@@ -239,3 +274,8 @@ def _generation_sizes(options: RoleOptions) -> set[tuple[int, int]]:
     return {
         (p_g, t_g) for s in options.strategies for p_g in divisors(s.p) for t_g in divisors(s.t)
     }
+
+
+def _passes_s(costs: np.ndarray) -> np.ndarray:
+    """Seconds of preparation and training."""
+    return costs[..., PREPARATION] + costs[..., TRAINING]

@@ -17,6 +17,7 @@ never lost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ class _Search:
         self.models = models
         self.solver = PoolSolver(cluster, roles, models, workload, assumptions, limits)
         self.best: _Found | None = None
+        self._bound = math.inf
         self._actor = next(role.name for role in roles if role.generates)
         self._pool_points: dict[tuple[str, ...], _PoolPoints] = {}
         self._merged: dict[Placement, _Points] = {}
@@ -146,29 +148,38 @@ class _Search:
     ) -> tuple[PlacementResult, ...]:
         """Looks at placements, keeps the best; returns what each can do, the fastest first."""
         results = []
+        together = tuple(self.roles)
+        if not every_placement and (together,) in placements:
+            # The whole cluster for all in turn is a mapping, and seldom a bad one.
+            self._lower_bound(self.solver.quick_seconds(together, self.cluster.num_devices))
         # Few pools first: their mappings are found quickly, and bound the rest.
         for placement in sorted(placements, key=len):
-            bound = math.inf if every_placement or self.best is None else self.best.seconds
-            found = self._best_of(placement, bound)
+            found = self._best_of(placement)
+            bounded = math.isfinite(self._bound)
             if found is None:
-                results.append(
-                    PlacementResult(placement, (), math.inf if bound == math.inf else None)
-                )
+                results.append(PlacementResult(placement, (), None if bounded else math.inf))
                 continue
             devices = {names: n for names, n, _ in found.pools}
             sizes = tuple(devices[names] for names in placement)
             results.append(PlacementResult(placement, sizes, found.seconds))
             if self.best is None or found.seconds < self.best.seconds:
                 self.best = found
+            if not every_placement:
+                self._lower_bound(self.best.seconds)
         return tuple(sorted(results, key=lambda r: math.inf if r.seconds is None else r.seconds))
 
-    def _best_of(self, placement: Placement, bound: float) -> _Found | None:
+    def _lower_bound(self, seconds: float) -> None:
+        """From now on only what may be faster than so many seconds a step is of interest."""
+        self._bound = min(self._bound, seconds)
+        self.solver.most_passes_s = self._bound * _SLACK - float(self._generation_s[-1])
+
+    def _best_of(self, placement: Placement) -> _Found | None:
         """The best mapping of a placement; None if none fits or is faster than the bound."""
         # The actor's pool comes last: without it nothing generates, and points have a coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
-        last = self._points_of(pools[-1], bound)
-        before = self._merge(pools[:-1], bound)
-        best, pair = bound, None
+        last = self._points_of(pools[-1])
+        before = self._merge(pools[:-1])
+        best, pair = self._bound * _SLACK, None
         for j, point in enumerate(last.values):
             total = before.values[:, DEVICES] + point[DEVICES]
             stages = np.maximum(before.values[:, GENERATION:], point[GENERATION:]).sum(axis=1)
@@ -181,59 +192,73 @@ class _Search:
         chosen = [*self._unmerged(pools[:-1], pair[0]), pair[1]]
         found = []
         for names, k in zip(pools, chosen, strict=True):
-            points = self._points_of(names, bound)
+            points = self._points_of(names)
             found.append((names, int(points.values[k, DEVICES]), points.choices[k]))
         return _Found(best, tuple(found))
 
-    def _points_of(self, names: tuple[str, ...], bound: float) -> _PoolPoints:
+    def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
         """Of a pool, over all its sizes; those that alone are slower than the bound may be missing."""
         if names not in self._pool_points:
             values, choices = [np.zeros((0, 4))], []
-            for devices in self.cluster.pool_sizes:
-                if self.solver.least_seconds(names, devices) > bound * _SLACK:
+            # Large pools first: what they do bounds the small ones.
+            for devices in reversed(self.cluster.pool_sizes):
+                if self._least_seconds(names, devices) > self._bound * _SLACK:
                     continue
                 pool = self.solver.front(names, devices)
                 size = np.full((len(pool.choices), 1), float(devices))
                 values.append(np.concatenate([size, pool.seconds], axis=1))
                 choices += pool.choices
             joined = np.concatenate(values)
-            near = np.flatnonzero(joined[:, GENERATION:].sum(axis=1) <= bound * _SLACK)
+            near = np.flatnonzero(self._least_steps_s(joined) <= self._bound * _SLACK)
             kept = near[front(joined[near])]
             self._pool_points[names] = _PoolPoints(joined[kept], tuple(choices[i] for i in kept))
         return self._pool_points[names]
 
-    def _merge(self, pools: Placement, bound: float) -> _Points:
+    def _merge(self, pools: Placement) -> _Points:
         """Of several pools side by side; what could not beat the bound may be missing."""
         if not pools:
             return _Points(np.zeros((1, 4)), np.zeros(1, np.int64), np.zeros(1, np.int64))
         if pools not in self._merged:
-            left, right = (
-                self._merge(pools[:-1], bound).values,
-                self._points_of(pools[-1], bound).values,
-            )
+            left, right = self._merge(pools[:-1]).values, self._points_of(pools[-1]).values
             values = np.maximum(left[:, None], right[None])
             values[..., DEVICES] = left[:, None, DEVICES] + right[None, :, DEVICES]
             fits = values[..., DEVICES] <= self.cluster.num_devices - self.cluster.pool_sizes[0]
-            i, j = np.nonzero(fits & (self._least_s(values, bound) <= bound * _SLACK))
+            i, j = np.nonzero(fits & (self._least_steps_s(values) <= self._bound * _SLACK))
             kept = front(values[i, j])
             self._merged[pools] = _Points(values[i, j][kept], i[kept], j[kept])
         return self._merged[pools]
 
-    def _least_s(self, values: np.ndarray, bound: float) -> np.ndarray:
-        """Less than which no step of these pools takes: the actor's share, alone on what they leave, besides.
+    def _least_steps_s(self, values: np.ndarray) -> np.ndarray:
+        """Less than which no step of these pools takes: generation, here or on what they leave, and the rest.
 
-        Pools that share memory with other roles have no more slots than the actor alone, and take turns.
+        Args:
+          values: float64 [..., 4] of pools side by side.
         """
-        alone = self._points_of((self._actor,), bound).values
-        order = np.argsort(alone[:, DEVICES], kind="stable")
-        sizes = alone[order, DEVICES]
-        total = values[..., PREPARATION] + values[..., TRAINING]
-        if not len(sizes):
-            return np.full_like(total, np.inf)
-        fastest = np.minimum.accumulate(alone[order, GENERATION])
-        left = self.cluster.num_devices - values[..., DEVICES]
-        place = np.searchsorted(sizes, left, side="right") - 1
-        return total + np.where(place >= 0, fastest[np.maximum(place, 0)], np.inf)
+        passes_s = values[..., PREPARATION] + values[..., TRAINING]
+        here = values[..., GENERATION]
+        elsewhere = self._least_generation_s(self.cluster.num_devices - values[..., DEVICES])
+        return passes_s + np.where(here > 0, here, elsewhere)
+
+    def _least_seconds(self, names: tuple[str, ...], devices: int) -> float:
+        """As `_least_steps_s`, of roles that share so many devices."""
+        generating = devices if self._actor in names else self.cluster.num_devices - devices
+        generation_s = float(self._least_generation_s(np.array(float(generating))))
+        return self.solver.least_passes_s(names, devices) + generation_s
+
+    def _least_generation_s(self, devices: np.ndarray) -> np.ndarray:
+        """Of an actor that has devices for itself; infinite where they do not hold it.
+
+        Roles that share memory leave no more slots than the actor has alone.
+        """
+        place = np.searchsorted(self.cluster.pool_sizes, devices, side="right") - 1
+        return np.where(place >= 0, self._generation_s[np.maximum(place, 0)], np.inf)
+
+    @functools.cached_property
+    def _generation_s(self) -> np.ndarray:
+        """The fastest generation of an actor alone on at most so many devices: float64 [pool sizes]."""
+        alone = [self.solver.front((self._actor,), n).seconds for n in self.cluster.pool_sizes]
+        fastest = [seconds[:, GENERATION - 1].min(initial=np.inf) for seconds in alone]
+        return np.minimum.accumulate(fastest)
 
     def _unmerged(self, pools: Placement, i: int) -> list[int]:
         """Which point of each pool makes a merged one."""
