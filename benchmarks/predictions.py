@@ -39,9 +39,10 @@ from jaxrl.planner.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulate_passes import PassSimulator
 from jaxrl.planner.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer.ahead_of_time import load_of, programs_of, roles_on
+from jaxrl.trainer.ahead_of_time import programs_of, roles_on
 from jaxrl.trainer.cross_checks import shares_forward
 from jaxrl.trainer.mapping_choice import assumptions_of, workload_of
+from jaxrl.trainer.step_load import load_of
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2

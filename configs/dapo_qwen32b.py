@@ -29,7 +29,7 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 What verl's script sets and jaxrl has no setting for, or a different one:
 
     gpu_memory_utilization .8     rollout.slots, as many as fit into nine tenths of a device; their number is
-                                  stated here, and 0 would choose it (rollout.memory_fraction)
+                                  stated here, and "auto" finds it (rollout.memory_fraction)
     chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
     parameter, optimizer offload  mesh.offload_training_state, not set: both are spread out, 3 GB a device
     ulysses sequence parallel 8   mesh.context would be the counterpart; rows fit without

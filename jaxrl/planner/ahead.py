@@ -22,7 +22,7 @@ import pickle
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -148,15 +148,13 @@ def compile_program(
         found = compile_piece(traced.lower(), topology, save=target)
         compiled.append(found)
         traffic += _traffic(found, piece, mesh, topology)
-    own = [piece.temporaries for piece in compiled]
-    peak = max(piece.peak for piece in compiled) if program.peak is None else program.peak(own)
     return CompiledProgram(
         role=program.role,
         name=program.name,
         phase=program.phase,
         arguments=max(piece.arguments for piece in compiled),
-        temporaries=max(own),
-        peak=peak,
+        temporaries=max(piece.temporaries for piece in compiled),
+        peak=_peak(program, compiled),
         beside=beside(program, residents),
         memory=topology.memory_bytes,
         flops=flops,
@@ -167,6 +165,24 @@ def compile_program(
         cached=all(piece.cached for piece in compiled),
         compiles=all(piece.fits for piece in compiled),
     )
+
+
+def peak_here(program: Program) -> int:
+    """Bytes of a device at a program's worst moment, compiled for the devices that its arguments are on."""
+    compiled = []
+    for piece in program.pieces:
+        lowered = piece.function.lower(*piece.arguments, **piece.keywords)
+        try:
+            compiled.append(_described(lowered.compile(), "", 0.0))
+        except jax.errors.JaxRuntimeError as error:
+            compiled.append(_too_large(error, 0.0))
+    return _peak(program, compiled)
+
+
+def _peak(program: Program, compiled: Sequence[CompiledPiece]) -> int:
+    if program.peak is None:
+        return max(piece.peak for piece in compiled)
+    return program.peak([piece.temporaries for piece in compiled])
 
 
 def beside(program: Program, residents: Iterable[Holding]) -> int:

@@ -16,7 +16,7 @@ class RolloutConfig(EngineSettings):
     """Sampling of training data, and the engine that does it, whose settings come first.
 
     Attributes:
-      slots: as of `EngineSettings`; 0 chooses as many as fit into `memory_fraction`.
+      slots: as of `EngineSettings`; "auto" takes as many as fit into `memory_fraction`.
       memory_fraction: share of a device's memory that sampling may take, weights of all roles included.
       num_prompts: prompts of a step.
       num_samples: G, answers to each.
@@ -41,7 +41,8 @@ class RolloutConfig(EngineSettings):
         (extra `jetstream`; one process); or a function that builds a backend, "package.module:function".
     """
 
-    slots: Annotated[int, count(0)] = 256
+    # Wider than the engine's own, which is made when the number is known.
+    slots: Annotated[int, count(1)] | Literal["auto"] = 256  # pyright: ignore
     memory_fraction: Annotated[float, positive(at_most=1)] = 0.9
     num_prompts: Annotated[int, count(1)] = 32
     num_samples: Annotated[int, count(1)] = 8

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.mesh.topologies import Topology
@@ -39,11 +38,8 @@ from jaxrl.trainer.cross_checks import (
     shares_forward,
     title_of,
 )
-from jaxrl.trainer.slot_choice import with_slots
-
-# Answers of DAPO's run were a fifth of their limit on average when they had grown.
-RESPONSE_SHARE = 0.2
-_PROMPT_SHARE = 0.15
+from jaxrl.trainer.slot_choice import with_compiled_slots
+from jaxrl.trainer.step_load import load_of
 
 Watch = Callable[[CompiledProgram], None]
 
@@ -69,7 +65,7 @@ def plan_for(
       UserError: settings contradict each other, do not divide, or want more memory than there is.
     """
     check_algorithm(config)
-    roles = roles_on(config, topology)
+    roles = roles_on(config, topology, watch=watch)
     for pool in roles.pools.values():
         _check_holdings(pool, roles.holdings(pool), topology)
     load = load_of(config, response_tokens)
@@ -88,8 +84,14 @@ def plan_for(
     )
 
 
-def roles_on(config: Config, topology: Topology) -> AbstractRoles:
-    """The roles of a config on the devices of a topology."""
+def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: None) -> AbstractRoles:
+    """The roles of a config on the devices of a topology.
+
+    Args:
+      config: of the run.
+      topology: what to compile for.
+      watch: called with each program that choosing the number of slots compiles.
+    """
     pools = pools_of(config)
     wanted = sum(pool.layout.num_devices for pool in pools)
     if wanted != len(topology.devices) and len(pools) == 1:
@@ -99,28 +101,24 @@ def roles_on(config: Config, topology: Topology) -> AbstractRoles:
         )
     placement = take_devices(pools, topology.devices)
     meshes = {pool.name: pool.mesh for pool in placement.pools}
-    config = with_slots(config, lambda pool: meshes[pool.name], topology.memory_bytes)
+
+    def compile_and_watch(program: Program, mesh: Mesh, holdings: Sequence[Holding]) -> int:
+        found = compile_program(program, topology, holdings, mesh=mesh)
+        watch(found)
+        return found.total
+
+    config = with_compiled_slots(
+        config,
+        lambda pool: meshes[pool.name],
+        topology.memory_bytes,
+        compile_and_watch,
+    )
     sampler = next((p for p in pools if "rollout" in p.roles), None) or next(
         p for p in pools if "actor" in p.roles
     )
     for pool in pools:
         check_batches(config, meshes[pool.name], samples=pool is sampler)
     return abstract_roles(config, lambda pool: meshes[pool.name])
-
-
-def load_of(config: Config, response_tokens: float = 0.0) -> StepLoad:
-    """What a step of a config is taken to do; `response_tokens` as for `plan_for`."""
-    rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
-    return StepLoad(
-        prompts=rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts,
-        samples=rollout.num_samples + dataflow.greedy_baseline,
-        kept=rollout.num_prompts * rollout.num_samples,
-        prompt_tokens=max(1.0, _PROMPT_SHARE * config.data.max_prompt_tokens),
-        response_tokens=response_tokens
-        or max(1.0, RESPONSE_SHARE * config.rollout.max_response_tokens),
-        truncated=bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-        or rollout.repetition_penalty != 1,
-    )
 
 
 def programs_of(roles: AbstractRoles, load: StepLoad) -> Iterator[tuple[str, Program, Mesh]]:

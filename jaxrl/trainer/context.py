@@ -329,7 +329,8 @@ def check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -
     check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
     if samples:
         slots, prompts = config.rollout.slots, config.rollout.prefill_prompts
-        check_divides("rollout.slots", slots, "batch", GENERATE_RULES, mesh)
+        if slots != "auto":
+            check_divides("rollout.slots", slots, "batch", GENERATE_RULES, mesh)
         check_divides("rollout.prefill_prompts", prompts, "batch", GENERATE_RULES, mesh)
 
 

@@ -27,8 +27,8 @@ from jaxrl.planner.search import search_mapping
 from jaxrl.planner.step_tasks import TASKS
 from jaxrl.planner.workload import Lengths, Workload
 from jaxrl.trainer.abstract_roles import models_of
-from jaxrl.trainer.ahead_of_time import load_of
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.step_load import load_of
 
 # Two of a trained weight; int8 with a scale for each block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}

@@ -32,8 +32,9 @@ from jaxrl.mesh.topologies import check_topology, read_topology
 from jaxrl.planner.ahead import CompiledProgram
 from jaxrl.planner.cluster import Cluster
 from jaxrl.planner.pod_plan import PodPlan
-from jaxrl.trainer.ahead_of_time import RESPONSE_SHARE, plan_for
+from jaxrl.trainer.ahead_of_time import plan_for
 from jaxrl.trainer.mapping_choice import search_for, with_mapping
+from jaxrl.trainer.step_load import RESPONSE_SHARE
 
 _WIDTH = 140
 _DOES_NOT_FIT = 1

@@ -17,7 +17,7 @@ from jaxrl.roles.losses import clipped_values
 from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
 from jaxrl.trainer.context import check_batches, engine_config, pools_of, row_limits
 from jaxrl.trainer.cross_checks import check_algorithm, policy_objective, title_of
-from jaxrl.trainer.slot_choice import with_slots
+from jaxrl.trainer.slot_choice import with_counted_slots
 
 # Of a device, where a config lets its slots be chosen by it and there is none.
 ASSUMED_MEMORY = 80 * 10**9
@@ -30,8 +30,8 @@ def plan(config: Config) -> DryRun:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
     check_algorithm(config)
-    chosen = config.rollout.slots == 0
-    config = with_slots(config, lambda pool: abstract_mesh(pool.layout), ASSUMED_MEMORY)
+    chosen = config.rollout.slots == "auto"
+    config = with_counted_slots(config, lambda pool: abstract_mesh(pool.layout), ASSUMED_MEMORY)
     homes = {role: pool for pool in pools_of(config) for role in pool.roles}
     for pool in pools_of(config):
         sampler = homes.get("rollout", homes["actor"])
@@ -87,7 +87,10 @@ def _notes(config: Config, roles: AbstractRoles, chosen: bool) -> Iterator[tuple
     yield from roles.assumed
     if chosen:
         size = f"{ASSUMED_MEMORY / 1e9:.0f} GB"
-        yield "rollout.slots", f"{config.rollout.slots:,}, as many as fit a device of {size}"
+        yield (
+            "rollout.slots",
+            f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
+        )
     if config.rollout.partial:
         yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
     if config.warm_start.num_steps:

@@ -1,15 +1,16 @@
-"""How many slots fit: `rollout.slots = 0` takes them from `rollout.memory_fraction` of a device's memory.
+"""How many slots fit: `rollout.slots = "auto"` takes as many as `rollout.memory_fraction` of a device holds.
 
     memory x fraction - what lies there in sampling - the largest temporary = slots x bytes of one
 
-What lies there is counted from shapes; temporaries are those that compiled programs were seen to take
-(benchmarks/results/2026-11-22-plan.md). `jaxrl plan` compiles at this number and says what is left.
+A first number is counted from shapes, with the temporaries that compiled programs were seen to take; where a
+compiler is at hand, its own figures for the programs with so many slots say how many more there can be.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,22 +21,28 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
 from jaxrl.mesh.pools import Pool
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
-from jaxrl.planner.memory import phase_bytes
-from jaxrl.planner.programs import CACHE
+from jaxrl.planner.ahead import beside, peak_here
+from jaxrl.planner.memory import Holding, phase_bytes
+from jaxrl.planner.programs import CACHE, Program, sampling_programs
 from jaxrl.rollout.buckets import round_up
 from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
 from jaxrl.trainer.context import RunContext, pools_of
+from jaxrl.trainer.step_load import load_of
 
 # Copies of a prefill batch that inserting it takes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
 # Float32 arrays [V] of each slot that a dispatch has at once, seen on GPUs; fewer on TPUs.
 _LOGITS_COPIES = 48
-# A replica has no use for more.
-_MOST = 4096
+# Numbers of slots that are compiled at most; three were enough wherever this was tried.
+_TRIES = 6
+
+# (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
+Compile = Callable[[Program, Any, Sequence[Holding]], int]
+MeshOf = Callable[[Pool], Any]
 
 
-def with_slots(config: Config, mesh_of: Callable[[Pool], Any], memory: int) -> Config:
-    """The config with the number of slots that fit, or as it is if it has one.
+def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
+    """The config with the number of slots that fit as counted from shapes, or as it is if it has one.
 
     Args:
       config: of the run.
@@ -45,49 +52,136 @@ def with_slots(config: Config, mesh_of: Callable[[Pool], Any], memory: int) -> C
     Raises:
       UserError: not one fits.
     """
-    if config.rollout.slots:
+    if config.rollout.slots != "auto":
         return config
-    pools = pools_of(config)
-    homes = {role: pool for pool in pools for role in pool.roles}
-    pool = homes.get("rollout", homes["actor"])
-    replicas = shards_of("batch", GENERATE_RULES, mesh_of(pool))
-    one_each = _with(config, replicas)
-    roles = abstract_roles(one_each, mesh_of)
-    return _with(config, replicas * _slots_of_replica(roles, pool, memory))
+    choice = _Choice(config, mesh_of, memory)
+    return choice.config(choice.counted())
 
 
-def _slots_of_replica(roles: AbstractRoles, pool: Pool, memory: int) -> int:
-    holdings = roles.holdings(pool)
-    cache = next(h for h in holdings if h.name == CACHE or h.name.endswith("cache and slots"))
-    slot = cache.bytes_per_device
-    there = phase_bytes(holdings, "sampling") - slot
-    rollout, engine = roles.config.rollout, roles.engine
-    tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
-    prefix = slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
-    logits = 4 * roles.model.vocab_size * _LOGITS_COPIES
-    room = memory * rollout.memory_fraction - there
-    fitting = min((room - _INSERTED_COPIES * prefix) // slot, room // (slot + logits), _MOST)
-    if fitting < 1:
-        raise UserError(
-            f"rollout.slots 0 chooses as many slots as fit, and none does: of {memory / 1e9:.1f} GB of a "
-            f"device rollout.memory_fraction {rollout.memory_fraction:g} leaves {room / 1e9:.1f} beside the "
-            f"weights, a slot of {engine.cache_sizes[-1]:,} tokens takes {slot / 1e9:.2f} and inserting a "
-            f"prefill batch {_INSERTED_COPIES * prefix / 1e9:.2f}; raise t_g of mesh.generate, or lower "
-            "rollout.prefill_prompts or rollout.max_response_tokens"
-        )
-    return int(fitting)
+def with_compiled_slots(config: Config, mesh_of: MeshOf, memory: int, compile: Compile) -> Config:
+    """As `with_counted_slots`, and then as many as the compiler says.
+
+    Args:
+      config, memory: as there.
+      mesh_of: the mesh of a pool, of devices that can be compiled for.
+      compile: called with the programs of sampling, for some numbers of slots.
+
+    Raises:
+      UserError: not one fits.
+    """
+    if config.rollout.slots != "auto":
+        return config
+    choice = _Choice(config, mesh_of, memory)
+    return choice.config(choice.compiled(compile))
 
 
 def with_chosen_slots(run: RunContext) -> RunContext:
-    """A run whose config has the slots that fit its devices. Collective."""
-    if run.config.rollout.slots:
+    """A run whose config has the slots that fit its devices, as their compiler says. Collective."""
+    if run.config.rollout.slots != "auto":
         return run
     meshes = {pool.name: pool.mesh for pool in run.placement.pools}
     # A process sees the memory of its own devices, and all must come to one number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
-    config = with_slots(run.config, lambda pool: meshes[pool.name], memory)
+
+    def compile_here(program: Program, _: Any, holdings: Sequence[Holding]) -> int:
+        peak = peak_here(program)
+        return hosts.on_first(lambda: peak) + beside(program, holdings)
+
+    config = with_compiled_slots(run.config, lambda pool: meshes[pool.name], memory, compile_here)
+    if hosts.is_first():
+        share = f"{run.config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
+        print(
+            f"rollout.slots: {config.rollout.slots:,}, as many as {share} holds or a step has samples"
+        )
     return dataclasses.replace(run, config=config)
 
 
-def _with(config: Config, slots: int) -> Config:
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, slots=slots))
+def most_that_fit(
+    bytes_with: Callable[[int], float], memory: float, *, first: int, most: int, slot: float
+) -> int:
+    """The largest number of slots whose programs fit, of those that were looked at; 0 if none does.
+
+    Args:
+      bytes_with: what so many take, nearly a straight line. It compiles, so it is asked a few times only.
+      memory: bytes that there are.
+      first: number to begin with.
+      most: that are of use.
+      slot: bytes that one more takes at least.
+    """
+    known: dict[int, float] = {}
+    slots, fit, too_many = min(first, most), 0, most + 1
+    while slots > fit and len(known) < _TRIES:
+        known[slots] = bytes_with(slots)
+        spare = memory - known[slots]
+        fit, too_many = (slots, too_many) if spare >= 0 else (fit, slots)
+        # Temporaries grow as well, as the last two show.
+        (a, x), (b, y) = (list(known.items()) * 2)[-2:]
+        each = max(slot, (y - x) / (b - a) if b != a else slot)
+        slots = min(max(slots + math.floor(spare / each), 1), too_many - 1)
+    return fit
+
+
+class _Choice:
+    """The number of slots of a replica, for one config and memory."""
+
+    def __init__(self, config: Config, mesh_of: MeshOf, memory: int):
+        self._config = config
+        self._mesh_of = mesh_of
+        homes = {role: pool for pool in pools_of(config) for role in pool.roles}
+        self._pool = homes.get("rollout", homes["actor"])
+        self._replicas = shards_of("batch", GENERATE_RULES, mesh_of(self._pool))
+        self._load = load_of(config)
+        # A replica has no use for more.
+        self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
+        self._memory = memory * config.rollout.memory_fraction
+        self._one = self._roles(1)
+        holdings = self._one.holdings(self._pool)
+        cache = next(h for h in holdings if h.name == CACHE or h.name.endswith("cache and slots"))
+        self._slot = cache.bytes_per_device
+        self._room = self._memory - phase_bytes(holdings, "sampling") + self._slot
+
+    def config(self, slots: int) -> Config:
+        """With so many on each replica; raises UserError if that is none."""
+        if not slots:
+            raise self._none_fits()
+        rollout = dataclasses.replace(self._config.rollout, slots=slots * self._replicas)
+        return dataclasses.replace(self._config, rollout=rollout)
+
+    def counted(self) -> int:
+        """As many as fit by the sum at the head of this file."""
+        engine = self._one.engine
+        tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
+        prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
+        inserted = _INSERTED_COPIES * prefix
+        logits = 4 * self._one.model.vocab_size * _LOGITS_COPIES
+        fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
+        return int(max(0, min(fitting, self._most)))
+
+    def compiled(self, compile: Compile) -> int:
+        """As many as fit by what the compiler says of the programs."""
+        return most_that_fit(
+            lambda slots: self._most_bytes(slots, compile),
+            self._memory,
+            first=max(1, self.counted()),
+            most=self._most,
+            slot=self._slot,
+        )
+
+    def _most_bytes(self, slots: int, compile: Compile) -> int:
+        roles = self._roles(slots)
+        holdings = roles.holdings(self._pool)
+        programs = sampling_programs(roles.actor, roles.engine, self._load)
+        mesh = roles.engine.mesh
+        return max(compile(p, mesh, holdings) for p in programs if p.phase == "sampling")
+
+    def _roles(self, slots: int) -> AbstractRoles:
+        return abstract_roles(self.config(slots), self._mesh_of)
+
+    def _none_fits(self) -> UserError:
+        fraction = self._config.rollout.memory_fraction
+        return UserError(
+            'rollout.slots "auto" takes as many slots as fit, and none does: rollout.memory_fraction '
+            f"{fraction:g} of a device is {self._memory / 1e9:.1f} GB, of which weights leave "
+            f"{self._room / 1e9:.1f} for the programs and a slot of {self._slot / 1e9:.2f}; raise t_g of "
+            "mesh.generate, or lower rollout.prefill_prompts or rollout.max_response_tokens"
+        )

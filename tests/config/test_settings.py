@@ -128,7 +128,6 @@ MEANT = {
             "rollout.min_p",
             "rollout.min_response_tokens",
             "rollout.min_spread",
-            "rollout.slots",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.collapse.reward_loss",

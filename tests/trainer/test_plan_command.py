@@ -11,10 +11,8 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import topologies
-from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.planner.ahead import load_executable
-from jaxrl.trainer.ahead_of_time import load_of
-from jaxrl.trainer.slot_choice import with_slots
+from jaxrl.trainer.step_load import load_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = [
@@ -71,21 +69,6 @@ def test_the_load_is_what_the_dataflow_samples():
     assert load_of(dapo).kept == 512 * 16 and load_of(dapo).response_tokens == 4096
     assert load_of(ppo, 7.0).prompts == ppo.rollout.num_prompts
     assert load_of(ppo, 7.0).response_tokens == 7
-
-
-def slots_of(memory: float, fraction: float = 0.9) -> int:
-    changes = {"rollout.slots": "0", "rollout.memory_fraction": str(fraction)}
-    config = load_config(Config, str(CONFIGS / "dapo_qwen32b.py"), changes)
-    return with_slots(config, lambda pool: abstract_mesh(pool.layout), int(memory)).rollout.slots
-
-
-def test_slots_are_as_many_as_fit():
-    # 16 replicas; of 95 GB nine tenths, less 11.3 of weights and moments and 3.2 of an insertion.
-    assert slots_of(95e9) == 16 * 95
-    assert slots_of(84.93e9) > 16 * 80
-    assert slots_of(95e9, 0.5) < slots_of(95e9) < slots_of(141e9)
-    with pytest.raises(UserError, match="raise t_g of"):
-        slots_of(12e9)
 
 
 @pytest.mark.tpu
