@@ -12,6 +12,9 @@ value that crosses over is sent when it exists, and nothing waits until somebody
     {"policy": {"roles": ("actor", "reference"), "train": "1-4-1"},
      "value":  {"roles": ("critic", "reward"),   "train": "1-4-1"}}      NeMo-Aligner
 
+Colocated roles need not be split alike: "layouts" of a row has, by role, what differs from the pool's layout.
+Their meshes are other arrangements of the same devices.
+
 Pools never overlap. This file knows names and devices; what a role is, is not its business.
 """
 
@@ -33,7 +36,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 # The pool of a run without a table.
 EVERYTHING = "all"
 
-_OWN_SETTINGS = ("roles", "devices")
+_OWN_SETTINGS = ("roles", "devices", "layouts")
 # One for the run, not for a pool.
 _RUN_SETTINGS = ("simulated_devices", "layout", "hardware")
 
@@ -47,37 +50,74 @@ class Pool:
       roles: that live in it.
       config: how they use its devices.
       span: positions of its devices among those of the run, first and last; None takes the next ones.
+      own: of roles that use them otherwise.
     """
 
     name: str
     roles: tuple[str, ...]
     config: LayoutConfig
     span: tuple[int, int] | None = None
+    own: Mapping[str, LayoutConfig] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def layout(self) -> ParallelLayout:
-        """The checked layout."""
-        try:
-            return ParallelLayout.from_config(self.config)
-        except UserError as error:
-            where = f"pool {self.name}: " if self.name != EVERYTHING else ""
-            raise UserError(f"{where}{error}") from error
+        """Of the roles that have none of their own, checked."""
+        where = f"pool {self.name}: " if self.name != EVERYTHING else ""
+        return _checked(self.config, where)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the pool needs."""
+        return self.layout.num_devices
+
+    @property
+    def layouts(self) -> dict[str, ParallelLayout]:
+        """By role."""
+        return {role: self.layout_of(role) for role in self.roles}
+
+    def config_of(self, role: str) -> LayoutConfig:
+        """How a role uses the devices."""
+        return self.own.get(role, self.config)
+
+    def layout_of(self, role: str) -> ParallelLayout:
+        """The checked layout of a role."""
+        if role not in self.own:
+            return self.layout
+        return _checked(self.own[role], f"placement.{self.name}.layouts.{role}: ")
+
+
+def _checked(config: LayoutConfig, where: str) -> ParallelLayout:
+    try:
+        return ParallelLayout.from_config(config)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
-class ResourcePool:
-    """A named set of devices with a layout of its own."""
+class PlacedPool:
+    """A pool and its devices."""
 
-    name: str
-    roles: tuple[str, ...]
-    config: LayoutConfig
-    layout: ParallelLayout
+    pool: Pool
     devices: tuple[Any, ...]
 
+    @property
+    def name(self) -> str:
+        """Of the pool."""
+        return self.pool.name
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """That live in it."""
+        return self.pool.roles
+
+    def mesh_of(self, role: str) -> Mesh:
+        """The devices as the layout of a role arranges them; roles with the same layout share it."""
+        return self._meshes[self.pool.layout_of(role)]
+
     @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The pool's devices as its layout arranges them; colocated roles share it."""
-        return build_mesh(self.layout, self.devices)
+    def _meshes(self) -> dict[ParallelLayout, Mesh]:
+        layouts = dict.fromkeys(self.pool.layouts.values())
+        return {layout: build_mesh(layout, self.devices) for layout in layouts}
 
 
 def read_placement(
@@ -86,9 +126,9 @@ def read_placement(
     """Checks a placement, without devices.
 
     Args:
-      table: pool -> {"roles": names, "devices": "first-last", and settings of `mesh` that differ}. Without
-        "devices" a pool takes as many as its layout needs, after those of the pools before it. Empty: all
-        roles in one pool, of all devices.
+      table: pool -> {"roles": names, "devices": "first-last", and settings of `mesh` that differ; "layouts":
+        role -> those that differ from the pool's}. Without "devices" a pool takes as many as its layout
+        needs, after those of the pools before it. Empty: all roles in one pool, of all devices.
       mesh: settings of all pools.
       roles: the run's.
 
@@ -139,26 +179,56 @@ def _roles_of(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
-    known = [f.name for f in dataclasses.fields(mesh) if f.name not in _RUN_SETTINGS]
-    unknown = set(row) - {*_OWN_SETTINGS, *known}
-    if unknown:
-        raise UserError(
-            f"placement.{name} has {', '.join(sorted(unknown))}; a pool has "
-            f"{', '.join((*_OWN_SETTINGS, *known))}"
-        )
-    changes = {key: value for key, value in row.items() if key in known}
-    try:
-        config = dataclasses.replace(mesh, **changes)
-    except UserError as error:
-        raise UserError(f"placement.{name}.{error}") from error
-    pool = Pool(name, _roles_of(name, row), config, _span(name, row.get("devices")))
-    layout = pool.layout
-    if pool.span is not None and pool.span[1] - pool.span[0] + 1 != layout.num_devices:
+    roles = _roles_of(name, row)
+    own = {key: value for key, value in row.items() if key not in _OWN_SETTINGS}
+    config = _with_settings(f"placement.{name}", mesh, own, also=_OWN_SETTINGS)
+    layouts = {}
+    for role, changes in _layouts_of(name, row, roles).items():
+        # Generation follows training where nothing is said of it.
+        base = dataclasses.replace(config, generate="") if "train" in changes else config
+        layouts[role] = _with_settings(f"placement.{name}.layouts.{role}", base, changes)
+    pool = Pool(name, roles, config, _span(name, row.get("devices")), layouts)
+    if pool.span is not None and pool.span[1] - pool.span[0] + 1 != pool.num_devices:
         raise UserError(
             f"placement.{name}.devices={row['devices']} are {pool.span[1] - pool.span[0] + 1} devices, but "
-            f"its layout {layout.name} needs {layout.num_devices}; change one of them, or leave devices out"
+            f"its layout {pool.layout.name} needs {pool.num_devices}; change one of them, or leave devices "
+            "out"
         )
+    for role, layout in pool.layouts.items():
+        if layout.num_devices != pool.num_devices:
+            raise UserError(
+                f"placement.{name}.layouts.{role}: {layout.name} is of {layout.num_devices} devices, and the "
+                f"pool has {pool.num_devices}; choose p*t*d = {pool.num_devices}, or give the role a pool"
+            )
     return pool
+
+
+def _with_settings(
+    where: str, mesh: LayoutConfig, changes: Mapping[str, Any], also: Sequence[str] = ()
+) -> LayoutConfig:
+    known = [f.name for f in dataclasses.fields(mesh) if f.name not in _RUN_SETTINGS]
+    if unknown := set(changes) - set(known):
+        raise UserError(
+            f"{where} has {', '.join(sorted(unknown))}; it may have {', '.join((*also, *known))}"
+        )
+    try:
+        return dataclasses.replace(mesh, **changes)
+    except UserError as error:
+        raise UserError(f"{where}.{error}") from error
+
+
+def _layouts_of(
+    name: str, row: Mapping[str, Any], roles: Sequence[str]
+) -> Mapping[str, Mapping[str, Any]]:
+    layouts = row.get("layouts", {})
+    if not isinstance(layouts, Mapping) or not all(
+        role in roles and isinstance(changes, Mapping) for role, changes in layouts.items()
+    ):
+        raise UserError(
+            f"placement.{name}.layouts is {layouts!r}; it has settings of mesh by role, such as "
+            f'{{"{roles[0]}": {{"train": "1-4-2"}}}}, for roles of the pool: {", ".join(roles)}'
+        )
+    return layouts
 
 
 def _span(name: str, text: str | None) -> tuple[int, int] | None:
@@ -177,7 +247,7 @@ def _span(name: str, text: str | None) -> tuple[int, int] | None:
 class Placement:
     """The pools of a run. Disjoint."""
 
-    pools: tuple[ResourcePool, ...]
+    pools: tuple[PlacedPool, ...]
 
     def __post_init__(self):
         owners: dict[int, str] = {}
@@ -195,9 +265,14 @@ class Placement:
         """Devices that any pool has."""
         return sum(len(pool.devices) for pool in self.pools)
 
-    def pool_of(self, role: str) -> ResourcePool:
+    def pool_of(self, role: str) -> PlacedPool:
         """Where a role lives."""
         return next(pool for pool in self.pools if role in pool.roles)
+
+
+def takes_all(pools: Sequence[Pool]) -> bool:
+    """A single pool takes all devices there are, unless it names its own; several may leave some."""
+    return len(pools) == 1 and pools[0].span is None
 
 
 def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
@@ -209,12 +284,12 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
     Raises:
       UserError: there are too few devices, pools overlap, or processes have unequal shares of one.
     """
-    if len(pools) == 1 and pools[0].span is None:
+    if takes_all(pools):
         (pool,) = pools
-        return Placement((_with(pool, devices),))
-    wanted = sum(pool.layout.num_devices for pool in pools)
+        return Placement((PlacedPool(pool, tuple(devices)),))
+    wanted = sum(pool.num_devices for pool in pools)
     if wanted > len(devices):
-        needs = " + ".join(f"{pool.name} {pool.layout.num_devices}" for pool in pools)
+        needs = " + ".join(f"{pool.name} {pool.num_devices}" for pool in pools)
         raise UserError(
             f"the pools need {wanted} devices ({needs}), this run has {len(devices)}; make some smaller, or "
             "put roles in one pool, which share its devices"
@@ -226,11 +301,13 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
     taken = 0
     for pool in pools:
         if pool.span is None:
-            first, last = taken, taken + pool.layout.num_devices - 1
+            first, last = taken, taken + pool.num_devices - 1
         else:
             first, last = pool.span
         taken = last + 1
-        placed.append(_with(pool, _share(pool, list(by_process.values()), first, last + 1)))
+        placed.append(
+            PlacedPool(pool, tuple(_share(pool, list(by_process.values()), first, last + 1)))
+        )
     return Placement(tuple(placed))
 
 
@@ -248,7 +325,3 @@ def _share(pool: Pool, hosts: list[list[Any]], first: int, end: int) -> list[Any
             f"{n * min(map(len, hosts)) - 1}; move it, or make pools smaller"
         )
     return [device for own in hosts for device in own[first // n : end // n]]
-
-
-def _with(pool: Pool, devices: Sequence[Any]) -> ResourcePool:
-    return ResourcePool(pool.name, pool.roles, pool.config, pool.layout, tuple(devices))

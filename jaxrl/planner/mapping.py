@@ -114,6 +114,7 @@ class Mapping:
 
     Attributes:
       dataflow, cluster: names of both.
+      num_devices: of the cluster.
       pools: side by side; some devices may be idle.
       roles: by name.
       breakdown: of each stage.
@@ -123,6 +124,7 @@ class Mapping:
 
     dataflow: str
     cluster: str
+    num_devices: int
     pools: tuple[Pool, ...]
     roles: collections.abc.Mapping[str, RoleMapping]
     breakdown: tuple[StageBreakdown, ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.pools import Pool, takes_all
 
 _WEIGHTS = "*.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ class Lookup:
 
 def require(
     *,
-    layouts: Sequence[ParallelLayout],
+    pools: Sequence[Pool],
     num_devices: int,
     device_kind: str,
     weights: str,
@@ -43,7 +43,7 @@ def require(
 ) -> None:
     """Raises one UserError that lists all that `missing` finds; returns if that is nothing."""
     faults = missing(
-        layouts=layouts,
+        pools=pools,
         num_devices=num_devices,
         device_kind=device_kind,
         weights=weights,
@@ -62,7 +62,7 @@ def require(
 
 def missing(
     *,
-    layouts: Sequence[ParallelLayout],
+    pools: Sequence[Pool],
     num_devices: int,
     device_kind: str,
     weights: str,
@@ -73,7 +73,7 @@ def missing(
     """What a run lacks, a phrase each with its remedy, in the order in which a user would fetch it.
 
     Args:
-      layouts: of the pools of devices, one or more.
+      pools: of devices, one or more.
       num_devices, device_kind: what this process sees, simulated ones included.
       weights: Hugging Face directory to start from; "" starts from random weights and needs none.
       tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
@@ -81,21 +81,18 @@ def missing(
       lookups: everything else, files of problems first, whoever looks it up.
     """
     return [
-        *_missing_devices(layouts, num_devices, device_kind),
+        *_missing_devices(pools, num_devices, device_kind),
         *(_missing_weights(pathlib.Path(weights)) if weights else ()),
         *(_missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template) if tokenizer else ()),
         *(fault for lookup in lookups for fault in _not_found(lookup)),
     ]
 
 
-def _missing_devices(
-    layouts: Sequence[ParallelLayout], num_devices: int, device_kind: str
-) -> list[str]:
-    needed = sum(layout.num_devices for layout in layouts)
-    # A single layout takes all devices there are; pools may leave some.
-    if needed == num_devices or (len(layouts) > 1 and needed < num_devices):
+def _missing_devices(pools: Sequence[Pool], num_devices: int, device_kind: str) -> list[str]:
+    needed = sum(pool.num_devices for pool in pools)
+    if needed == num_devices or (not takes_all(pools) and needed < num_devices):
         return []
-    names = " + ".join(layout.name for layout in layouts)
+    names = " + ".join(pool.layout.name for pool in pools)
     return [
         f"devices: layout {names} needs {needed}, found {num_devices} {device_kind}; run on as many, change "
         "mesh.train and mesh.generate to what is here, or, for a small model, set "

@@ -284,6 +284,7 @@ class _Search:
         return Mapping(
             dataflow=dataflow,
             cluster=self.cluster.name,
+            num_devices=self.cluster.num_devices,
             pools=tuple(pools),
             roles={name: roles[name] for name in self.roles},
             breakdown=self._breakdown(roles),

@@ -51,7 +51,7 @@ class AbstractRoles:
       model: of the actor.
       origin: where its shape is from, for people.
       pools: by name, which roles live where.
-      meshes: of the pools, by name.
+      meshes: by role.
       actor, engine: what learns and what it samples with.
       critics, frozen: the others, by role.
       judge: the generative judge's engine.
@@ -79,6 +79,11 @@ class AbstractRoles:
             minibatches=self.config.algorithm.updates_per_step,
         )
 
+    @property
+    def sampler(self) -> str:
+        """The role whose devices and layout the actor samples with."""
+        return "rollout" if "rollout" in self.meshes else "actor"
+
     def pool_of(self, role: str) -> Pool:
         """Where a role lives; "rollout" is with the actor unless it has a place of its own."""
         homes = {role: pool for pool in self.pools.values() for role in pool.roles}
@@ -87,14 +92,14 @@ class AbstractRoles:
     def holdings(self, pool: Pool) -> list[Holding]:
         """What lies on the devices of a pool from one program to the next."""
         found: list[Holding] = []
-        layout, offload = pool.layout, pool.config.offload_training_state
+        offload = {role: pool.config_of(role).offload_training_state for role in pool.roles}
         if "actor" in pool.roles:
-            state = self.actor.abstract_state()
-            found += training_memory(self.actor, layout, state, offload=offload)
+            state, layout = self.actor.abstract_state(), pool.layout_of("actor")
+            found += training_memory(self.actor, layout, state, offload=offload["actor"])
         found += self.sampler_holdings(pool)
         for name, role in (self.critics | self.frozen).items():
             if name in pool.roles:
-                found += role_memory(name, role, layout, offload=offload)
+                found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
         return found + self.judge_holdings(pool)
 
     def sampler_holdings(self, pool: Pool) -> list[Holding]:
@@ -103,9 +108,10 @@ class AbstractRoles:
             return []
         sampler = sampler_shapes(self.engine, self.actor.shapes, self.actor.axes)
         state = self.actor.abstract_state()
+        layout, dtype = pool.layout_of(self.sampler), self.engine.config.dtype
         if "actor" in pool.roles:
-            return sampling_memory(pool.layout, state, sampler, self.engine.config.dtype)
-        return engine_memory("rollout", pool.layout, sampler, self.engine.config.dtype)
+            return sampling_memory(layout, state, sampler, dtype)
+        return engine_memory("rollout", layout, sampler, dtype)
 
     def judge_holdings(self, pool: Pool) -> list[Holding]:
         """The generative judge's weights and cache, if it lives there."""
@@ -113,34 +119,38 @@ class AbstractRoles:
             return []
         _, shapes, axes = decoder_graph(self.judge.model)
         sampler = sampler_shapes(self.judge, shapes, axes)
-        return engine_memory("judge", pool.layout, sampler, self.judge.config.dtype)
+        return engine_memory("judge", pool.layout_of("judge"), sampler, self.judge.config.dtype)
 
 
-def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRoles:
+# The mesh of a role in a pool, of devices that need not be here, or of none.
+MeshOf = Callable[[Pool, str], Any]
+
+
+def abstract_roles(config: Config, mesh_of: MeshOf) -> AbstractRoles:
     """Builds the roles of a config.
 
     Args:
       config: of the run.
-      mesh_of: the mesh of a pool, of devices that need not be here, or of none.
+      mesh_of: where a role would be.
 
     Raises:
       UserError: settings contradict each other or a checkpoint, or something does not divide.
     """
     pools = {pool.name: pool for pool in pools_of(config)}
-    meshes = {name: mesh_of(pool) for name, pool in pools.items()}
     homes = {role: pool for pool in pools.values() for role in pool.roles}
+    meshes = {role: mesh_of(pool, role) for role, pool in homes.items()}
     model, origin = model_of(config)
     models = models_of(config)
     assumed = [(role, why) for role, (_, why) in models.items() if why]
 
     def common(role: str) -> dict[str, Any]:
-        pool = homes[role]
-        tables = state_tables(pool.config.sharding)
-        return {"mesh": meshes[pool.name], "train": config.train, "tables": tables}
+        tables = state_tables(homes[role].config_of(role).sharding)
+        return {"mesh": meshes[role], "train": config.train, "tables": tables}
 
-    sampler = homes.get("rollout", homes["actor"])
     # Which ids end a response is the tokenizer's to say, and no shape depends on it.
-    engine = _engine(model, meshes[sampler.name], engine_config(config, stop_ids=(0,)))
+    engine = _engine(
+        model, meshes.get("rollout", meshes["actor"]), engine_config(config, stop_ids=(0,))
+    )
     actor = Actor(
         model,
         **common("actor"),
@@ -164,8 +174,7 @@ def abstract_roles(config: Config, mesh_of: Callable[[Pool], Any]) -> AbstractRo
         frozen["reference"] = Reference(model, **common("reference"), temperature=temperature)
     judge = None
     if "judge" in models:
-        mesh = meshes[homes["judge"].name]
-        judge = _engine(models["judge"][0], mesh, judge_engine_config(config))
+        judge = _engine(models["judge"][0], meshes["judge"], judge_engine_config(config))
     return AbstractRoles(
         *(config, model, origin, pools, meshes, actor, engine, critics, frozen, judge),
         assumed=tuple(assumed),

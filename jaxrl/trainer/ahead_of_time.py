@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.mesh.topologies import Topology
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.ahead import CompiledProgram, compile_program
@@ -31,7 +32,7 @@ from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
-from jaxrl.trainer.context import check_batches, pools_of
+from jaxrl.trainer.context import check_role_batches, pools_of
 from jaxrl.trainer.cross_checks import (
     check_algorithm,
     policy_objective,
@@ -93,38 +94,32 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
       watch: called with each program that choosing the number of slots compiles.
     """
     pools = pools_of(config)
-    wanted = sum(pool.layout.num_devices for pool in pools)
-    if wanted != len(topology.devices) and len(pools) == 1:
+    wanted = sum(pool.num_devices for pool in pools)
+    if wanted != len(topology.devices) and takes_all(pools):
         raise UserError(
             f"{topology.name} has {len(topology.devices)} devices, layout {pools[0].layout.name} needs "
             f"{wanted} (p*t*d); choose a topology of {wanted} devices, or change mesh.train"
         )
     placement = take_devices(pools, topology.devices)
-    meshes = {pool.name: pool.mesh for pool in placement.pools}
+
+    def mesh_of(_: Pool, role: str) -> Mesh:
+        return placement.pool_of(role).mesh_of(role)
 
     def compile_and_watch(program: Program, mesh: Mesh, holdings: Sequence[Holding]) -> int:
         found = compile_program(program, topology, holdings, mesh=mesh)
         watch(found)
         return found.total
 
-    config = with_compiled_slots(
-        config,
-        lambda pool: meshes[pool.name],
-        topology.memory_bytes,
-        compile_and_watch,
-    )
-    sampler = next((p for p in pools if "rollout" in p.roles), None) or next(
-        p for p in pools if "actor" in p.roles
-    )
-    for pool in pools:
-        check_batches(config, meshes[pool.name], samples=pool is sampler)
-    return abstract_roles(config, lambda pool: meshes[pool.name])
+    config = with_compiled_slots(config, mesh_of, topology.memory_bytes, compile_and_watch)
+    roles = abstract_roles(config, mesh_of)
+    check_role_batches(config, roles.meshes)
+    return roles
 
 
 def programs_of(roles: AbstractRoles, load: StepLoad) -> Iterator[tuple[str, Program, Mesh]]:
     """(role, program, its mesh) of every program of a step."""
     config, shape = roles.config, roles.shape
-    sampler = roles.meshes[roles.pool_of("rollout").name]
+    sampler = roles.meshes[roles.sampler]
     for program in sampling_programs(roles.actor, roles.engine, load):
         yield "rollout", program, sampler
     if roles.judge is not None:
@@ -132,7 +127,7 @@ def programs_of(roles: AbstractRoles, load: StepLoad) -> Iterator[tuple[str, Pro
         verdicts = dataclasses.replace(
             load, response_tokens=float(config.reward.judge.max_verdict_tokens)
         )
-        mesh = roles.meshes[roles.pool_of("judge").name]
+        mesh = roles.meshes["judge"]
         for program in engine_programs(
             roles.judge, verdicts, role="judge", shapes=shapes, axes=axes
         ):
@@ -140,7 +135,7 @@ def programs_of(roles: AbstractRoles, load: StepLoad) -> Iterator[tuple[str, Pro
     objective = policy_objective(config)
     with_weights = objective.needs_reference and not roles.model.lora.rank
     reference = roles.frozen["reference"].abstract_params() if with_weights else None
-    mesh = roles.meshes[roles.pool_of("actor").name]
+    mesh = roles.meshes["actor"]
     for name, role in roles.frozen.items():
         assert isinstance(role, Reference | RewardModel)
         if name != "reference" or config.algorithm.kl.needs_ref_logprobs:
@@ -177,10 +172,23 @@ def _planned(
             watch(compiled[-1])
             # Traced programs of large models are large, and are not wanted again.
             jax.clear_caches()
-    layout = f"training {train_name(pool.layout)}, generation {generate_name(pool.layout)}"
     return PlannedPool(
-        *(pool.name, layout, pool.layout.num_devices, tuple(holdings), tuple(compiled))
+        *(pool.name, _layouts(pool), pool.num_devices, tuple(holdings), tuple(compiled))
     )
+
+
+def _layouts(pool: Pool) -> str:
+    """How the roles of a pool are split, for people."""
+    by_layout: dict[ParallelLayout, list[str]] = {}
+    for role, layout in pool.layouts.items():
+        by_layout.setdefault(layout, []).append(role)
+    shown = []
+    for layout, roles in by_layout.items():
+        whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
+        samples = not {"actor", "rollout", "judge"}.isdisjoint(roles)
+        generation = f", generation {generate_name(layout)}" if samples else ""
+        shown.append(f"{whose}training {train_name(layout)}{generation}")
+    return "; ".join(shown)
 
 
 def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology) -> None:
@@ -192,7 +200,7 @@ def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology)
             continue
         largest = max(present, key=lambda held: held.bytes_per_device)
         most = largest.bytes_per_device / 1e9
-        enough = -(-needed * pool.layout.num_devices // there)
+        enough = -(-needed * pool.num_devices // there)
         remedy = (
             "fewer rollout.slots"
             if "cache" in largest.name and needed - largest.bytes_per_device < there

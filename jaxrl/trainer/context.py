@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class RunContext:
 
     def mesh_of(self, role: str) -> Mesh:
         """The mesh a role lives on."""
-        return self.placement.pool_of(role).mesh
+        return self.placement.pool_of(role).mesh_of(role)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -115,11 +115,8 @@ def build_context(
     train = encode(problems.train, config.data, tokenizer) if needs_prompts else ()
     evaluation = encode(problems.evaluation, config.data, tokenizer)
     placement = take_devices(pools_of(config), devices)
-    sampler = "rollout" if "rollout" in roles_of(config) else "actor"
-    for pool in placement.pools:
-        check_batches(config, pool.mesh, samples=pool is placement.pool_of(sampler))
-        if "judge" in pool.roles:
-            _check_judge_batches(config, pool.mesh)
+    roles = roles_of(config)
+    check_role_batches(config, {role: placement.pool_of(role).mesh_of(role) for role in roles})
     return RunContext(
         config=config,
         tokenizer=tokenizer,
@@ -262,7 +259,7 @@ def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
 
 def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
     require(
-        layouts=[pool.layout for pool in pools_of(config)],
+        pools=pools_of(config),
         num_devices=len(devices),
         device_kind=devices[0].device_kind,
         weights=config.weights,
@@ -317,14 +314,22 @@ def tokenizer_of(
     return dataclasses.replace(tokenizer, chat_template=template)
 
 
-def check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -> None:
-    """Raises UserError for a batch size that does not divide over a mesh.
+def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:
+    """Raises UserError for a batch size that does not divide over the mesh of a role.
 
     Args:
       config: of the run.
-      mesh: of a pool.
-      samples: it is where the actor samples.
+      meshes: by role.
     """
+    for role, mesh in meshes.items():
+        if role == "judge":
+            _check_judge_batches(config, mesh)
+        else:
+            sampler = "rollout" if "rollout" in meshes else "actor"
+            _check_batches(config, mesh, samples=role == sampler)
+
+
+def _check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -> None:
     check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
     check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
     if samples:
@@ -334,7 +339,7 @@ def check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -
         check_divides("rollout.prefill_prompts", prompts, "batch", GENERATE_RULES, mesh)
 
 
-def _check_judge_batches(config: Config, mesh: Mesh) -> None:
+def _check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
     """The judge samples with slots of its own, on the mesh of its pool."""
     slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
     check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)

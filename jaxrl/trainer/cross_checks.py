@@ -70,6 +70,12 @@ def check_algorithm(config: Config) -> None:
                 f"pool {pool.name} has the actor without the reference; put both into one pool, or use k3, "
                 "k3+ or k2, which take one number a token"
             )
+        if pool.layout_of("reference") != pool.layout_of("actor"):
+            raise UserError(
+                "algorithm.kl.loss_estimate 'full' has the reference's weights in the actor's updates, and "
+                f"placement.{pool.name}.layouts splits them otherwise; give both one layout, or use k3, k3+ "
+                "or k2, which take one number a token"
+            )
     if config.algorithm.one_step_off:
         (pool,) = (pool for pool in pools if "rollout" in pool.roles)
         if "actor" in pool.roles:

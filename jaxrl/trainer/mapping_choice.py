@@ -2,8 +2,7 @@
 
     config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots
 
-Roles of a pool share a layout here, and the search gives each its own: a pool gets that of its actor, or else
-of the first role that learns.
+A pool gets the layout of its actor, or of its first role; roles that are split otherwise have their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.mesh.hardware_files import find_accelerator
 from jaxrl.planner.assumptions import Assumptions
 from jaxrl.planner.cluster import Cluster
-from jaxrl.planner.mapping import Mapping
+from jaxrl.planner.mapping import Mapping, RoleMapping
 from jaxrl.planner.search import search_mapping
 from jaxrl.planner.step_tasks import TASKS
 from jaxrl.planner.workload import Lengths, Workload
@@ -91,29 +90,34 @@ def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
 
 def with_mapping(config: Config, found: Mapping) -> Config:
     """The config with the layouts, pools and slots of a mapping."""
-    settings = [_layout(found, pool) for pool in range(len(found.pools))]
     actor = found.roles["actor"]
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    mesh = dataclasses.replace(config.mesh, layout="as_given", **settings[actor.pool])
-    placement = {}
-    if len(found.pools) > 1:
-        placement = {
-            f"pool{number}": {"roles": pool.roles, "devices": pool.name, **layout}
-            for number, (pool, layout) in enumerate(zip(found.pools, settings, strict=True))
-        }
+    mesh = dataclasses.replace(config.mesh, layout="as_given", **_settings_of(actor))
+    placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
+    if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
+        # All on all devices, split alike: what a config without a placement has.
+        placement = {}
     rollout = dataclasses.replace(config.rollout, slots=slots)
     return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout)
 
 
-def _layout(found: Mapping, pool: int) -> dict[str, Any]:
-    """Settings of a pool: those of its actor, of the first role that learns, or of the first."""
-    roles = [role for role in found.roles.values() if role.pool == pool]
-    chosen = min(
-        roles, key=lambda role: (role.generation is None, not role.name.endswith("critic"))
-    )
-    layout = chosen.layout
+def _row(found: Mapping, number: int) -> dict[str, Any]:
+    """A pool as a placement has it; one of all devices need not name them."""
+    pool = found.pools[number]
+    roles = [found.roles[name] for name in pool.roles]
+    first = next((role for role in roles if role.generation is not None), roles[0])
+    row = {"roles": pool.roles, **_settings_of(first)}
+    if pool.devices < found.num_devices:
+        row["devices"] = pool.name
+    if layouts := {r.name: _settings_of(r) for r in roles if r.strategy != first.strategy}:
+        row["layouts"] = layouts
+    return row
+
+
+def _settings_of(role: RoleMapping) -> dict[str, Any]:
+    layout = role.layout
     return {
         "train": f"{layout.p}-{layout.t}-{layout.d}",
         "generate": f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
@@ -15,7 +16,7 @@ from jaxrl.planner.memory import Holding
 from jaxrl.planner.tables import DryRun, PoolHoldings
 from jaxrl.roles.losses import clipped_values
 from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
-from jaxrl.trainer.context import check_batches, engine_config, pools_of, row_limits
+from jaxrl.trainer.context import check_role_batches, engine_config, pools_of, row_limits
 from jaxrl.trainer.cross_checks import check_algorithm, policy_objective, title_of
 from jaxrl.trainer.slot_choice import with_counted_slots
 
@@ -31,19 +32,17 @@ def plan(config: Config) -> DryRun:
     """
     check_algorithm(config)
     chosen = config.rollout.slots == "auto"
-    config = with_counted_slots(config, lambda pool: abstract_mesh(pool.layout), ASSUMED_MEMORY)
-    homes = {role: pool for pool in pools_of(config) for role in pool.roles}
-    for pool in pools_of(config):
-        sampler = homes.get("rollout", homes["actor"])
-        check_batches(config, abstract_mesh(pool.layout), samples=pool is sampler)
-    # Stands in for a Mesh: it has axes and sizes, which is all that tracing asks for, and no devices.
-    roles = abstract_roles(config, lambda pool: abstract_mesh(pool.layout))
+    config = with_counted_slots(config, _mesh_of, ASSUMED_MEMORY)
+    meshes = {role: _mesh_of(pool, role) for pool in pools_of(config) for role in pool.roles}
+    check_role_batches(config, meshes)
+    roles = abstract_roles(config, _mesh_of)
     home = roles.pool_of("actor")
+    own = home.config_of("actor")
     hardware = f" ({config.hardware})" if config.hardware else ""
     return dry_run(
         f"{config.name}, {title_of(config)}{hardware}",
         roles.model,
-        home.layout,
+        home.layout_of("actor"),
         train=config.train,
         optim=config.optim,
         # Which ids end a response is the tokenizer's to say, and no shape depends on it.
@@ -51,8 +50,8 @@ def plan(config: Config) -> DryRun:
         temperature=config.rollout.temperature,
         objective=policy_objective(config),
         flow=_flow(config),
-        tables=state_tables(home.config.sharding),
-        offload=home.config.offload_training_state,
+        tables=state_tables(own.sharding),
+        offload=own.offload_training_state,
         samples_here=roles.pool_of("rollout") == home,
         companions=_companions(roles, home),
         elsewhere=[
@@ -65,15 +64,22 @@ def plan(config: Config) -> DryRun:
     )
 
 
+def _mesh_of(pool: Pool, role: str) -> Any:
+    """Stands in for a Mesh: it has axes and sizes, which is all that tracing asks for, and no devices."""
+    return abstract_mesh(pool.layout_of(role))
+
+
 def _companions(roles: AbstractRoles, pool: Pool) -> list[Holding]:
     """What critics, and models that do not learn, hold on the devices of a pool, at their turn too."""
     found: list[Holding] = []
-    offload = pool.config.offload_training_state
     objective = clipped_values(clip=roles.config.critic.clip)
     for name, role in (roles.critics | roles.frozen).items():
         if name in pool.roles:
+            offload = pool.config_of(name).offload_training_state
             found += companion_memory(
-                name, role, pool.layout, roles.shape, objective=objective, offload=offload
+                *(name, role, pool.layout_of(name), roles.shape),
+                objective=objective,
+                offload=offload,
             )
     return found + roles.judge_holdings(pool)
 

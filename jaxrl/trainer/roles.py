@@ -131,8 +131,8 @@ def _generative_judge(run: RunContext) -> GenerativeJudge:
 
 
 def _shared(run: RunContext, role: str) -> dict[str, Any]:
-    """What every role's constructor takes, as its pool has it."""
-    layout = run.placement.pool_of(role).config
+    """What every role's constructor takes, as its placement has it."""
+    layout = run.placement.pool_of(role).pool.config_of(role)
     return {
         "train": run.config.train,
         "tables": state_tables(layout.sharding),

@@ -19,13 +19,12 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
-from jaxrl.mesh.pools import Pool
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 from jaxrl.planner.ahead import beside, peak_here
 from jaxrl.planner.memory import Holding, phase_bytes
 from jaxrl.planner.programs import CACHE, Program, sampling_programs
 from jaxrl.rollout.buckets import round_up
-from jaxrl.trainer.abstract_roles import AbstractRoles, abstract_roles
+from jaxrl.trainer.abstract_roles import AbstractRoles, MeshOf, abstract_roles
 from jaxrl.trainer.context import RunContext, pools_of
 from jaxrl.trainer.step_load import load_of
 
@@ -38,7 +37,6 @@ _TRIES = 6
 
 # (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
 Compile = Callable[[Program, Any, Sequence[Holding]], int]
-MeshOf = Callable[[Pool], Any]
 
 
 def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
@@ -46,7 +44,7 @@ def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
 
     Args:
       config: of the run.
-      mesh_of: the mesh of a pool, of devices that need not be here, or of none.
+      mesh_of: where a role would be.
       memory: bytes of a device.
 
     Raises:
@@ -63,7 +61,7 @@ def with_compiled_slots(config: Config, mesh_of: MeshOf, memory: int, compile: C
 
     Args:
       config, memory: as there.
-      mesh_of: the mesh of a pool, of devices that can be compiled for.
+      mesh_of: where a role would be, on devices that can be compiled for.
       compile: called with the programs of sampling, for some numbers of slots.
 
     Raises:
@@ -79,7 +77,6 @@ def with_chosen_slots(run: RunContext) -> RunContext:
     """A run whose config has the slots that fit its devices, as their compiler says. Collective."""
     if run.config.rollout.slots != "auto":
         return run
-    meshes = {pool.name: pool.mesh for pool in run.placement.pools}
     # A process sees the memory of its own devices, and all must come to one number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
 
@@ -87,7 +84,9 @@ def with_chosen_slots(run: RunContext) -> RunContext:
         peak = peak_here(program)
         return hosts.on_first(lambda: peak) + beside(program, holdings)
 
-    config = with_compiled_slots(run.config, lambda pool: meshes[pool.name], memory, compile_here)
+    config = with_compiled_slots(
+        run.config, lambda _, role: run.mesh_of(role), memory, compile_here
+    )
     if hosts.is_first():
         share = f"{run.config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
         print(
@@ -128,8 +127,9 @@ class _Choice:
         self._config = config
         self._mesh_of = mesh_of
         homes = {role: pool for pool in pools_of(config) for role in pool.roles}
-        self._pool = homes.get("rollout", homes["actor"])
-        self._replicas = shards_of("batch", GENERATE_RULES, mesh_of(self._pool))
+        sampler = "rollout" if "rollout" in homes else "actor"
+        self._pool = homes[sampler]
+        self._replicas = shards_of("batch", GENERATE_RULES, mesh_of(self._pool, sampler))
         self._load = load_of(config)
         # A replica has no use for more.
         self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)

@@ -31,9 +31,9 @@ def load_or_init(run: RunContext) -> Params:
     fresh adapters are added where the model has some and the checkpoint none.
     """
     config, model = run.config, run.model
-    pool = run.placement.pool_of("actor")
-    tables = state_tables(pool.config.sharding)
-    packed = PackedModel(model, pool.mesh, train=config.train, tables=tables)
+    layout = run.placement.pool_of("actor").pool.config_of("actor")
+    tables = state_tables(layout.sharding)
+    packed = PackedModel(model, run.mesh_of("actor"), train=config.train, tables=tables)
     where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:

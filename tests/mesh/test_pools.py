@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.mesh.pools import EVERYTHING, read_placement, take_devices
+from jaxrl.mesh.pools import EVERYTHING, read_placement, take_devices, takes_all
 
 MESH = LayoutConfig(train="1-2-4", fsdp=2)
 ROLES = ("actor", "critic", "reference", "reward")
@@ -21,22 +21,27 @@ def ids(placement, role: str) -> list[int]:
     return sorted(d.id for d in placement.pool_of(role).devices)
 
 
+def mesh_of(placement, role: str):
+    return placement.pool_of(role).mesh_of(role)
+
+
 def test_without_a_table_all_roles_share_all_devices():
     placement = take_devices(read_placement({}, MESH, ROLES), jax.devices())
     (pool,) = placement.pools
     assert pool.name == EVERYTHING and pool.roles == ROLES
     assert placement.num_devices == 8
-    assert placement.pool_of("actor").mesh is placement.pool_of("reward").mesh
+    assert mesh_of(placement, "actor") is mesh_of(placement, "reward")
 
 
 def test_pools_take_devices_one_after_the_other():
     placement = take_devices(read_placement(NEMO, MESH, ROLES), jax.devices())
     assert ids(placement, "actor") == ids(placement, "reference") == [0, 1, 2, 3]
     assert ids(placement, "critic") == ids(placement, "reward") == [4, 5, 6, 7]
-    assert placement.pool_of("actor").layout.name == "1-2-2 / 1-1-2-2"
+    layout = placement.pool_of("actor").pool.layout_of("actor")
+    assert layout.name == "1-2-2 / 1-1-2-2"
     # What a row does not say is as in `mesh`.
-    assert placement.pool_of("actor").layout.fsdp == 2
-    assert dict(placement.pool_of("critic").mesh.shape)["fsdp"] == 4
+    assert layout.fsdp == 2
+    assert mesh_of(placement, "critic").shape["fsdp"] == 4
 
 
 def test_devices_can_be_named():
@@ -47,6 +52,23 @@ def test_devices_can_be_named():
     placement = take_devices(read_placement(table, MESH, ROLES), jax.devices())
     assert ids(placement, "actor") == [4, 5, 6, 7]
     assert ids(placement, "critic") == [0, 1, 2, 3]
+
+
+def test_roles_of_a_pool_may_be_split_otherwise():
+    table = changed("value", layouts={"reward": {"train": "2-2-1", "fsdp": 1}})
+    placement = take_devices(read_placement(table, MESH, ROLES), jax.devices())
+    critic, reward = mesh_of(placement, "critic"), mesh_of(placement, "reward")
+    assert ids(placement, "critic") == ids(placement, "reward") == [4, 5, 6, 7]
+    assert critic.shape["fsdp"] == 4 and reward.shape["stage_gen"] == 2
+    assert placement.pool_of("reward").pool.layout_of("reward").name == "2-2-1 / 2-2-1-1"
+    assert mesh_of(placement, "actor") is mesh_of(placement, "reference")
+
+
+def test_a_pool_that_names_its_devices_leaves_the_others_idle():
+    table = {"all": {"roles": ROLES, "train": "1-2-2", "devices": "0-3"}}
+    pools = read_placement(table, MESH, ROLES)
+    assert not takes_all(pools)
+    assert ids(take_devices(pools, jax.devices()), "actor") == [0, 1, 2, 3]
 
 
 def device(number: int, process: int):
@@ -89,11 +111,20 @@ def changed(pool: str, **row) -> dict:
         (changed("value", roles="critic"), "placement.value.roles is 'critic'"),
         (
             changed("value", tensor=2),
-            "placement.value has tensor; a pool has roles, devices, train",
+            "placement.value has tensor; it may have roles, devices, layouts, train",
         ),
         (changed("value", train="1-3-1"), "pool value: mesh.fsdp=4"),
         (changed("value", devices="0-2"), "placement.value.devices=0-2 are 3 devices"),
         (changed("value", devices="3-0"), "is not first-last"),
+        (
+            changed("value", layouts={"critic": {"train": "1-2-1", "fsdp": 1}}),
+            "the pool has 4; choose p*t*d = 4",
+        ),
+        (changed("value", layouts={"critic": {"train": "1-4-1"}}), "layouts.critic: mesh.fsdp=4"),
+        (changed("value", layouts={"actor": {"fsdp": 1}}), "for roles of the pool: critic, reward"),
+        (changed("value", layouts={"critic": {"devices": "0-3"}}), "layouts.critic has devices"),
+        (changed("value", layouts={"critic": "1-4-1"}), "it has settings of mesh by role"),
+        (changed("value", layouts=("critic",)), "it has settings of mesh by role"),
         (changed("value", devices=3), "is not first-last"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.sources import read_source
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.mesh.pools import EVERYTHING, Pool
 from jaxrl.planner.requirements import Lookup, missing, require
 
 SHARED = pathlib.Path(__file__).parents[2] / "../shared/data"
@@ -36,7 +37,7 @@ def complete(tmp_path, monkeypatch):
     )
     (tmp_path / "train.jsonl").write_text('{"problem": "1 + 1", "answer": 2}\n')
     return {
-        "layouts": [ParallelLayout.from_config(LayoutConfig(train="1-8-16"))],
+        "pools": [Pool(EVERYTHING, ("actor",), LayoutConfig(train="1-8-16"))],
         "num_devices": 128,
         "device_kind": "TPU v5",
         "weights": "model",
@@ -55,7 +56,7 @@ def test_a_laptop_hears_everything_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         require(
-            layouts=[ParallelLayout.from_config(LayoutConfig(train="1-8-16"))],
+            pools=[Pool(EVERYTHING, ("actor",), LayoutConfig(train="1-8-16"))],
             num_devices=1,
             device_kind="cpu",
             weights="models/Qwen2.5-32B",
@@ -128,7 +129,7 @@ def test_the_published_files_have_the_fields():
     files = [problems(SHARED / name) for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl")]
     assert (
         missing(
-            layouts=[ParallelLayout.from_config(LayoutConfig())],
+            pools=[Pool(EVERYTHING, ("actor",), LayoutConfig())],
             num_devices=1,
             device_kind="cpu",
             weights="",

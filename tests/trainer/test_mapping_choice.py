@@ -10,11 +10,12 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.mesh.hardware_files import write_accelerator
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.mesh.pools import take_devices
+from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.cluster import Cluster
+from jaxrl.planner.mapping import Mapping, Pool, RoleMapping
 from jaxrl.planner.search import search_mapping
-from jaxrl.planner.workload import Lengths, Workload
+from jaxrl.planner.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.trainer import program
 from jaxrl.trainer.context import pools_of
 from jaxrl.trainer.mapping_choice import (
@@ -58,6 +59,40 @@ def test_the_search_assumes_what_the_recipe_says():
     assert (found.moments_bytes, found.remat) == (4, "full")
     assert found.logits_tokens == config.train.logprob_chunk_tokens
     assert assumptions_of(config).compute_bytes == 4
+
+
+def mapping_of(strategies, devices=8, generation=(1, 2)):
+    """One pool of roles with these strategies, on 8 devices."""
+    roles = {
+        name: RoleMapping(
+            name, 0, strategy, GenerationStrategy(*generation, 16) if name == "actor" else None
+        )
+        for name, strategy in strategies.items()
+    }
+    pools = (Pool(tuple(roles), 0, devices),)
+    return Mapping("ppo", "h100:1x8", 8, pools, roles, (), (), 0.0)
+
+
+def test_roles_of_a_pool_keep_the_strategies_that_were_found():
+    ppo = recipe(dataflow="ppo", advantage="gae", whiten=True)
+    alike = {"actor": Strategy(1, 4, 2, 2), "critic": Strategy(1, 4, 2, 2)}
+    config = with_mapping(ppo, mapping_of(alike))
+    assert config.placement == {} and config.mesh.train == "1-4-2"
+
+    config = with_mapping(ppo, mapping_of(alike | {"critic": Strategy(2, 1, 4, 4)}))
+    (pool,) = pools_of(config)
+    assert pool.layout_of("actor").name == "1-4-2 / 1-2-2-2"
+    critic = pool.layout_of("critic")
+    assert (critic.name, critic.fsdp) == ("2-1-4 / 2-1-1-4", 4)
+    meshes = take_devices((pool,), jax.devices()[:8]).pools[0]
+    assert meshes.mesh_of("actor").size == meshes.mesh_of("critic").size == 8
+
+
+def test_devices_that_divide_badly_stay_idle():
+    config = with_mapping(recipe(), mapping_of({"actor": Strategy(1, 2, 3)}, devices=6))
+    pools = pools_of(config)
+    assert not takes_all(pools)
+    assert len(take_devices(pools, jax.devices()[:8]).pool_of("actor").devices) == 6
 
 
 def test_pools_apart_become_a_placement():

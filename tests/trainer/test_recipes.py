@@ -27,6 +27,19 @@ APART = {
     "value": {"roles": ("critic",), "train": "1-1-2"},
     "judges": {"roles": ("reference", "reward"), "train": "1-2-1"},
 }
+# On the same devices, each in its own way.
+SPLIT_OTHERWISE = {
+    "all": {
+        "roles": ("actor", "critic", "reference", "reward"),
+        "train": "1-4-2",
+        "generate": "1-2-2-2",
+        "fsdp": 2,
+        "layouts": {
+            "critic": {"train": "2-2-2", "fsdp": 1},
+            "reference": {"train": "1-2-4", "fsdp": 4},
+        },
+    }
+}
 POLICY_AND_VALUE = {
     "policy": {"roles": ("actor", "reference"), "train": "1-2-2", "generate": "1-1-2-2"},
     "value": {"roles": ("critic", "reward"), "train": "1-1-4", "fsdp": 4},
@@ -128,6 +141,7 @@ def colocated(folder, tmp_path_factory):
     "placement",
     [
         pytest.param(APART, id="apart"),
+        pytest.param(SPLIT_OTHERWISE, id="split otherwise"),
         pytest.param(POLICY_AND_VALUE, id="two pools", marks=pytest.mark.slow),
     ],
 )

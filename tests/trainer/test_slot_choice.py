@@ -26,8 +26,8 @@ def config_of(name: str, **changes: object) -> Config:
     return load_config(Config, str(CONFIGS / name), {k: str(v) for k, v in settings.items()})
 
 
-def shapes_alone(pool):
-    return abstract_mesh(pool.layout)
+def shapes_alone(pool, role):
+    return abstract_mesh(pool.layout_of(role))
 
 
 def counted(memory: float, fraction: float = 0.9) -> int:
@@ -104,7 +104,7 @@ def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
     config = config_of("dapo_tiny.py", rollout__generation_prompts=64)
     meshes, seen, sizes = {}, {}, set()
 
-    def mesh_of(pool):
+    def mesh_of(pool, role):
         return meshes.setdefault(pool.name, build_mesh(pool.layout, jax.devices()[:1]))
 
     def compiler(program, mesh, holdings):
