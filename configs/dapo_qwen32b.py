@@ -56,10 +56,10 @@ _TEMPLATE = (
 
 # Devices, what shares d, and slots on each replica of t_g = 8 devices.
 _LAYOUTS = {
-    "v5p-128": ("TPU v5p:4x4x8, 128 chips of 95 GB", 16, 95),
-    "v6e-256": ("TPU v6e:16x16, 256 chips of 32 GB", 32, 21),
-    "h100-128": ("16 hosts x 8 H100 of 80 GB", 16, 80),
-    "h200-64": ("8 hosts x 8 H200 of 141 GB", 8, 154),
+    "v5p-128": ("TPU v5p:4x4x8, 128 chips of 95 GB", 16, 96),
+    "v6e-256": ("TPU v6e:16x16, 256 chips of 32 GB", 32, 22),
+    "h100-128": ("16 hosts x 8 H100 of 80 GB", 16, 83),
+    "h200-64": ("8 hosts x 8 H200 of 141 GB", 8, 158),
 }
 
 

@@ -3,8 +3,8 @@
     python launch/train.py --config configs/dapo_qwen3_30b_a3b.py
     python launch/plan.py --config configs/dapo_qwen3_30b_a3b.py --topology h200:4x8    # does it fit?
 
-Hardware: 32 accelerators of 141 GB (h200:4x8). Compiled for 32 H100 the update takes 123 GB of a device,
-110 of them temporaries, and does not fit. Hours: not measured. Score to expect: not run by us. Files: as for
+Hardware: 32 accelerators of 141 GB (h200:4x8), compiled whole: the update takes 122 of 151 GB, 108 of them
+temporaries. So it does not fit 32 H100. Hours: not measured. Score to expect: not run by us. Files: as for
 configs/dapo_qwen32b.py, with models/Qwen3-30B-A3B/.
 """
 

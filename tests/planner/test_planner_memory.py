@@ -27,8 +27,8 @@ def test_the_32b_recipe_by_hand():
     assert holding(recipe, "actor in generation").bytes_per_device == pytest.approx(
         parameters * 2 / 8, rel=1e-3
     )
-    # 95 slots of 2048 + 20480 tokens and 64 of a dispatch, 262,144 bytes each over t_g = 8, and their ids.
-    cache = 95 * 22_592 * 262_144 // 8
+    # 96 slots of 2048 + 20480 tokens and 64 of a dispatch, 262,144 bytes each over t_g = 8, and their ids.
+    cache = 96 * 22_592 * 262_144 // 8
     assert holding(recipe, "KV cache and slots").bytes_per_device == pytest.approx(cache, rel=1e-3)
     # [U, M, R, T] = [16, 32, 16, 22528], ten fields of 4 bytes, rows over 16 replicas.
     batch = 10 * 4 * 16 * 32 * 22_528
