@@ -27,6 +27,7 @@ from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
+from jaxrl.models.experts import tiles_of_experts
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.packed_model import PackedModel
@@ -203,24 +204,34 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1) -> int:
+def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
     """Operations of all products of a traced program over the whole mesh, those it computes again included.
 
     A scan counts as often as it runs, the part of a device as often as there are devices, a kernel as often
-    as its grid has places; causal attention counts half. All branches of a choice count.
+    as its grid has places; causal attention counts half. All branches of a choice count. Of the tokens that
+    a group of experts' owners gathers, each owner computes its share, as if all experts were chosen alike.
 
     Args:
       program: the traced program.
       open_loops: rounds of an outermost loop whose end is known at run time; one inside it counts once.
+      expert_shards: devices that share the experts, inside the part of one of them.
     """
     total = 0
     for eqn in program.eqns:
-        name = eqn.primitive.name
+        name, params = eqn.primitive.name, eqn.params
         if name in _PRODUCTS:
             total += _PRODUCTS[name](eqn)
-        is_open = name == "while"
-        times, inside = _times(eqn, open_loops), 1 if is_open else open_loops
-        total += times * sum(product_flops(p, open_loops=inside) for p in _inside(eqn))
+        elif name == "ragged_dot_general":
+            total += _grouped_product(eqn) // expert_shards
+        of_experts = params.get("name") == tiles_of_experts.__name__
+        times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
+        shards = expert_shards
+        if name == "shard_map" and "expert" in params["newly_manual_axes"]:
+            shards = params["mesh"].shape["expert"]
+        inside = sum(
+            product_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)
+        )
+        total += times * inside // (expert_shards if of_experts else 1)
     return total
 
 
@@ -245,6 +256,18 @@ def _product(eqn: jax_core.JaxprEqn) -> int:
     left: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _grouped_product(eqn: jax_core.JaxprEqn) -> int:
+    """Of `ragged_dot`: each row with one group; or, the gradient of the groups, each in one group's sum."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    left: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    one = 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
+    groups: Any = eqn.invars[2].aval
+    summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+    return one // groups.size if summed else one
 
 
 def _fused_attention(eqn: jax_core.JaxprEqn, products: int) -> int:

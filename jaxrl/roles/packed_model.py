@@ -36,7 +36,7 @@ from jaxrl.models.attention import (
 )
 from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
-from jaxrl.models.experts import apply_experts
+from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
 from jaxrl.models.low_precision import ProductKind, product_in
 from jaxrl.models.mixture import Routing
@@ -130,7 +130,7 @@ class PackedModel:
             dtype=jnp.dtype(train.dtype),
             remat=train.remat,
             constrain=constraint(mesh, TRAIN_RULES),
-            experts=expert_parallel(apply_experts, mesh, TRAIN_RULES),
+            experts=expert_parallel(experts_for(platform_of(mesh)), mesh, TRAIN_RULES),
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),

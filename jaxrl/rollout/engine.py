@@ -52,7 +52,7 @@ from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.interface import Cache, DecodeStep, cache_bytes
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, Params
-from jaxrl.models.experts import apply_experts
+from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.buckets import bucket_sizes
@@ -125,7 +125,7 @@ class Engine:
         self._compute = Compute(
             dtype=jnp.dtype(config.dtype),
             constrain=self._constrain,
-            experts=expert_parallel(apply_experts, mesh, GENERATE_RULES),
+            experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
             layers=pipeline(scan_layers, mesh, GENERATE_RULES),
             unroll=config.unroll,
         )

@@ -13,7 +13,7 @@ from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
-from jaxrl.models.experts import apply_experts
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 
 B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
 
@@ -119,5 +119,6 @@ def test_experts_on_a_mesh(rules, layout):
             *leaves,
         )
 
-    found = run(expert_parallel(apply_experts, mesh_of(**layout), rules))
-    assert_close(found, run(apply_experts), scale=1)
+    for apply in (apply_experts, apply_experts_in_tiles):
+        found = run(expert_parallel(apply, mesh_of(**layout), rules))
+        assert_close(found, run(apply_experts), scale=1)

@@ -21,7 +21,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import decoder_graph, init_params
-from jaxrl.models.experts import apply_experts
+from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
@@ -70,7 +70,7 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
         compute = dataclasses.replace(
             compute,
             constrain=constraint(mesh, TRAIN_RULES),
-            experts=expert_parallel(apply_experts, mesh, TRAIN_RULES),
+            experts=expert_parallel(apply_experts_in_tiles, mesh, TRAIN_RULES),
             layers=pipeline(scan_layers, mesh, TRAIN_RULES, num_microbatches=num_microbatches),
         )
         params = jax.device_put(params, shardings(axes, shapes, TRAIN_RULES, mesh))

@@ -2,6 +2,8 @@
 
 import functools
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.experts import apply_experts
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
 from jaxrl.models.mixture import (
     MixtureOfExperts,
     Routing,
@@ -52,34 +54,42 @@ def inputs():
 WEIGHTS = (normal(E, D, F, seed=3), normal(E, D, F, seed=4), normal(E, F, D, seed=5))
 
 
+both_ways = pytest.mark.parametrize(
+    "apply", [jax.jit(apply_experts), jax.jit(apply_experts_in_tiles)], ids=["grouped", "tiled"]
+)
+
+
 def named(gate, up, down):
     return {"gate": {"weight": gate}, "up": {"weight": up}, "down": {"weight": down}}
 
 
-def test_experts_equal_their_twin(inputs):
-    found = apply_experts(*inputs, named(*WEIGHTS))
+@both_ways
+def test_experts_equal_their_twin(apply, inputs):
+    found = apply(*inputs, named(*WEIGHTS))
     assert_close(found, experts_twin(*inputs, *WEIGHTS))
 
 
-def test_parts_of_the_experts_sum_to_all_of_them(inputs):
+@both_ways
+def test_parts_of_the_experts_sum_to_all_of_them(apply, inputs):
     """What expert parallelism relies on: each owner adds what its own experts give."""
-    whole = apply_experts(*inputs, named(*WEIGHTS))
+    whole = apply(*inputs, named(*WEIGHTS))
     parts = [
-        apply_experts(*inputs, named(*(w[e : e + 2] for w in WEIGHTS)), first_expert=e)
-        for e in (0, 2)
+        apply(*inputs, named(*(w[e : e + 2] for w in WEIGHTS)), first_expert=e) for e in (0, 2)
     ]
     assert_close(sum(parts), whole)
 
 
-def test_no_token_is_dropped_when_all_choose_one_expert():
+@both_ways
+def test_no_token_is_dropped_when_all_choose_one_expert(apply):
     x = normal(1, 50, D)
     expert, share = np.full((1, 50, 1), 2, np.int32), np.ones((1, 50, 1), np.float32)
-    found = apply_experts(x, expert, share, named(*WEIGHTS))
+    found = apply(x, expert, share, named(*WEIGHTS))
     gate, up, down = (w[2] for w in WEIGHTS)
     assert_close(found, (silu(x @ gate) * (x @ up)) @ down)
 
 
-def test_gradients_by_finite_differences(inputs):
+@both_ways
+def test_gradients_by_finite_differences(apply, inputs):
     with jax.enable_x64(True):
         wide = lambda a: jnp.asarray(a, jnp.float64)  # noqa: E731
         x, expert, share = wide(inputs[0]), jnp.asarray(inputs[1]), wide(inputs[2])
@@ -87,7 +97,7 @@ def test_gradients_by_finite_differences(inputs):
         along = wide(normal(*x.shape, seed=6))
 
         def loss(x, share, gate):
-            return jnp.sum(apply_experts(x, expert, share, named(gate, up, down)) * along)
+            return jnp.sum(apply(x, expert, share, named(gate, up, down)) * along)
 
         at = (x, share, gate)
         step = tuple(wide(normal(*a.shape, seed=7 + i)) for i, a in enumerate(at))
@@ -97,6 +107,64 @@ def test_gradients_by_finite_differences(inputs):
             for g, d in zip(jax.grad(loss, argnums=(0, 1, 2))(*at), step, strict=True)
         )
         np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / 2e-6, rtol=1e-6)
+
+
+def with_adapters(weights, rank=2):
+    for i, projection in enumerate(weights.values()):
+        experts, rows, columns = projection["weight"].shape
+        projection["lora_a"] = normal(experts, rows, rank, seed=20 + i)
+        projection["lora_b"] = normal(experts, rank, columns, seed=30 + i)
+    return weights
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    tokens=st.sampled_from([1, 9, 400]),
+    favourite=st.integers(0, 8),
+    share_of_favourite=st.sampled_from([0.0, 0.5, 1.0]),
+    held=st.sampled_from([(0, 8), (4, 4), (6, 2)]),
+    adapted=st.booleans(),
+)
+def test_tiles_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted):
+    """Outputs and gradients: uneven choices, empty experts, full and part tiles, pairs held elsewhere."""
+    first, count = held
+    rng = np.random.default_rng(tokens)
+    expert = rng.integers(0, 9, (2, tokens, 3)).astype(np.int32)
+    expert[rng.random(expert.shape) < share_of_favourite] = favourite
+    x, share = normal(2, tokens, D), np.abs(normal(2, tokens, 3, seed=1))
+    shapes = ((count, D, F), (count, D, F), (count, F, D))
+    weights = named(*(normal(*shape, seed=3 + i) for i, shape in enumerate(shapes)))
+    weights = with_adapters(weights) if adapted else weights
+    along = normal(2, tokens, D, seed=9)
+
+    def out_and_gradients(apply):
+        def loss(x, share, weights):
+            out = apply(x, expert, share, weights, first_expert=first)
+            return jnp.sum(out * along), out
+
+        found = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, share, weights)
+        return jax.tree.leaves(found)
+
+    ours, theirs = out_and_gradients(apply_experts_in_tiles), out_and_gradients(apply_experts)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, scale=10)
+
+
+def test_a_platform_gets_the_way_that_it_compiles_well():
+    assert experts_for("tpu") is apply_experts
+    assert experts_for("gpu") is experts_for("cpu") is apply_experts_in_tiles
+
+
+def test_tiles_need_no_memory_for_each_expert():
+    """The compiler's own figure: rows of the experts' common width are what a mask over all of them takes."""
+    experts, tokens, width = 16, 512, 64
+    x = jax.ShapeDtypeStruct((1, tokens, width), jnp.float32)
+    expert = jax.ShapeDtypeStruct((1, tokens, 4), jnp.int32)
+    share = jax.ShapeDtypeStruct((1, tokens, 4), jnp.float32)
+    shapes = ((experts, width, 32), (experts, width, 32), (experts, 32, width))
+    weights = named(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    compiled = jax.jit(apply_experts_in_tiles).lower(x, expert, share, weights).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * tokens * 4 * width * experts / 4
 
 
 @functools.cache

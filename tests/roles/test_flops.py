@@ -3,12 +3,16 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.data.packing import PackedShape
-from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.devices import abstract_mesh, build_mesh
+from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import TRAIN_RULES
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.planner.trace import abstract_batch, product_flops, trace_learning
@@ -121,3 +125,40 @@ def test_the_whole_update_is_that_and_the_logits_once_more():
     """Chunks of logits are computed again in the backward pass, and their number is not the model's."""
     again = R * T * 2 * MODEL.d_model * MODEL.vocab_size
     assert counted(MODEL) <= traced(MODEL) <= 1.1 * (counted(MODEL) + again)
+
+
+@pytest.mark.parametrize("owners", [1, 4])
+@pytest.mark.parametrize(
+    ("apply", "forward", "update"),
+    [
+        # Three products, and two for the gradient of each. Tiles compute the three again, count as full, and are summed.
+        (apply_experts, (1.0, 1.0), (3.0, 3.0)),
+        (apply_experts_in_tiles, (1.0, 1.5), (4.0, 6.1)),
+    ],
+    ids=["grouped", "tiled"],
+)
+def test_a_pair_is_computed_by_the_owner_of_its_expert_alone(owners, apply, forward, update):
+    rows, tokens, width, inner, experts, each = 4, 1024, 16, 8, 8, 2
+    mesh = abstract_mesh(
+        ParallelLayout.from_config(LayoutConfig(train=f"1-1-{owners}", expert=owners))
+    )
+    layer = expert_parallel(apply, mesh, TRAIN_RULES)
+    x = jnp.zeros((rows, tokens, width))
+    chosen = jnp.zeros((rows, tokens, each), jnp.int32)
+    shape = (experts, width, inner)
+    weights = {name: {"weight": jnp.zeros(shape)} for name in ("gate", "up")}
+    weights["down"] = {"weight": jnp.zeros((experts, inner, width))}
+    axes = {name: {"weight": ("experts", None, None)} for name in weights}
+
+    def out(x, weights):
+        return layer(x, chosen, jnp.ones(chosen.shape), weights, axes).sum()
+
+    once = rows * tokens * each * 3 * 2 * width * inner
+    # The sum over a token's experts is a product too, by every owner, and its gradient with it.
+    sums = rows * tokens * each * 2 * width * owners
+    for function, (least, most), of_sums in (
+        (out, forward, 1),
+        (jax.grad(out, argnums=(0, 1)), update, 2),
+    ):
+        found = product_flops(jax.make_jaxpr(function)(x, weights).jaxpr) - of_sums * sums
+        assert least <= found / once <= most

@@ -23,7 +23,7 @@ RECIPES = {
     "grpo_qwen3_8b.py": ("v5p:2x2x2", 8),
     "ppo_llama8b.py": ("h100:1x8", 8),
     "safe_rlhf_llama8b.py": ("h100:2x8", 16),
-    "dapo_qwen3_30b_a3b.py": ("h200:4x8", 32),
+    "dapo_qwen3_30b_a3b.py": ("h100:4x8", 32),
 }
 
 
