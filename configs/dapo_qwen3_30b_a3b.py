@@ -3,8 +3,9 @@
     python launch/train.py --config configs/dapo_qwen3_30b_a3b.py
     python launch/plan.py --config configs/dapo_qwen3_30b_a3b.py --topology h100:4x8    # does it fit?
 
-Hardware: 32 accelerators of 80 GB (h100:4x8), compiled whole: sampling takes 76 of 85 GB, the update 32. Hours: not measured. Score to expect: not run by us. Files: as for
-configs/dapo_qwen32b.py, with models/Qwen3-30B-A3B/.
+Hardware: 32 accelerators of 80 GB (h100:4x8), compiled whole: sampling takes 76 of 85 GB, the update 32.
+Hours: not measured. Score to expect: not run by us. Files: as for configs/dapo_qwen32b.py, with
+models/Qwen3-30B-A3B/.
 """
 
 import pathlib

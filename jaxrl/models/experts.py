@@ -34,6 +34,8 @@ ExpertLayer = Callable[[jax.Array, jax.Array, jax.Array, ExpertWeights, Any], ja
 _MOST_ROWS = 512
 # Of a chunk, whose tiles' weights are copied side by side.
 _CHUNK_ROWS = 8192
+# Name of the program that computes a chunk, by which its operations are known to who counts them.
+EXPERT_TILES = "tiles_of_experts"
 # A run has as many chunks at least, so that what nobody chose can be left out.
 _FEWEST_CHUNKS = 8
 
@@ -256,11 +258,7 @@ def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
 
 @jax.jit
 def tiles_of_experts(x: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """[n, t, D] --> [n, t, D], a tile with each entry of the weights.
-
-    A program of its own so that who counts operations knows them by this name: no token is computed on two
-    devices that hold different experts.
-    """
+    """[n, t, D] --> [n, t, D], a tile with each entry of the weights; jitted for its name, `EXPERT_TILES`."""
     gate, up = _batched(x, weights["gate"]), _batched(x, weights["up"])
     return _batched(jax.nn.silu(gate) * up, weights["down"])
 

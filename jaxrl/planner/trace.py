@@ -27,7 +27,7 @@ from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
-from jaxrl.models.experts import tiles_of_experts
+from jaxrl.models.experts import EXPERT_TILES
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.packed_model import PackedModel
@@ -223,7 +223,7 @@ def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards
             total += _PRODUCTS[name](eqn)
         elif name == "ragged_dot_general":
             total += _grouped_product(eqn) // expert_shards
-        of_experts = params.get("name") == tiles_of_experts.__name__
+        of_experts = params.get("name") == EXPERT_TILES
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
         if name == "shard_map" and "expert" in params["newly_manual_axes"]:

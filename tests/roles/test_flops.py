@@ -131,7 +131,8 @@ def test_the_whole_update_is_that_and_the_logits_once_more():
 @pytest.mark.parametrize(
     ("apply", "forward", "update"),
     [
-        # Three products, and two for the gradient of each. Tiles compute the three again, count as full, and are summed.
+        # Three products, and two for the gradient of each. Tiles compute the three again, count as full, and
+        # are summed.
         (apply_experts, (1.0, 1.0), (3.0, 3.0)),
         (apply_experts_in_tiles, (1.0, 1.5), (4.0, 6.1)),
     ],
