@@ -1,6 +1,6 @@
 """The mapping search: its findings beside those of the HybridFlow paper, its times, and its generation term.
 
-    python benchmarks/mapping.py [--part placements|tensor|times|rollout]
+    python benchmarks/mapping.py [--part placements|scaling|tensor|times|rollout]
 
 Every second of a step here is predicted; the times of the search are measured. The paper's cluster (section
 8.1): up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models,
@@ -153,6 +153,51 @@ def placement_row(actor, critic, devices, expected, fsdp):
     return f"| {name} | {devices} | {cells} | {best} | {expected} | {winner} |"
 
 
+def scaling():
+    """Section 8.2: throughput on 128 devices over that on the fewest that fit, over the ratio of devices."""
+    print("\n### Strong scaling, 3D parallelism (paper: 66.8% on average)\n")
+    print("| dataflow | model | fewest devices | s | on 128 s | efficiency | with no overlap |")
+    print("|---|---|---|---|---|---|---|")
+    efficiencies = []
+    for dataflow in ("ppo", "remax", "safe_rlhf"):
+        for name in LLAMA:
+            both = [
+                scaled(dataflow, name, dataclasses.replace(PAPER, overlap=overlap))
+                for overlap in (PAPER.overlap, 0.0)
+            ]
+            fewest, small, large, _ = both[0]
+            shares = [efficiency for *_, efficiency in both]
+            efficiencies.append(shares)
+            cells = " | ".join(f"{share:.1%}" for share in shares)
+            print(
+                f"| {dataflow} | {name} | {fewest} | {small:,.0f} | {large:,.0f} | {cells} |",
+                flush=True,
+            )
+    means = [sum(column) / len(column) for column in zip(*efficiencies, strict=True)]
+    print("| mean | | | | | " + " | ".join(f"{mean:.1%}" for mean in means) + " |")
+
+
+def scaled(dataflow, name, assume):
+    """(fewest devices, seconds there, seconds on 128, efficiency)."""
+    model, scored = LLAMA[name], ("critic", "reward", "cost", "cost_critic")
+    tasks = tuple(dataclasses.replace(r, forwards=0) if r.generates else r for r in TASKS[dataflow])
+    models = {r.name: scoring(model) if r.name in scored else model for r in tasks}
+
+    def seconds(hosts):
+        cluster = Cluster(A100, (hosts, 8))
+        limits = Limits(fsdp=False)
+        try:
+            return search_mapping(
+                *(dataflow, models, WORK, cluster), assumptions=assume, limits=limits, tasks=tasks
+            ).seconds
+        except UserError:
+            return None
+
+    hosts, small = next((h, s) for h in (1, 2, 4, 8, 16) if (s := seconds(h)) is not None)
+    large = seconds(16)
+    return hosts * 8, small, large, small / large / (16 / hosts)
+
+
 def tensor_sizes():
     """Figure 15: t_g of an actor trained as 1-8-2 on 16 devices."""
     cluster, strategy = Cluster(A100, (2, 8)), Strategy(1, 8, 2)
@@ -265,7 +310,13 @@ def rollout():
         print(f"| {name} | {slots} | {minutes[0]:.1f} | {minutes[1]:.1f} |", flush=True)
 
 
-PARTS = {"placements": placements, "tensor": tensor_sizes, "times": times, "rollout": rollout}
+PARTS = {
+    "placements": placements,
+    "scaling": scaling,
+    "tensor": tensor_sizes,
+    "times": times,
+    "rollout": rollout,
+}
 
 
 def main():
