@@ -218,16 +218,18 @@ _KINDS = {
 def _check_union(name: str, value: Any, members: tuple[Any, ...]) -> None:
     if value is None and types.NoneType in members:
         return
-    errors = []
+    expected, broken = [], None
     for member in members:
         if member is types.NoneType:
             continue
         try:
             return check_value(name, value, member)
+        except _WrongTypeError as error:
+            expected.append(error.expected)
         except UserError as error:
-            errors.append(error)
-    # The last is the only one, for all unions but those of several types.
-    raise errors[-1]
+            broken = error
+    # A rule that a value of the right type breaks says more than the types that it is not of.
+    raise broken or _wrong(name, value, " or ".join(expected))
 
 
 def _check_tuple(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
@@ -248,8 +250,16 @@ def _check_dict(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
         check_value(f"{name}.{key}", item, kinds[1])
 
 
+class _WrongTypeError(UserError):
+    """A value is of another type than `expected`."""
+
+    def __init__(self, message: str, expected: str):
+        super().__init__(message)
+        self.expected = expected
+
+
 def _wrong(name: str, value: Any, expected: str) -> UserError:
-    return UserError(f"{name} = {value!r}: expected {expected}")
+    return _WrongTypeError(f"{name} = {value!r}: expected {expected}", expected)
 
 
 def _shown(number: float) -> str:

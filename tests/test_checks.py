@@ -74,12 +74,18 @@ def test_values_of_a_type_pass(annotation, values):
         (float, "1", "x = '1': expected a number"),
         (Annotated[int, at_least(1)], None, "x = None: expected a whole number"),
         (Annotated[int, at_least(1)] | None, 0, "x 0 is below 1"),
+        (Annotated[int, at_least(1)] | Literal["auto"], 0, "x 0 is below 1"),
+        (
+            Annotated[int, at_least(1)] | Literal["auto"],
+            "all",
+            "x = 'all': expected a whole number or 'auto'",
+        ),
         (Annotated[int, at_least(1)], [1], r"x = \[1\]: expected a whole number"),
         (Literal["a", 1], True, "x = True: expected 'a' or 1"),
         (tuple[Annotated[int, at_least(0)], ...], (1, -1), r"x\[1\] -1 is below 0"),
         (tuple[int, int], (1,), "expected 2 values"),
         (dict[str, Annotated[float, finite()]], {"y": math.nan}, "x.y nan is not a number"),
-        (int | str, 1.5, "x = 1.5: expected text"),
+        (int | str, 1.5, "x = 1.5: expected a whole number or text"),
     ],
 )
 def test_values_of_another_type_or_range_are_refused_by_name(annotation, value, message):

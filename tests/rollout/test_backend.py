@@ -161,7 +161,7 @@ def test_settings_of_the_engine_are_those_of_every_config_that_has_one():
 
 
 def test_settings_are_checked_where_they_are_declared():
-    with pytest.raises(ValueError, match="slots -1 is below 0"):
+    with pytest.raises(ValueError, match="slots -1 is below 1"):
         RolloutConfig(slots=-1)
     with pytest.raises(ValueError, match="prefill_chunk_tokens -1 is below 0"):
         ServeConfig(model="somewhere", prefill_chunk_tokens=-1)
