@@ -15,10 +15,8 @@ import re
 from collections.abc import Mapping
 
 from jaxrl.mesh.hlo import Collective, collectives
+from jaxrl.mesh.hlo_text import Computation, Instruction, computations_of, root_of
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((.*)$")
-_OPERAND = re.compile(r"%([\w.\-]+)")
 _ONE_CALLEE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CHOICE = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -27,21 +25,6 @@ _NOTED = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
 _INDEX = re.compile(r"index=(\d+)")
 # What hands a value on as it is.
 _SAME = frozenset({"copy", "bitcast", "convert", "reshape"})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    opcode: str
-    operands: str
-    line: str
-    is_root: bool
-
-    @property
-    def names(self) -> list[str]:
-        return _OPERAND.findall(self.operands)
-
-
-_Computation = dict[str, _Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,26 +64,11 @@ def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> R
       open_loops: rounds of an outermost loop whose end the text does not say; one inside it counts once.
       longest_branch: a choice takes the branch with the most operations; the one with the fewest otherwise.
     """
-    computations, entry = _parse(text)
+    computations, entry = computations_of(text)
     times: dict[str, float] = collections.defaultdict(float)
     _walk(entry, 1.0, computations, times, _Taken(open_loops, longest_branch))
     lines = {name: tuple(i.line for i in computations[name].values()) for name in times}
     return Runs(dict(times), lines)
-
-
-def _parse(text: str) -> tuple[dict[str, _Computation], str]:
-    """Computations by name, and which is the entry."""
-    found: dict[str, _Computation] = {}
-    current: _Computation = {}
-    entry = ""
-    for line in text.splitlines():
-        if line.endswith("{") and (header := _HEADER.match(line)):
-            current = found.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif match := _INSTRUCTION.match(line):
-            operands = match[4].partition(")")[0]
-            current[match[2]] = _Instruction(match[3], operands, line, bool(match[1]))
-    return found, entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +82,7 @@ class _Taken:
 def _walk(
     name: str,
     times: float,
-    computations: Mapping[str, _Computation],
+    computations: Mapping[str, Computation],
     total: dict[str, float],
     taken: _Taken,
 ) -> None:
@@ -133,7 +101,7 @@ def _walk(
 
 
 def _callees(
-    instruction: _Instruction, computations: Mapping[str, _Computation], taken: _Taken
+    instruction: Instruction, computations: Mapping[str, Computation], taken: _Taken
 ) -> list[str]:
     """Computations that an instruction runs; of a choice one."""
     if instruction.opcode != "conditional":
@@ -146,7 +114,7 @@ def _callees(
     return [pick(sizes, key=lambda name: sizes[name])] if sizes else []
 
 
-def _size(name: str, computations: Mapping[str, _Computation]) -> int:
+def _size(name: str, computations: Mapping[str, Computation]) -> int:
     """Instructions of a computation and of all that it names."""
     seen, waiting = set(), [name]
     while waiting:
@@ -165,7 +133,7 @@ def _size(name: str, computations: Mapping[str, _Computation]) -> int:
 
 
 def _rounds(
-    loop: _Instruction, around: _Computation, computations: Mapping[str, _Computation]
+    loop: Instruction, around: Computation, computations: Mapping[str, Computation]
 ) -> int | None:
     """Rounds of a loop; None if its text does not say."""
     if noted := _NOTED.search(loop.line):
@@ -173,15 +141,15 @@ def _rounds(
     called = _LOOP.search(loop.line)
     assert called, "a loop without a body"
     condition, body = (computations.get(name, {}) for name in called.groups())
-    root = _root(condition)
+    root = root_of(condition)
     if root is None or root.opcode != "compare" or "direction=LT" not in root.line:
         return None
-    counter, bound = (_place(name, condition) for name in root.names)
-    start = around.get(loop.names[0])
+    counter, bound = (_place(name, condition) for name in root.operands)
+    start = around.get(loop.operands[0])
     if not isinstance(counter, _Place) or start is None or start.opcode != "tuple":
         return None
-    first = _value(start.names[counter.index], around)
-    last = _value(start.names[bound.index], around) if isinstance(bound, _Place) else bound
+    first = _value(start.operands[counter.index], around)
+    last = _value(start.operands[bound.index], around) if isinstance(bound, _Place) else bound
     step = _step(body, counter.index)
     if first is None or last is None or not step:
         return None
@@ -195,7 +163,7 @@ class _Place:
     index: int
 
 
-def _place(name: str, computation: _Computation) -> _Place | int | None:
+def _place(name: str, computation: Computation) -> _Place | int | None:
     """A constant, or where in its argument a computation finds a value."""
     name = _source(name, computation)
     instruction = computation.get(name)
@@ -206,30 +174,26 @@ def _place(name: str, computation: _Computation) -> _Place | int | None:
     return _value(name, computation)
 
 
-def _source(name: str, computation: _Computation) -> str:
-    while (found := computation.get(name)) and found.opcode in _SAME and found.names:
-        name = found.names[0]
+def _source(name: str, computation: Computation) -> str:
+    while (found := computation.get(name)) and found.opcode in _SAME and found.operands:
+        name = found.operands[0]
     return name
 
 
-def _value(name: str, computation: _Computation) -> int | None:
+def _value(name: str, computation: Computation) -> int | None:
     """A whole number that a program states."""
     found = computation.get(_source(name, computation))
     if found is None or found.opcode != "constant":
         return None
-    return int(found.operands) if found.operands.lstrip("-").isdigit() else None
+    return int(found.inputs) if found.inputs.lstrip("-").isdigit() else None
 
 
-def _step(body: _Computation, index: int) -> int | None:
+def _step(body: Computation, index: int) -> int | None:
     """What a round adds to a counter."""
-    root = _root(body)
+    root = root_of(body)
     if root is None or root.opcode != "tuple":
         return None
-    add = body.get(_source(root.names[index], body))
+    add = body.get(_source(root.operands[index], body))
     if add is None or add.opcode != "add":
         return None
-    return next((v for name in add.names if (v := _value(name, body)) is not None), None)
-
-
-def _root(computation: _Computation) -> _Instruction | None:
-    return next((i for i in computation.values() if i.is_root), None)
+    return next((v for name in add.operands if (v := _value(name, body)) is not None), None)

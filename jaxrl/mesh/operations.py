@@ -12,10 +12,10 @@ import math
 import re
 from collections.abc import Mapping
 
+from jaxrl.mesh.hlo_text import Computation, Instruction, computations_of, root_of
+
 KINDS = ("dot", "attention", "elementwise", "copy/transpose", "collective", "control", "other")
 
-_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*-> .*\{$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
@@ -44,23 +44,9 @@ class Operation:
     nbytes: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str
-    is_root: bool
-    parameter: int
-
-
-_Computation = dict[str, _Instruction]
-
-
 def operations_of(text: str) -> dict[str, Operation]:
     """Every operation of a program by its name, from `hlo_module.to_string()`."""
-    computations = _computations(text)
+    computations, _ = computations_of(text)
     return {
         name: _operation(instruction, computation, computations)
         for computation in computations.values()
@@ -68,24 +54,8 @@ def operations_of(text: str) -> dict[str, Operation]:
     }
 
 
-def _computations(text: str) -> dict[str, _Computation]:
-    found: dict[str, _Computation] = {}
-    current: _Computation = {}
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            current = found.setdefault(header[1], {})
-        elif match := _INSTRUCTION.match(line):
-            operands, _, rest = match[5].partition(")")
-            names = tuple(re.findall(r"%([\w.\-]+)", operands))
-            number = int(operands) if match[4] == "parameter" else -1
-            current[match[2]] = _Instruction(
-                match[2], match[3], match[4], names, rest, bool(match[1]), number
-            )
-    return found
-
-
 def _operation(
-    instruction: _Instruction, around: _Computation, computations: Mapping[str, _Computation]
+    instruction: Instruction, around: Computation, computations: Mapping[str, Computation]
 ) -> Operation:
     called = _CALLS.search(instruction.rest)
     inside = computations.get(called[1], {}) if called else {}
@@ -96,12 +66,12 @@ def _operation(
     return Operation(kind, flops, _nbytes(instruction, around, inside))
 
 
-def _scope(instruction: _Instruction) -> str:
+def _scope(instruction: Instruction) -> str:
     match = _SCOPE.search(instruction.rest)
     return match[1] if match else ""
 
 
-def _kind(instruction: _Instruction, opcodes: set[str], scopes: str) -> str:
+def _kind(instruction: Instruction, opcodes: set[str], scopes: str) -> str:
     if _COLLECTIVE.match(instruction.opcode):
         return "collective"
     if instruction.opcode in _CONTROL:
@@ -115,7 +85,7 @@ def _kind(instruction: _Instruction, opcodes: set[str], scopes: str) -> str:
     return "other" if instruction.opcode in ("custom-call", "sort", "rng") else "elementwise"
 
 
-def _flops(instruction: _Instruction, around: _Computation) -> float:
+def _flops(instruction: Instruction, around: Computation) -> float:
     shapes = [_dims(around[name].type) for name in instruction.operands if name in around]
     if instruction.opcode == "dot" and shapes and (match := _CONTRACTED.search(instruction.rest)):
         contracted = [shapes[0][int(axis)] for axis in match[1].split(",") if axis]
@@ -127,7 +97,7 @@ def _flops(instruction: _Instruction, around: _Computation) -> float:
     return 0.0
 
 
-def _nbytes(instruction: _Instruction, around: _Computation, inside: _Computation) -> float:
+def _nbytes(instruction: Instruction, around: Computation, inside: Computation) -> float:
     if instruction.opcode in _NOTHING:
         return 0.0
     if instruction.opcode == "dynamic-slice":
@@ -143,15 +113,15 @@ def _nbytes(instruction: _Instruction, around: _Computation, inside: _Computatio
     )
 
 
-def _written(fusion: _Instruction, inside: _Computation) -> float:
+def _written(fusion: Instruction, inside: Computation) -> float:
     """Bytes of a fusion's result; where it updates a slice in place only that."""
-    root = next((i for i in inside.values() if i.is_root), None)
+    root = root_of(inside)
     if root is not None and root.opcode == "dynamic-update-slice":
         return float(_size(inside[root.operands[1]].type)) if len(root.operands) > 1 else 0.0
     return float(_size(fusion.type))
 
 
-def _read(inside: _Computation, number: int) -> float:
+def _read(inside: Computation, number: int) -> float:
     """Bytes that a fused computation reads of one argument: of one that is only sliced, the slices."""
     name = next((i.name for i in inside.values() if i.parameter == number), None)
     users = [i for i in inside.values() if name in i.operands]
