@@ -212,8 +212,8 @@ def _apply_override(
     except flags.IllegalFlagValueError as error:
         expected = config_tree.type_name(kind or type(config_path.get_value(name, tree)))
         raise UserError(f"--config.{name}={text}: expected {expected}") from error
-    except (flags.Error, ValueError) as error:
-        # ml_collections reads no lists, no None without a type, no names that are no Python names.
+    except (flags.Error, ValueError, TypeError) as error:
+        # ml_collections reads no lists, no tables, no None without a type, no names that are no Python names.
         raise UserError(
             f"--config.{name}={text}: this entry can only be changed in the recipe"
         ) from error
