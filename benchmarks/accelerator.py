@@ -3,7 +3,7 @@
     python benchmarks/accelerator.py --part A     roofs, kernels against XLA, same tokens, TF32
     python benchmarks/accelerator.py --part B     the update and decoding of Qwen2.5-1.5B, a stored executable
 
-    A  versions, roofs, attention, decode_attention, decode_blocks, same_tokens, tf32
+    A  versions, roofs, attention, decode_attention, decode_blocks, experts, same_tokens, tf32
     B  update, decode, executable, demo
 
 Each part is meant to end within nine minutes on one GPU; a check that would begin after `--limit_s` is left
@@ -48,6 +48,7 @@ from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import cache_of
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.kernels import paged_attention as paged
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
@@ -272,6 +273,44 @@ def _block_sizes(scale: Scale) -> list[dict[str, int]]:
         ((64, 16),) if scale.small else ((32, 16), (64, 4), (64, 8), (64, 16), (64, 32), (128, 8))
     )
     return [{"_GPU_BLOCK": block, "_GPU_SPLITS": splits} for block, splits in tried]
+
+
+@check("A")
+def experts(scale: Scale):
+    """Both ways to compute a mixture's experts: TFLOP/s forward and with gradients, errors of few tokens."""
+    held, width, inner, each = (4, 32, 16, 2) if scale.small else (32, 2048, 768, 8)
+    few, tokens = (64, 128) if scale.small else (512, 8192)
+    dtype = jnp.float32 if scale.small else jnp.bfloat16
+    shapes = {
+        "gate": (held, width, inner),
+        "up": (held, width, inner),
+        "down": (held, inner, width),
+    }
+    weights = {
+        name: {"weight": normal(i, *shape) / shape[1] ** 0.5}
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    chosen = jax.random.randint(jax.random.key(7), (1, tokens, each), 0, held)
+    x, share = normal(8, 1, tokens, width), jax.nn.softmax(normal(9, 1, tokens, each))
+
+    def of(apply: Callable[..., jax.Array], n: int):
+        def loss(x, weights):
+            return jnp.sum(apply(x, chosen[:, :n], share[:, :n], weights).astype(jnp.float32) ** 2)
+
+        return jax.jit(loss), jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    with jax.default_matmul_precision("highest"):
+        truth = of(apply_experts, few)[1](x[:, :few], weights)
+    x, weights = jax.tree.map(lambda a: a.astype(dtype), (x, weights))
+    flops = 3 * 2 * tokens * each * width * inner
+    for apply in (apply_experts_in_tiles, apply_experts):
+        forward, gradient = of(apply, tokens)
+        yield {
+            "way": "tiled" if apply is apply_experts_in_tiles else "grouped",
+            "error": error(of(apply, few)[1](x[:, :few], weights), truth),
+            "tflops_forward": flops / seconds(forward, x, weights) / 1e12,
+            "tflops_with_gradients": 3 * flops / seconds(gradient, x, weights) / 1e12,
+        }
 
 
 @check("A")

@@ -23,6 +23,7 @@ CHECKS = {
         "attention",
         "decode_attention",
         "decode_blocks",
+        "experts",
         "same_tokens",
         "tf32",
     },
