@@ -68,12 +68,8 @@ def apply_experts(
       [B, T, D], in the type of `x_BTD`.
     """
     del axes
-    B, T, D = x_BTD.shape
-    A = expert_BTA.shape[-1]
-    num_held = weights["gate"]["weight"].shape[0]
-    held = expert_BTA.reshape(-1) - first_expert
-    # Pairs of other owners sort behind all groups, where no product reaches them.
-    held = jnp.where((held >= 0) & (held < num_held), held, num_held)
+    D, A = x_BTD.shape[-1], expert_BTA.shape[-1]
+    held, num_held = _held(expert_BTA, weights, first_expert)
     order = jnp.argsort(held)
     rows_per_expert = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
 
@@ -83,8 +79,25 @@ def apply_experts(
     out = _grouped(jax.nn.silu(gate) * up, weights["down"], rows_per_expert)
     # What lies behind the groups is whatever the kernel left there.
     out = jnp.where((held[order] < num_held)[:, None], out, 0)
-    by_token = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(B, T, A, D)
-    return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out.dtype))
+    return _summed(jnp.zeros_like(out).at[order].set(out, unique_indices=True), share_BTA)
+
+
+def _held(
+    expert_BTA: jax.Array, weights: ExpertWeights, first_expert: jax.Array | int
+) -> tuple[jax.Array, int]:
+    """(expert of each pair, counted from the first that is held, or G; G): [M], in the order of the tokens.
+
+    So pairs of other owners sort behind all runs, where no product reaches them.
+    """
+    num_held = weights["gate"]["weight"].shape[0]
+    held = expert_BTA.reshape(-1) - first_expert
+    return jnp.where((held >= 0) & (held < num_held), held, num_held), num_held
+
+
+def _summed(out_MD: jax.Array, share_BTA: jax.Array) -> jax.Array:
+    """What the experts of each token give, in their shares: [B, T, D]."""
+    by_token = out_MD.reshape(*share_BTA.shape, -1)
+    return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
 
 
 def _grouped(x: jax.Array, projection: dict[str, jax.Array], rows_per_expert: jax.Array):
@@ -106,14 +119,9 @@ def apply_experts_in_tiles(
 ) -> jax.Array:
     """As `apply_experts`, in tiles; the gradients of weights are summed in float32."""
     del axes
-    B, T, D = x_BTD.shape
-    A = expert_BTA.shape[-1]
-    num_held = weights["gate"]["weight"].shape[0]
-    held = expert_BTA.reshape(-1) - first_expert
-    held = jnp.where((held >= 0) & (held < num_held), held, num_held)
-    out_MD = _in_tiles(x_BTD.reshape(-1, D), weights, _tiles(held, num_held, A))
-    by_token = out_MD.reshape(B, T, A, D)
-    return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
+    held, num_held = _held(expert_BTA, weights, first_expert)
+    tiles = _tiles(held, num_held, expert_BTA.shape[-1])
+    return _summed(_in_tiles(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, tiles), share_BTA)
 
 
 @functools.partial(
@@ -149,6 +157,7 @@ def _tile_sizes(num_pairs: int, num_held: int) -> tuple[int, int, int]:
 
 
 def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
+    """Cuts each expert's run of pairs, of which a token has `per_token`, into tiles."""
     num_pairs = held_M.shape[0]
     chunks, in_chunk, rows = _tile_sizes(num_pairs, num_held)
     order_M = jnp.argsort(held_M).astype(jnp.int32)

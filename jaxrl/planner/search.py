@@ -151,7 +151,7 @@ class _Search:
         together = tuple(self.roles)
         if not every_placement and (together,) in placements:
             # The whole cluster for all in turn is a mapping, and seldom a bad one.
-            self._lower_bound(self.solver.quick_seconds(together, self.cluster.num_devices))
+            self._look_below(self.solver.quick_seconds(together, self.cluster.num_devices))
         # Few pools first: their mappings are found quickly, and bound the rest.
         for placement in sorted(placements, key=len):
             found = self._best_of(placement)
@@ -165,10 +165,10 @@ class _Search:
             if self.best is None or found.seconds < self.best.seconds:
                 self.best = found
             if not every_placement:
-                self._lower_bound(self.best.seconds)
+                self._look_below(self.best.seconds)
         return tuple(sorted(results, key=lambda r: math.inf if r.seconds is None else r.seconds))
 
-    def _lower_bound(self, seconds: float) -> None:
+    def _look_below(self, seconds: float) -> None:
         """From now on only what may be faster than so many seconds a step is of interest."""
         self._bound = min(self._bound, seconds)
         self.solver.most_passes_s = self._bound * _SLACK - float(self._generation_s[-1])
@@ -200,8 +200,7 @@ class _Search:
         """Of a pool, over all its sizes; those that alone are slower than the bound may be missing."""
         if names not in self._pool_points:
             values, choices = [np.zeros((0, 4))], []
-            # Large pools first: what they do bounds the small ones.
-            for devices in reversed(self.cluster.pool_sizes):
+            for devices in self.cluster.pool_sizes:
                 if self._least_seconds(names, devices) > self._bound * _SLACK:
                     continue
                 pool = self.solver.front(names, devices)
