@@ -95,17 +95,17 @@ class Moments:
 
 
 # Moments by name, at any depth of dicts.
-Tally = dict[str, Any]
+RunningMoments = dict[str, Any]
 
 
-def add_tallies(one: Tally, other: Tally) -> Tally:
+def add_moments(one: RunningMoments, other: RunningMoments) -> RunningMoments:
     """The moments of each name, of both parts together."""
     return jax.tree.map(operator.add, one, other, is_leaf=_is_moments)
 
 
-def merge_tallies(tally: Tally) -> Tally:
+def merge_moments(moments: RunningMoments) -> RunningMoments:
     """The moments of each name, of all parts along the first axis."""
-    return jax.tree.map(Moments.merged, tally, is_leaf=_is_moments)
+    return jax.tree.map(Moments.merged, moments, is_leaf=_is_moments)
 
 
 def _is_moments(x: Any) -> bool:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl.algos.moments import Moments, Tally
+from jaxrl.algos.moments import Moments, RunningMoments
 from jaxrl.algos.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from jaxrl.algos.segments import (
     each_token,
@@ -153,12 +153,12 @@ def ratio_bounds(lowest: float, highest: float) -> tuple[float, float]:
 # Metrics. What they are made of is tallied by parts of a batch and adds up; all metrics of nothing are 0
 
 
-def mismatch_tally(
+def mismatch_moments(
     train_logprob_BT: jax.Array,
     rollout_logprob_BT: jax.Array,
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
-) -> Tally:
+) -> RunningMoments:
     """What `mismatch_metrics` are made of."""
     where = (mask_BT, segment_ids_BT)
     last_BT = last_tokens(*where)
@@ -187,7 +187,7 @@ def mismatch_tally(
     }
 
 
-def mismatch_metrics(tally: Tally) -> dict[str, jax.Array]:
+def mismatch_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
     """How far the two policies are apart, before any correction.
 
     Returns:
@@ -197,12 +197,12 @@ def mismatch_metrics(tally: Tally) -> dict[str, jax.Array]:
       rollout `log_ppl_diff` (mean), `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`, and
       `ppl_ratio`, its exponential; `chi2_seq` exp(2 sum of rho) - 1.
     """
-    gap = tally["log_ppl_diff"]
-    means = {name: moments.mean for name, moments in tally.items()}
+    gap = moments["log_ppl_diff"]
+    means = {name: x.mean for name, x in moments.items()}
     return means | {"log_ppl_diff_min": gap.min, "log_ppl_diff_max": gap.max}
 
 
-def weight_tally(
+def weight_moments(
     ratio_BT: jax.Array,
     weight_BT: jax.Array,
     mask_BT: jax.Array,
@@ -210,7 +210,7 @@ def weight_tally(
     *,
     lowest: float,
     highest: float,
-) -> Tally:
+) -> RunningMoments:
     """What metrics of importance weights, and what normalises them, are made of.
 
     Args:
@@ -232,7 +232,7 @@ def weight_tally(
     }
 
 
-def token_weight_metrics(tally: Tally) -> dict[str, jax.Array]:
+def token_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
     """How uneven importance weights of tokens are.
 
     Returns:
@@ -244,33 +244,33 @@ def token_weight_metrics(tally: Tally) -> dict[str, jax.Array]:
       shares of tokens above and below the bounds; `rollout_is_seq_fraction_high` and `_low`, of sequences
       whose mean ratio is.
     """
-    weight = tally["weight"]
-    return _weight_metrics(tally) | {
+    weight = moments["weight"]
+    return _weight_metrics(moments) | {
         "rollout_is_min": weight.min,
         "rollout_is_max": weight.max,
-        "rollout_is_ratio_fraction_high": tally["high"].mean,
-        "rollout_is_ratio_fraction_low": tally["low"].mean,
+        "rollout_is_ratio_fraction_high": moments["high"].mean,
+        "rollout_is_ratio_fraction_low": moments["low"].mean,
     }
 
 
-def sequence_weight_metrics(tally: Tally) -> dict[str, jax.Array]:
+def sequence_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
     """How uneven importance weights of whole sequences are.
 
     Returns:
       As `token_weight_metrics`, except that, as in verl, `rollout_is_min` and `rollout_is_max` are of the
       ratios before they are bounded, and `rollout_is_ratio_fraction_high` and `_low` are shares of sequences.
     """
-    ratio = tally["seq_ratio"]
-    return _weight_metrics(tally) | {
+    ratio = moments["seq_ratio"]
+    return _weight_metrics(moments) | {
         "rollout_is_min": ratio.min,
         "rollout_is_max": ratio.max,
-        "rollout_is_ratio_fraction_high": tally["seq_high"].mean,
-        "rollout_is_ratio_fraction_low": tally["seq_low"].mean,
+        "rollout_is_ratio_fraction_high": moments["seq_high"].mean,
+        "rollout_is_ratio_fraction_low": moments["seq_low"].mean,
     }
 
 
-def _weight_metrics(tally: Tally) -> dict[str, jax.Array]:
-    weight, sequence = tally["weight"], tally["seq_weight"]
+def _weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
+    weight, sequence = moments["weight"], moments["seq_weight"]
     return {
         "rollout_is_mean": weight.mean,
         "rollout_is_std": weight.std,
@@ -280,14 +280,14 @@ def _weight_metrics(tally: Tally) -> dict[str, jax.Array]:
         "rollout_is_seq_min": sequence.min,
         "rollout_is_seq_max": sequence.max,
         "rollout_is_seq_max_deviation": _furthest(sequence, 1.0),
-        "rollout_is_seq_fraction_high": tally["seq_high"].mean,
-        "rollout_is_seq_fraction_low": tally["seq_low"].mean,
+        "rollout_is_seq_fraction_high": moments["seq_high"].mean,
+        "rollout_is_seq_fraction_low": moments["seq_low"].mean,
     }
 
 
-def outside_band(tally: Tally) -> dict[str, jax.Array]:
+def outside_band(moments: RunningMoments) -> dict[str, jax.Array]:
     """`rollout_is_oob_ratio`, the share of tokens whose weight the band has made 0."""
-    return {"rollout_is_oob_ratio": tally["high"].mean + tally["low"].mean}
+    return {"rollout_is_oob_ratio": moments["high"].mean + moments["low"].mean}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,40 +296,42 @@ class Weighting:
 
     Attributes:
       of_ratio: (rho_BT, mask_BT, segment_ids_BT) -> unbounded weights [B, T].
-      norm_factor: of a `weight_tally`: the mean of the weights that are used, over tokens or over sequences,
-        whichever they are of; divided by it they have mean 1. 1 if all weights are 0, which stay so.
-      metrics: of a `weight_tally`.
+      norm_factor: (weight moments) -> the mean of the bounded weights, over tokens or over sequences. Divided
+        by it they have mean 1; it is 1 if all weights are 0.
+      metrics: (weight moments) -> metrics.
     """
 
     of_ratio: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    norm_factor: Callable[[Tally], jax.Array]
-    metrics: Callable[[Tally], dict[str, jax.Array]]
+    norm_factor: Callable[[RunningMoments], jax.Array]
+    metrics: Callable[[RunningMoments], dict[str, jax.Array]]
 
 
 WEIGHTINGS: dict[str, Weighting] = {
     "token": Weighting(
-        token_weights, lambda tally: _or_one(tally["weight"].mean), token_weight_metrics
+        token_weights, lambda moments: _or_one(moments["weight"].mean), token_weight_metrics
     ),
     "sequence": Weighting(
-        sequence_weights, lambda tally: _or_one(tally["seq_weight"].mean), sequence_weight_metrics
+        sequence_weights,
+        lambda moments: _or_one(moments["seq_weight"].mean),
+        sequence_weight_metrics,
     ),
 }
 
 
-def rejection_tally(
+def rejection_moments(
     rejection: Rejection,
     statistic_BT: jax.Array,
     kept_BT: jax.Array,
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
-) -> Tally:
+) -> RunningMoments:
     """What `rejection_metrics` are made of, from a rejection's statistic and what it keeps."""
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     lowest, highest = rejection.lowest, rejection.highest
     seq_BT = statistic_BT
     if rejection.over == "token":
         seq_BT = segment_mean(statistic_BT, mask_BT, segment_ids_BT)
-    return kept_tally(kept_BT, mask_BT, segment_ids_BT) | {
+    return kept_moments(kept_BT, mask_BT, segment_ids_BT) | {
         "statistic": Moments.of(statistic_BT, mask_BT),
         "bounded": Moments.of(jnp.clip(statistic_BT, lowest, highest), mask_BT),
         "high": _share(statistic_BT > highest, mask_BT),
@@ -340,7 +342,7 @@ def rejection_tally(
     }
 
 
-def rejection_metrics(rejection: Rejection, tally: Tally) -> dict[str, jax.Array]:
+def rejection_metrics(rejection: Rejection, moments: RunningMoments) -> dict[str, jax.Array]:
     """What one rejection saw and did; each name follows "rollout_rs_<name of the rejection>_".
 
     Its statistic for k1 is -rho: a high one is a token that the trainer finds *less* likely.
@@ -353,28 +355,30 @@ def rejection_metrics(rejection: Rejection, tally: Tally) -> dict[str, jax.Array
       `fraction_low`: shares of what is judged, tokens or sequences. `masked_fraction` and
       `seq_masked_fraction` as of `kept_metrics`.
     """
-    statistic, seq = tally["statistic"], tally["seq"]
+    statistic, seq = moments["statistic"], moments["seq"]
     judged = "" if rejection.over == "token" else "seq_"
-    kept = kept_metrics(tally)
+    kept = kept_metrics(moments)
     return {
         "mean": statistic.mean,
-        "std": tally["bounded"].std,
+        "std": moments["bounded"].std,
         "min": statistic.min,
         "max": statistic.max,
-        "fraction_high": tally[f"{judged}high"].mean,
-        "fraction_low": tally[f"{judged}low"].mean,
+        "fraction_high": moments[f"{judged}high"].mean,
+        "fraction_low": moments[f"{judged}low"].mean,
         "seq_mean": seq.mean,
         "seq_std": seq.sample_std,
         "seq_min": seq.min,
         "seq_max": seq.max,
         "seq_max_deviation": _furthest(seq, 0.0),
-        "seq_fraction_high": tally["seq_high"].mean,
-        "seq_fraction_low": tally["seq_low"].mean,
+        "seq_fraction_high": moments["seq_high"].mean,
+        "seq_fraction_low": moments["seq_low"].mean,
         **{name: kept[name] for name in ("masked_fraction", "seq_masked_fraction")},
     }
 
 
-def kept_tally(kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> Tally:
+def kept_moments(
+    kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
+) -> RunningMoments:
     """What `kept_metrics` are made of."""
     left_BT = segment_count(masked(mask_BT, kept_BT), segment_ids_BT)
     had_BT = segment_count(mask_BT, segment_ids_BT)
@@ -386,14 +390,14 @@ def kept_tally(kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
     }
 
 
-def kept_metrics(tally: Tally) -> dict[str, jax.Array]:
+def kept_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
     """How much a rejection, or the product of several, takes away.
 
     Returns:
       `masked_fraction` of trained tokens that are rejected, `seq_masked_fraction` of sequences that lose at
       least one, `seq_lost_fraction` of sequences that lose all.
     """
-    return {f"{name}_fraction": tally[name].mean for name in ("masked", "seq_masked", "seq_lost")}
+    return {f"{name}_fraction": moments[name].mean for name in ("masked", "seq_masked", "seq_lost")}
 
 
 def probability_metrics(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import rollout_correction as algos
-from jaxrl.algos.moments import Tally, merge_tallies
+from jaxrl.algos.moments import RunningMoments, merge_moments
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
 from jaxrl.checks import at_least, between, check_fields, positive
@@ -134,12 +134,12 @@ class Corrected(NamedTuple):
     Attributes:
       weight_BT: importance weights, bounded and not yet normalised; 1 if there are none.
       mask_BT: the trained tokens that nothing rejects.
-      tally: of the statistics; those of parts add up.
+      moments: of the statistics; those of parts add up.
     """
 
     weight_BT: jax.Array
     mask_BT: jax.Array
-    tally: Tally
+    moments: RunningMoments
 
 
 def correct(
@@ -160,53 +160,55 @@ def correct(
     where = (mask_BT, segment_ids_BT)
     train_logprob_BT = jax.lax.stop_gradient(train_logprob_BT)
     rho_BT = algos.log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
-    tally: Tally = {"mismatch": algos.mismatch_tally(train_logprob_BT, rollout_logprob_BT, *where)}
+    moments: RunningMoments = {
+        "mismatch": algos.mismatch_moments(train_logprob_BT, rollout_logprob_BT, *where)
+    }
     weight_BT = jnp.ones_like(mask_BT)
     if config.weighs:
         ratio_BT = WEIGHTINGS[config.weights].of_ratio(rho_BT, *where)
         weight_BT = _bounded(config, ratio_BT)
         bounds = {"lowest": config.lowest or 1.0 / config.highest, "highest": config.highest}
-        tally["weights"] = algos.weight_tally(ratio_BT, weight_BT, *where, **bounds)
+        moments["weights"] = algos.weight_moments(ratio_BT, weight_BT, *where, **bounds)
     kept_BT = jnp.ones_like(mask_BT)
     for rejection in config.rejections:
         statistic_BT = rejection.statistic(rho_BT, *where)
         keep_BT = rejection.keep(statistic_BT, mask_BT)
-        tally[rejection.name] = algos.rejection_tally(rejection, statistic_BT, keep_BT, *where)
+        moments[rejection.name] = algos.rejection_moments(rejection, statistic_BT, keep_BT, *where)
         kept_BT = kept_BT * keep_BT
     if config.rejections:
-        tally["kept"] = algos.kept_tally(kept_BT, *where)
-    return Corrected(weight_BT, masked(mask_BT, kept_BT), tally)
+        moments["kept"] = algos.kept_moments(kept_BT, *where)
+    return Corrected(weight_BT, masked(mask_BT, kept_BT), moments)
 
 
-def norm_factor(config: CorrectionConfig, tally: Tally) -> jax.Array | float:
-    """What the weights are divided by to have mean 1, if that is asked for, from the tally of all of them."""
+def norm_factor(config: CorrectionConfig, moments: RunningMoments) -> jax.Array | float:
+    """The divisor that gives the weights mean 1; 1 if the correction does not normalise them."""
     if not (config.weighs and config.normalize):
         return 1.0
-    return WEIGHTINGS[config.weights].norm_factor(tally["weights"])
+    return WEIGHTINGS[config.weights].norm_factor(moments["weights"])
 
 
-def correction_metrics(config: CorrectionConfig, tally_U: Tally) -> dict[str, jax.Array]:
+def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> dict[str, jax.Array]:
     """Every metric of the mismatch and of what was done about it, named as in verl: `rollout_corr/*`.
 
     Args:
       config: what was done.
-      tally_U: of each of U parts whose weights were normalised apart. Statistics are of all together, and
+      moments_U: of each of U parts whose weights were normalised apart. Statistics are of all together, and
         `rollout_is_batch_norm_factor` is the mean of the factors.
     """
-    tally = merge_tallies(tally_U)
-    metrics = algos.mismatch_metrics(tally["mismatch"])
+    moments = merge_moments(moments_U)
+    metrics = algos.mismatch_metrics(moments["mismatch"])
     if config.weighs:
-        metrics |= WEIGHTINGS[config.weights].metrics(tally["weights"])
+        metrics |= WEIGHTINGS[config.weights].metrics(moments["weights"])
         if config.lowest:
-            metrics |= algos.outside_band(tally["weights"])
+            metrics |= algos.outside_band(moments["weights"])
         if config.normalize:
-            factor_U = jnp.asarray(norm_factor(config, tally_U))
+            factor_U = jnp.asarray(norm_factor(config, moments_U))
             metrics["rollout_is_batch_norm_factor"] = factor_U.mean()
     for rejection in config.rejections:
-        of_one = algos.rejection_metrics(rejection, tally[rejection.name])
+        of_one = algos.rejection_metrics(rejection, moments[rejection.name])
         metrics |= {f"rollout_rs_{rejection.name}_{name}": x for name, x in of_one.items()}
     if config.rejections:
-        of_all = algos.kept_metrics(tally["kept"])
+        of_all = algos.kept_metrics(moments["kept"])
         metrics |= {f"rollout_rs_{name}": x for name, x in of_all.items()}
     return {f"rollout_corr/{name}": x for name, x in metrics.items()}
 
@@ -234,9 +236,9 @@ def _corrected(config: CorrectionConfig, batch: TrainBatch):
         x.reshape(-1, shape[-1])
         for x in (batch.old_logprob, batch.rollout_logprob, batch.loss_mask, batch.segment_ids)
     )
-    weight_BT, kept_BT, tally = correct(config, old_BT, rollout_BT, mask_BT, segment_ids_BT)
-    weight_BT = weight_BT / norm_factor(config, tally)
-    metrics = correction_metrics(config, jax.tree.map(lambda x: x[None], tally))
+    weight_BT, kept_BT, moments = correct(config, old_BT, rollout_BT, mask_BT, segment_ids_BT)
+    weight_BT = weight_BT / norm_factor(config, moments)
+    metrics = correction_metrics(config, jax.tree.map(lambda x: x[None], moments))
     probabilities = algos.probability_metrics(old_BT, rollout_BT, mask_BT)
     metrics |= {f"training/{name}": x for name, x in probabilities.items()}
     return weight_BT.reshape(shape), kept_BT.reshape(shape), metrics

@@ -1,4 +1,4 @@
-"""What learns: weights, optimiser and the compiled update, whatever the loss.
+"""Training state and the compiled update of a model, whatever the loss.
 
 U minibatches   M microbatches   R rows   T tokens of a row
 """
@@ -17,9 +17,6 @@ import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
-from jaxrl.algos.aggregation import Aggregation, Counts, count
-from jaxrl.algos.moments import Tally, add_tallies
-from jaxrl.algos.segments import masked
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import at_host, check_host_memory, from_host, offload, onload, to_host
@@ -27,52 +24,23 @@ from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
-from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
+from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
 from jaxrl.roles.narrow_moments import optimizer_shardings
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
-from jaxrl.roles.packed_model import PackedModel, TrainConfig, micro_of
+from jaxrl.roles.packed_model import PackedModel, TrainConfig
 from jaxrl.types import PackedBatch
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Sums:
-    """What microbatches add up to.
-
-    Attributes:
-      means: of stats, divided as the loss is.
-      shares: stats that are divided already.
-      kept: counts of the tokens that were trained on.
-      largest: stats that do not add up: the larger one stays.
-      tally: of the correction inside the loss.
-    """
-
-    means: Stats
-    shares: Stats
-    kept: Counts
-    largest: Stats
-    tally: Tally
-
-    def __add__(self, other: _Sums) -> _Sums:
-        add = functools.partial(jax.tree.map, jnp.add)
-        return _Sums(
-            add(self.means, other.means),
-            add(self.shares, other.shares),
-            add(self.kept, other.kept),
-            jax.tree.map(jnp.maximum, self.largest, other.largest),
-            add_tallies(self.tally, other.tally),
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything learning changes.
+    """Everything that training changes.
 
     Attributes:
-      params: master weights, float32; what is frozen below adapters is in the type of activations.
+      params: master weights, float32; weights frozen below adapters have the dtype of activations.
       opt_state: optax state of the trained weights, in their layout.
       step: int32, finished steps.
     """
@@ -87,7 +55,7 @@ class TrainState:
 
 
 class Learner(PackedModel, abc.ABC):
-    """A model that is trained on a mesh: its state and its update. Roles say what they compute of a batch."""
+    """A model that is trained on a mesh: its state and its update. Subclasses compute the outputs."""
 
     def __init__(
         self,
@@ -107,7 +75,7 @@ class Learner(PackedModel, abc.ABC):
           train, optim: how it learns.
           seed: of random weights.
           tables: where weights, gradients and moments lie.
-          offload: the state waits in pinned host memory while the role is idle.
+          offload: keep the state in pinned host memory while the role is idle.
         """
         super().__init__(model, mesh, train=train, tables=tables)
         if optim.moments_on_host:
@@ -126,29 +94,29 @@ class Learner(PackedModel, abc.ABC):
         self._state: TrainState | None = None
         self._num_updates = 0
 
-    # What a role is
+    # Subclasses
 
     @abc.abstractmethod
     def _outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
-        """A pytree of [R, T] arrays that losses are made of, and where tokens were routed."""
+        """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts."""
 
     def _outputs_against(
         self, params: Params, reference: Params, micro: Any
     ) -> tuple[Any, Routing | None]:
-        """`_outputs`, with what objectives that need a reference are made of."""
+        """`_outputs` with the comparison to a reference, for objectives that need one."""
         raise AssertionError("only a policy has a reference")
 
     @abc.abstractmethod
     def _described(self, outputs: Any) -> Stats:
-        """What to report of the outputs whatever the loss, [R, T] each."""
+        """Stats [R, T] of the outputs that are reported whatever the loss."""
 
     # State
 
     @property
     def state(self) -> TrainState:
-        """Weights, optimiser and step; assigned to, initialised or trained, never changed in place.
+        """Weights, optimiser and step. Never changed in place.
 
-        Reading it moves nothing: where it may be offloaded or lent to sampling, `for_training` comes first.
+        Reading it moves nothing: call `for_training` first if the state may be offloaded or lent to sampling.
         """
         state = self._state
         assert state is not None, "init() or an assignment to `state` comes first"
@@ -165,16 +133,16 @@ class Learner(PackedModel, abc.ABC):
 
     @property
     def num_updates(self) -> int:
-        """Updates that this object has begun: while it stays the same, so does the state."""
+        """The number of updates begun so far. The state changes only when it does."""
         return self._num_updates
 
     def for_training(self) -> TrainState:
-        """The training state, brought back from wherever it waits."""
+        """The training state, brought back to the training devices first if need be."""
         self._onload()
         return self.state
 
     def offload(self) -> None:
-        """Moves the state to the host's memory, if the role was asked to; `for_training` brings it back."""
+        """Moves the state to host memory if `offload` was set; `for_training` brings it back."""
         if self._may_offload and not self._offloaded:
             self._state = offload(self._state)
             self._offloaded = True
@@ -188,7 +156,7 @@ class Learner(PackedModel, abc.ABC):
             self._offloaded = False
 
     def _before_change(self) -> None:
-        """What else was made of the weights does not hold any more."""
+        """Invalidates everything derived from the weights."""
 
     def state_shardings(self) -> Any:
         """A TrainState of shardings of the training state."""
@@ -201,10 +169,10 @@ class Learner(PackedModel, abc.ABC):
         return TrainState(self.train_shardings, opt_state, everywhere)
 
     def _each_moment(self, move: Callable[[Any], Any], tree: Any, shapes: Any) -> Any:
-        """`tree`, of an optimiser's state, with `move` done to its moments if they are kept on the host."""
+        """Applies `move` to the moments of an optimiser state if they are kept on the host."""
         if not self.moments_on_host:
             return tree
-        # Counts stay: a program looks at them all the time, and there is nothing to win.
+        # Counts stay on the device: they are scalars, and every update reads them.
         return jax.tree.map(lambda x, shape: move(x) if shape.ndim else x, tree, shapes)
 
     def abstract_state(self) -> TrainState:
@@ -220,11 +188,11 @@ class Learner(PackedModel, abc.ABC):
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 
     def trained(self, params: Any) -> Any:
-        """The part of a tree of parameters that learns: its adapters, or all of it if it has none."""
+        """The trained part of a tree of parameters: its adapters, or all of it without adapters."""
         return self._split(params)[0]
 
     def _split(self, params: Any) -> tuple[Any, Any]:
-        """(what is trained, what is frozen) of a tree of parameters; `lora.join` undoes it."""
+        """(trained, frozen) parts of a tree of parameters; `lora.join` undoes it."""
         return lora.split(params) if self.model.lora.rank else (params, {})
 
     def init(self) -> None:
@@ -236,9 +204,9 @@ class Learner(PackedModel, abc.ABC):
         self.state = make(jax.random.key(self._seed))
 
     def start_from(self, params: Params) -> None:
-        """Takes over weights in the training layout (they are donated); optimiser and step start anew.
+        """Starts from weights in the training layout (they are donated) with a fresh optimiser and step 0.
 
-        Where the model has adapters and `params` has none, fresh ones are added.
+        Adds fresh adapters if the model has adapters and `params` has none.
         """
 
         def make(params: Params, key: jax.Array) -> TrainState:
@@ -269,10 +237,10 @@ class Learner(PackedModel, abc.ABC):
         Args:
           batch: what to learn from.
           objective: what to minimise.
-          epochs: times that the minibatches are gone through, in their order, in one program.
-          also: further batches, of as many minibatches, whose losses are added, such as a pretraining loss.
-          reference: weights in the layout of this role's, for an objective that needs them; with adapters
-            those below them are the reference, and none are given.
+          epochs: passes over the minibatches, in their order, in one program.
+          also: further batches with as many minibatches, whose losses are added; a pretraining loss, say.
+          reference: weights in this role's layout, for an objective that needs them. None with adapters: the
+            frozen weights below them are the reference.
         """
         return self._learn(batch, objective, also, reference, epochs)[0]
 
@@ -284,23 +252,23 @@ class Learner(PackedModel, abc.ABC):
         reference: Params | None,
         epochs: int = 1,
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """`update`; returns metrics, and the first minibatch's `objective.own`, [M, R, T] each."""
+        """`update`; returns metrics, and the first minibatch's `objective.this_pass`, [M, R, T] each."""
         batches, objectives = zip((batch, objective), *also, strict=True)
         given = reference is not None or bool(self.model.lora.rank)
         assert given or not objective.needs_reference, "the objective needs a reference's weights"
-        assert epochs == 1 or not objective.has_own, (
-            "a second epoch would take its own for the first's"
+        assert epochs == 1 or not objective.uses_this_pass, (
+            "the first minibatch of a second epoch no longer has the policy that the step began with"
         )
         update = self.update_program(objectives, epochs=epochs)
         state = self.for_training()
         self._before_change()
         # Before, since an update that fails has consumed the state.
         self._num_updates += 1
-        self.state, metrics, own = update(state, batches, reference)
-        return metrics, own
+        self.state, metrics, this_pass = update(state, batches, reference)
+        return metrics, this_pass
 
     def update_program(self, objectives: tuple[Objective, ...], *, epochs: int = 1) -> Any:
-        """The compiled `(state, batches, reference) -> (state, metrics, own)`; it consumes the state."""
+        """The compiled `(state, batches, reference) -> (state, metrics, this_pass)`; the state is donated."""
         if (objectives, epochs) not in self._updates:
             self._updates[objectives, epochs] = jax.jit(
                 lambda state, batches, reference: self._update(
@@ -323,131 +291,100 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = self._learning_rate(state.step)
         trained, frozen = self._split(state.params)
-        beside = (frozen, frozen if self.model.lora.rank else reference)
+        reference = frozen if self.model.lora.rank else reference
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
         batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
-
         staged = shards_of("layers", TRAIN_RULES, self.mesh) > 1
         changes_order = staged and platform_of(self.mesh) == "tpu"
 
         def minibatch(carry, u):
             params, opt_state = carry
-            grads, stats, sums, own = self._gradient(params, beside, batches[0], u, objectives[0])
-            for batch, objective in zip(batches[1:], objectives[1:], strict=True):
-                more, *_ = self._gradient(params, beside, batch, u, objective)
-                grads = jax.tree.map(jnp.add, grads, more)
-            with jax.named_scope("optimizer"):
-                grad_norm = optax.tree.norm(grads)
-                opt_state = self._each_moment(from_host, opt_state, opt_state)
-                # Adam's bias correction raises a float to an int: optax relies on promotion.
-                with jax.numpy_dtype_promotion("standard"):
-                    direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
-                new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
-                # A gradient that is not finite would poison the moments for good: skip it and count it.
-                # So would Adam's momentum move weights for a minibatch that has nothing left to train on.
-                useful = jnp.isfinite(grad_norm) & (stats.pop("tokens") > 0)
-                keep = lambda new, old: jnp.where(useful, new, old)  # noqa: E731
-                params = jax.tree.map(keep, new_params, params)
-                opt_state = jax.tree.map(keep, new_opt_state, opt_state)
-                opt_state = self._each_moment(to_host, opt_state, opt_state)
-            stats |= {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
+            first, *others = (
+                self._gradient(params, frozen, reference, batch, u, objective)
+                for batch, objective in zip(batches, objectives, strict=True)
+            )
+            grads = first.grads
+            for other in others:
+                grads = jax.tree.map(jnp.add, grads, other.grads)
+            has_tokens = first.sums.trained.tokens > 0
+            carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_tokens)
             if changes_order:
-                params, opt_state = _as_stored((params, opt_state))
-            return (params, opt_state), (stats, sums.largest, sums.tally, own)
+                carry = _as_stored(carry)
+            return carry, (first.stats | stats, first.sums, first.this_pass)
 
         U = batches[0].tokens.shape[0]
-        (trained, opt_state), (stats_U, largest_U, tally_U, own_U) = jax.lax.scan(
+        (trained, opt_state), (stats_U, sums_U, this_pass_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
-        metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
-        metrics |= {name: value_U.max() for name, value_U in largest_U.items()}
-        # Before the first update the policy is still the one that the step began with.
-        metrics |= {f"first_{name}": value_U[0] for name, value_U in largest_U.items()}
-        if objectives[0].correction is not None:
-            metrics |= objectives[0].correction.metrics(tally_U)
-        first_kl = stats_U.get("ppo_kl", jnp.zeros(1))[0]
-        metrics |= {"lr": lr, "first_ppo_kl": first_kl}
-        return new_state, metrics, jax.tree.map(lambda x: x[0], own_U)
+        metrics = _step_metrics(stats_U, sums_U, objectives[0]) | {"lr": lr}
+        return new_state, metrics, jax.tree.map(lambda x: x[0], this_pass_U)
 
-    def _gradient(self, params, beside, batch: Any, u, objective: Objective):
-        """Gradient of one minibatch's loss, its mean stats, sums over all its microbatches, and their `own`.
+    def _gradient(
+        self,
+        trained: Params,
+        frozen: Params,
+        reference: Params | None,
+        batch: Any,
+        u: jax.Array,
+        objective: Objective,
+    ) -> MinibatchGradient:
+        """The gradient of what is trained; `reference` has the weights for objectives that need them."""
 
-        Every sum is divided once, by the minibatch's global count of trained tokens or sequences, so that
-        neither microbatches nor packing nor the mesh can change it.
-        """
-        frozen, reference = beside
-        _, M, _, T = batch.tokens.shape
-        counts = count(batch.loss_mask[u].reshape(-1, T), batch.segment_ids[u].reshape(-1, T))
-        num_tokens = jnp.maximum((batch.segment_ids[u] > 0).sum(dtype=jnp.float32), 1.0)
-        correction = objective.correction
-        ends_late = correction is not None and correction.ends_late
-        # Where the loss itself says which tokens stay, the count is known only at the end.
-        known = jax.tree.map(jnp.ones_like, counts) if ends_late else counts
-
-        def micro_loss(params, m):
-            micro = micro_of(batch, u, m)
-            whole = lora.join(params, frozen)
+        def forward(trained: Params, micro: Any) -> tuple[Any, Routing | None]:
+            params = lora.join(trained, frozen)
             if objective.needs_reference:
-                outputs, routing = self._outputs_against(whole, reference, micro)
-            else:
-                outputs, routing = self._outputs(whole, micro)
-            own = jax.lax.stop_gradient(objective.own(outputs))
-            # Before the first update the weights are those of the start of the step.
-            micro = micro.replace(
-                **{name: jnp.where(u == 0, x, getattr(micro, name)) for name, x in own.items()}
-            )
-            tally: Tally = {}
-            if correction is not None:
-                micro, tally = correction.apply(outputs, micro)
-            # Tokens outside the mask are replaced before the loss sees them: whatever they hold, even
-            # NaN, then has neither value nor gradient.
-            outputs, micro = _inside((outputs, micro), micro.loss_mask)
-            total, means = _weighed(objective, known, outputs, micro, self._described(outputs))
-            shares: Stats = {}
-            if routing is not None:
-                # Routing is a matter of whole microbatches, so each weighs as its tokens do.
-                share = (micro.segment_ids > 0).sum(dtype=jnp.float32) / num_tokens
-                balance = share * load_balancing_loss(routing)
-                total = total + self.train.load_balancing_coef * balance
-                shares = {name: share * x for name, x in routing_metrics(routing).items()}
-            largest = {
-                name: masked(x, micro.loss_mask).max()
-                for name, x in objective.largest(outputs, micro).items()
-            }
-            kept = count(micro.loss_mask, micro.segment_ids)
-            sums = _Sums(means, shares, kept, largest, tally)
-            return total, (jax.lax.stop_gradient(sums), own)
+                assert reference is not None, "the objective needs a reference's weights"
+                return self._outputs_against(params, reference, micro)
+            return self._outputs(params, micro)
 
-        place = functools.partial(
-            jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
+        return minibatch_gradient(
+            trained,
+            batch,
+            u,
+            objective,
+            forward=forward,
+            describe=self._described,
+            load_balancing_coef=self.train.load_balancing_coef,
+            place=functools.partial(
+                jax.lax.with_sharding_constraint,
+                shardings=self.trained(self._gradient_shardings),
+            ),
         )
-        # The backward pass adds to these in place, layer by layer: there is no gradient of a microbatch
-        # beside the sum.
-        grads = jax.tree.map(jax.new_ref, place(jax.tree.map(jnp.zeros_like, params)))
 
-        def accumulate(m, total):
-            pull_back: Any
-            _, pull_back, (sums, own) = jax.vjp(lambda p: micro_loss(p, m), params, has_aux=True)
-            pull_back.with_refs(grads)(jnp.float32(1))
-            own_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], own)
-            return total[0] + sums, own_M
+    @jax.named_scope("optimizer")
+    def _optimizer_step(
+        self, params: Params, opt_state: Any, grads: Params, lr: jax.Array, has_tokens: jax.Array
+    ) -> tuple[tuple[Params, Any], Stats]:
+        """((new weights, new optimiser state), stats); both stay as they are if the update is skipped."""
+        grad_norm = optax.tree.norm(grads)
+        opt_state = self._each_moment(from_host, opt_state, opt_state)
+        # Adam's bias correction raises a float to an int: optax relies on promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
+        new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
+        # A gradient that is not finite would poison the moments for good: skip it and count it. A minibatch
+        # without trained tokens is skipped too: Adam's momentum would move the weights all the same.
+        useful = jnp.isfinite(grad_norm) & has_tokens
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(useful, new, old),
+            (new_params, new_opt_state),
+            (params, opt_state),
+        )
+        opt_state = self._each_moment(to_host, opt_state, opt_state)
+        stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
+        return (params, opt_state), stats
 
-        _, (sums, own) = jax.eval_shape(micro_loss, params, 0)
-        own_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), own)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, own_M))
-        sums, own_M = jax.lax.fori_loop(0, batch.num_micro_U[u], accumulate, zeros)
-        grads = place(jax.tree.map(jax.freeze, grads))
-        stats = sums.means
-        if correction is not None and ends_late:
-            assert not self.train.load_balancing_coef, "a share of it would be divided twice"
-            divisor = objective.aggregation.divisor(sums.kept) * correction.norm_factor(sums.tally)
-            grads = jax.tree.map(lambda g: g / divisor, grads)
-            of_stats = objective.stats.divisor(sums.kept)
-            stats = {
-                name: x / (divisor if name == "loss" else of_stats) for name, x in stats.items()
-            }
-        return grads, stats | sums.shares | {"tokens": sums.kept.tokens}, sums, own_M
+
+def _step_metrics(stats_U: Stats, sums_U: Sums, objective: Objective) -> Stats:
+    """Metrics of a step from those of its minibatches, which lie along the first axis."""
+    metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+    for name, value_U in sums_U.maxima.items():
+        # Before its first update the policy is still the one that the step began with.
+        metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
+    if objective.correction is not None:
+        metrics |= objective.correction.metrics(sums_U.correction)
+    return metrics | {"first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(1))[0]}
 
 
 def _as_stored(state: Any) -> Any:
@@ -460,31 +397,6 @@ def _as_stored(state: Any) -> Any:
     return jax.tree.map(
         lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state
     )
-
-
-def _weighed(
-    objective: Objective, counts: Counts, outputs: Any, micro: Any, described: Stats
-) -> tuple[jax.Array, Stats]:
-    """A microbatch's share of the minibatch's loss, and of the means of its stats."""
-    loss_RT, stats = objective.loss(outputs, micro)
-
-    def share(aggregation: Aggregation, x_RT: jax.Array) -> jax.Array:
-        total = aggregation.total(x_RT, micro.loss_mask, micro.segment_ids)
-        return total / aggregation.divisor(counts)
-
-    total = share(objective.aggregation, loss_RT)
-    means = {name: share(objective.stats, x) for name, x in (described | stats).items()}
-    return total, means | {"loss": total}
-
-
-def _inside(tree: Any, mask_RT: jax.Array) -> Any:
-    """Floats [R, T] of a tree, 0 outside the mask."""
-
-    def one(x: jax.Array) -> jax.Array:
-        per_token = x.shape == mask_RT.shape and jnp.issubdtype(x.dtype, jnp.floating)
-        return masked(x, mask_RT) if per_token else x
-
-    return jax.tree.map(one, tree)
 
 
 def _abstract(shapes: Any, where: Any) -> Any:

@@ -116,17 +116,17 @@ def policy(
             _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
         further["correction"] = _inside_the_loss(correction)
     if shares_forward:
-        further["own"] = _own_logprobs
+        further["this_pass"] = _logprobs_of_this_pass
     return Objective(
         loss,
         make(**(aggregation_options or {})),
-        largest=_ratio_deviation,
+        maxima=_ratio_deviation,
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )
 
 
-def _own_logprobs(outputs: PolicyOutputs) -> dict[str, jax.Array]:
+def _logprobs_of_this_pass(outputs: PolicyOutputs) -> dict[str, jax.Array]:
     return {"old_logprob": outputs.logprob}
 
 
@@ -193,16 +193,17 @@ def _check_correction(correction: CorrectionConfig, loss: str, *, adds_terms: bo
 
 def _inside_the_loss(correction: CorrectionConfig) -> InnerCorrection:
     def apply(outputs: PolicyOutputs, micro: TrainBatch):
-        weight_RT, mask_RT, tally = correct(
+        weight_RT, mask_RT, moments = correct(
             correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
         )
-        return micro.replace(weight=weight_RT, loss_mask=mask_RT), tally
+        return micro.replace(weight=weight_RT, loss_mask=mask_RT), moments
 
     return InnerCorrection(
         apply,
         norm_factor=functools.partial(norm_factor, correction),
         metrics=functools.partial(correction_metrics, correction),
-        ends_late=bool(correction.rejections) or (correction.weighs and correction.normalize),
+        defers_normalizer=bool(correction.rejections)
+        or (correction.weighs and correction.normalize),
     )
 
 

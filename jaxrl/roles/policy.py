@@ -296,8 +296,8 @@ class Actor(Learner):
     ) -> tuple[dict[str, jax.Array], TrainBatch]:
         """`update` by an objective whose first minibatch takes its old log-probabilities from its own forward
         pass; returns metrics, and the batch with these, all still on the devices."""
-        metrics, own = self._learn(batch, objective, also, reference)
-        first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in own.items()}
+        metrics, this_pass = self._learn(batch, objective, also, reference)
+        first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in this_pass.items()}
         return metrics, batch.replace(**first)
 
     def _outputs(self, params: Params, micro: Any) -> tuple[PolicyOutputs, Routing | None]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.algos.moments import Moments, add_tallies, merge_tallies
+from jaxrl.algos.moments import Moments, add_moments, merge_moments
 
 few = settings(max_examples=20)
 ROWS = 6
@@ -33,9 +33,9 @@ def of_rows(x, mask):
     parts = [Moments.of(x[i], mask[i]) for i in range(ROWS)]
     added = {"x": jax.tree.map(jnp.zeros_like, parts[0])}  # a carry begins with zeros
     for part in parts:
-        added = add_tallies(added, {"x": part})
+        added = add_moments(added, {"x": part})
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-    return added["x"], merge_tallies({"x": stacked})["x"]
+    return added["x"], merge_moments({"x": stacked})["x"]
 
 
 @few

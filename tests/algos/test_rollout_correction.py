@@ -20,7 +20,7 @@ log_ratio = jax.jit(correction.log_ratio)
 token_weights = jax.jit(correction.token_weights)
 sequence_weights = jax.jit(correction.sequence_weights)
 mismatch_metrics = jax.jit(
-    lambda *arrays: correction.mismatch_metrics(correction.mismatch_tally(*arrays))
+    lambda *arrays: correction.mismatch_metrics(correction.mismatch_moments(*arrays))
 )
 
 
@@ -88,8 +88,8 @@ def rejected(over, by, lowest, highest):
     def run(rho, mask, ids):
         statistic = rejection.statistic(rho, mask, ids)
         kept = rejection.keep(statistic, mask)
-        tally = correction.rejection_tally(rejection, statistic, kept, mask, ids)
-        return kept, correction.rejection_metrics(rejection, tally)
+        moments = correction.rejection_moments(rejection, statistic, kept, mask, ids)
+        return kept, correction.rejection_metrics(rejection, moments)
 
     return jax.jit(run)
 
@@ -196,7 +196,7 @@ def test_rejected_tokens_leave_numerator_and_denominator():
 
 @jax.jit
 def kept_metrics(kept, mask, ids):
-    return correction.kept_metrics(correction.kept_tally(kept, mask, ids))
+    return correction.kept_metrics(correction.kept_moments(kept, mask, ids))
 
 
 @few
@@ -262,9 +262,9 @@ def weighed(level):
     def run(rho, mask, ids):
         ratio = weighting.of_ratio(rho, mask, ids)
         weight = correction.truncate(ratio, highest=1.2)
-        tally = correction.weight_tally(ratio, weight, mask, ids, lowest=0.8, highest=1.2)
-        metrics = weighting.metrics(tally) | correction.outside_band(tally)
-        return weight, weighting.norm_factor(tally), metrics
+        moments = correction.weight_moments(ratio, weight, mask, ids, lowest=0.8, highest=1.2)
+        metrics = weighting.metrics(moments) | correction.outside_band(moments)
+        return weight, weighting.norm_factor(moments), metrics
 
     return jax.jit(run)
 
@@ -314,8 +314,8 @@ def test_weight_metrics_equal_their_twins(level, seed):
 def test_weights_of_nothing_but_0_are_divided_by_1(level):
     zeros, ones = jnp.zeros((1, 3)), jnp.ones((1, 3))
     ids = ones.astype(jnp.int32)
-    tally = correction.weight_tally(ones, zeros, ones, ids, lowest=2.0, highest=3.0)
-    assert WEIGHTINGS[level].norm_factor(tally) == 1
+    moments = correction.weight_moments(ones, zeros, ones, ids, lowest=2.0, highest=3.0)
+    assert WEIGHTINGS[level].norm_factor(moments) == 1
 
 
 @few

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from packed import SHAPES, packed, sequences
 
-from jaxrl.algos.moments import add_tallies
+from jaxrl.algos.moments import add_moments
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -103,9 +103,9 @@ def test_a_huge_ratio_that_is_cut_does_not_show_in_the_factor():
     rollout = jnp.full((1, 4), -17.0)
     train = rollout + jnp.log(jnp.array([[0.9, 0.5, 0.5, 0.0]])).at[0, 3].set(16.9)
     config = CorrectionConfig(weights="token", highest=2.0, normalize=True)
-    weight, _, tally = correct(config, train, rollout, *where)
+    weight, _, moments = correct(config, train, rollout, *where)
     np.testing.assert_allclose(weight, [[0.9, 0.5, 0.5, 2.0]], rtol=1e-5)
-    assert float(norm_factor(config, tally)) == pytest.approx(3.9 / 4, rel=1e-5)
+    assert float(norm_factor(config, moments)) == pytest.approx(3.9 / 4, rel=1e-5)
 
 
 def test_a_band_tells_its_share():
@@ -174,19 +174,19 @@ def test_statistics_of_parts_are_those_of_the_whole():
         x.reshape(8, -1)
         for x in (rows.old_logprob, rows.rollout_logprob, rows.loss_mask, rows.segment_ids)
     ]
-    tally_of = jax.jit(lambda *arrays: correct(config, *arrays).tally)
+    moments_of = jax.jit(lambda *arrays: correct(config, *arrays).moments)
 
-    def metrics_of(tally):
+    def metrics_of(moments):
         return jax.jit(lambda t: correction_metrics(config, jax.tree.map(lambda x: x[None], t)))(
-            tally
+            moments
         )
 
     # The part without any row has nothing to tell.
-    parts = [tally_of(*(x * (np.arange(8) < 3)[:, None] for x in arrays))]
-    parts += [tally_of(*(x * (np.arange(8) >= 3)[:, None] for x in arrays))]
-    parts += [tally_of(*(x * 0 for x in arrays))]
-    ours = metrics_of(functools.reduce(add_tallies, parts))
-    for name, value in metrics_of(tally_of(*arrays)).items():
+    parts = [moments_of(*(x * (np.arange(8) < 3)[:, None] for x in arrays))]
+    parts += [moments_of(*(x * (np.arange(8) >= 3)[:, None] for x in arrays))]
+    parts += [moments_of(*(x * 0 for x in arrays))]
+    ours = metrics_of(functools.reduce(add_moments, parts))
+    for name, value in metrics_of(moments_of(*arrays)).items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

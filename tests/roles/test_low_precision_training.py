@@ -92,7 +92,10 @@ def test_eight_devices_compute_what_one_does(in_full, products, layout):
     distance = np.abs(logprobs[0] - logprobs[1])
     assert distance.max() < 0.1
     assert np.mean(distance > 1e-4) < 0.5
-    np.testing.assert_allclose(losses[1], losses[0], rtol=5e-3)
+    # After an update the weights differ by that noise too: the loss by .53% with AVX-512, and by
+    # less than .5% on others. 8 bits differ from full precision by up to 1.6%.
+    np.testing.assert_allclose(losses[1][0], losses[0][0], rtol=5e-3)
+    np.testing.assert_allclose(losses[1][1], losses[0][1], rtol=1e-2)
 
 
 @pytest.mark.parametrize("products", KINDS)

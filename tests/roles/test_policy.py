@@ -649,7 +649,7 @@ def test_epochs_of_one_program_are_updates_one_after_another(layout):
 def test_an_epoch_again_wants_the_log_probabilities_of_the_first():
     actor = fresh()
     batch = actor.place(packed(sequences(), TWO_UPDATES))
-    with pytest.raises(AssertionError, match="take its own for the first's"):
+    with pytest.raises(AssertionError, match="no longer has the policy"):
         actor.update(
             batch,
             policy("clipped", OPTIONS, shares_forward=True),

@@ -1,0 +1,250 @@
+"""The gradient of one minibatch: microbatch after microbatch, divided once by the minibatch's count.
+
+A microbatch passes through `MicrobatchLoss`:
+
+    forward           outputs [R, T]: log-probabilities and entropy of a policy, values of a critic
+    this pass         in the first minibatch of a step the outputs stand in for the old log-probabilities
+    correction        importance weights; rejected tokens leave the mask
+    mask              every float outside the mask becomes 0, so that not even a NaN there has a gradient
+    loss              per token, summed by the objective's aggregation, divided by the minibatch's count
+    load balancing    of a mixture of experts, weighted by the microbatch's share of the tokens
+
+`minibatch_gradient` adds the microbatches up. With M = 3, of which the last is empty:
+
+    microbatch 0    6 trained tokens, losses sum to 3.0    3.0 / 10 = .3
+    microbatch 1    4 trained tokens, losses sum to 1.0    1.0 / 10 = .1
+    microbatch 2    no tokens                              not computed
+    minibatch      10 trained tokens                       loss .4, the mean over its tokens
+
+The result does not depend on how the tokens are split over microbatches, rows and devices.
+
+U minibatches   M microbatches   R rows   T tokens of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.algos.aggregation import Aggregation, Counts, count
+from jaxrl.algos.moments import RunningMoments, add_moments
+from jaxrl.algos.segments import masked
+from jaxrl.models.decoder import Params
+from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
+from jaxrl.roles.objective import Objective, Stats
+from jaxrl.roles.packed_model import micro_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Statistics of microbatches, which `+` combines.
+
+    Attributes:
+      means: stats that are divided by the same count as the loss.
+      shares: stats that are weighted by the microbatch's share of the tokens.
+      trained: counts of the tokens and sequences in the mask.
+      maxima: stats of which the largest value stays.
+      correction: statistics of the correction inside the loss.
+    """
+
+    means: Stats
+    shares: Stats
+    trained: Counts
+    maxima: Stats
+    correction: RunningMoments
+
+    def __add__(self, other: Sums) -> Sums:
+        add = functools.partial(jax.tree.map, jnp.add)
+        return Sums(
+            add(self.means, other.means),
+            add(self.shares, other.shares),
+            add(self.trained, other.trained),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+            add_moments(self.correction, other.correction),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchLoss:
+    """The loss of any microbatch of minibatch u.
+
+    Attributes:
+      forward: (trained weights, microbatch) -> (outputs, routing); routing is None without experts.
+      describe: (outputs) -> stats [R, T] that are reported whatever the loss.
+      objective: the loss per token, how it adds up, and what surrounds it.
+      load_balancing_coef: weight of the load-balancing loss.
+      u: index of the minibatch in its step.
+      counts: trained tokens and sequences of the minibatch, by which the loss is divided; ones where the
+        objective's normaliser is deferred.
+      num_tokens: tokens of the minibatch outside padding, at least 1.
+    """
+
+    forward: Callable[[Params, Any], tuple[Any, Routing | None]]
+    describe: Callable[[Any], Stats]
+    objective: Objective
+    load_balancing_coef: float
+    u: jax.Array
+    counts: Counts
+    num_tokens: jax.Array
+
+    def __call__(self, params: Params, micro: Any) -> tuple[jax.Array, tuple[Sums, Stats]]:
+        """The microbatch's part of the loss, its sums, and its outputs under the names of batch fields."""
+        outputs, routing = self.forward(params, micro)
+        this_pass = jax.lax.stop_gradient(self.objective.this_pass(outputs))
+        micro = self._with_this_pass(micro, this_pass)
+        micro, correction = self._corrected(outputs, micro)
+        outputs, micro = _zero_outside((outputs, micro), micro.loss_mask)
+        loss, means = self._loss(outputs, micro)
+        loss, shares = self._with_load_balancing(loss, routing, micro)
+        maxima = {
+            name: masked(x, micro.loss_mask).max()
+            for name, x in self.objective.maxima(outputs, micro).items()
+        }
+        trained = count(micro.loss_mask, micro.segment_ids)
+        sums = Sums(means, shares, trained, maxima, correction)
+        return loss, (jax.lax.stop_gradient(sums), this_pass)
+
+    def _with_this_pass(self, micro: Any, this_pass: Stats) -> Any:
+        # Before the first update of a step the weights are those that the step began with.
+        first = self.u == 0
+        return micro.replace(
+            **{name: jnp.where(first, x, getattr(micro, name)) for name, x in this_pass.items()}
+        )
+
+    def _corrected(self, outputs: Any, micro: Any) -> tuple[Any, RunningMoments]:
+        correction = self.objective.correction
+        return (micro, {}) if correction is None else correction.apply(outputs, micro)
+
+    def _loss(self, outputs: Any, micro: Any) -> tuple[jax.Array, Stats]:
+        loss_RT, stats = self.objective.loss(outputs, micro)
+
+        def share(aggregation: Aggregation, x_RT: jax.Array) -> jax.Array:
+            total = aggregation.total(x_RT, micro.loss_mask, micro.segment_ids)
+            return total / aggregation.divisor(self.counts)
+
+        loss = share(self.objective.aggregation, loss_RT)
+        stats = self.describe(outputs) | stats
+        means = {name: share(self.objective.stats, x) for name, x in stats.items()}
+        return loss, means | {"loss": loss}
+
+    def _with_load_balancing(
+        self, loss: jax.Array, routing: Routing | None, micro: Any
+    ) -> tuple[jax.Array, Stats]:
+        if routing is None:
+            return loss, {}
+        # Routing is known per microbatch, not per token: each microbatch weighs as its tokens do.
+        share = (micro.segment_ids > 0).sum(dtype=jnp.float32) / self.num_tokens
+        balance = share * load_balancing_loss(routing)
+        shares = {name: share * x for name, x in routing_metrics(routing).items()}
+        return loss + self.load_balancing_coef * balance, shares
+
+
+@dataclasses.dataclass(frozen=True)
+class MinibatchGradient:
+    """What one minibatch contributes to an update.
+
+    Attributes:
+      grads: of the trained weights.
+      stats: means over the minibatch, scalars; "loss" among them.
+      sums: of its microbatches.
+      this_pass: the objective's `this_pass`, [M, R, T] each.
+    """
+
+    grads: Params
+    stats: Stats
+    sums: Sums
+    this_pass: Stats
+
+
+def minibatch_gradient(
+    params: Params,
+    batch: Any,
+    u: jax.Array,
+    objective: Objective,
+    *,
+    forward: Callable[[Params, Any], tuple[Any, Routing | None]],
+    describe: Callable[[Any], Stats],
+    load_balancing_coef: float,
+    place: Callable[[Params], Params],
+) -> MinibatchGradient:
+    """The gradient of minibatch u of a packed batch.
+
+    Args:
+      params: the trained weights.
+      batch: fields [U, M, R, T].
+      u: which minibatch, an int32 scalar.
+      objective: what is minimised.
+      forward, describe, load_balancing_coef: as in `MicrobatchLoss`.
+      place: constrains gradients to their shardings.
+    """
+    T = batch.tokens.shape[-1]
+    segment_ids = batch.segment_ids[u]
+    counts = count(batch.loss_mask[u].reshape(-1, T), segment_ids.reshape(-1, T))
+    deferred = objective.correction is not None and objective.correction.defers_normalizer
+    loss = MicrobatchLoss(
+        forward,
+        describe,
+        objective,
+        load_balancing_coef,
+        u,
+        counts=jax.tree.map(jnp.ones_like, counts) if deferred else counts,
+        num_tokens=jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1.0),
+    )
+    grads, sums, this_pass = _accumulate(loss, params, batch, place)
+    stats = sums.means
+    if deferred:
+        assert not load_balancing_coef, "the load-balancing loss would be divided twice"
+        grads, stats = _normalized(objective, grads, sums)
+    return MinibatchGradient(grads, stats | sums.shares, sums, this_pass)
+
+
+def _accumulate(
+    loss: MicrobatchLoss, params: Params, batch: Any, place: Callable[[Params], Params]
+) -> tuple[Params, Sums, Stats]:
+    """Gradients and sums over the microbatches that hold tokens, and `this_pass` of each."""
+    u, M = loss.u, batch.tokens.shape[1]
+    # The backward pass adds to these in place, layer by layer. The gradient of one microbatch never exists
+    # as a second copy beside their sum.
+    grads = jax.tree.map(jax.new_ref, place(jax.tree.map(jnp.zeros_like, params)))
+
+    def add(m, total: tuple[Sums, Stats]):
+        pull_back: Any
+        _, pull_back, (sums, this_pass) = jax.vjp(
+            lambda p: loss(p, micro_of(batch, u, m)), params, has_aux=True
+        )
+        pull_back.with_refs(grads)(jnp.float32(1))
+        this_pass_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], this_pass)
+        return total[0] + sums, this_pass_M
+
+    _, (sums, this_pass) = jax.eval_shape(lambda p: loss(p, micro_of(batch, u, 0)), params)
+    this_pass_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), this_pass)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, this_pass_M))
+    sums, this_pass_M = jax.lax.fori_loop(0, batch.num_micro_U[u], add, zeros)
+    return place(jax.tree.map(jax.freeze, grads)), sums, this_pass_M
+
+
+def _normalized(objective: Objective, grads: Params, sums: Sums) -> tuple[Params, Stats]:
+    """Divides by what only the loss itself could tell: the tokens it kept, and its weights' mean."""
+    correction = objective.correction
+    assert correction is not None, "only a correction defers the normaliser"
+    divisor = objective.aggregation.divisor(sums.trained)
+    divisor = divisor * correction.norm_factor(sums.correction)
+    of_stats = objective.stats.divisor(sums.trained)
+    stats = {name: x / (divisor if name == "loss" else of_stats) for name, x in sums.means.items()}
+    return jax.tree.map(lambda g: g / divisor, grads), stats
+
+
+def _zero_outside(tree: Any, mask_RT: jax.Array) -> Any:
+    """Sets floats [R, T] of a tree to 0 outside the mask."""
+
+    def one(x: jax.Array) -> jax.Array:
+        per_token = x.shape == mask_RT.shape and jnp.issubdtype(x.dtype, jnp.floating)
+        return masked(x, mask_RT) if per_token else x
+
+    return jax.tree.map(one, tree)
