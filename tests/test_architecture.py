@@ -39,7 +39,6 @@ LATE_IMPORTS = {
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
-    ("jaxrl/rewards/pool_functions.py", "jaxrl.rewards.math_equality"): "extra `math`",
     ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",

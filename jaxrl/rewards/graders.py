@@ -71,7 +71,7 @@ class GraderKind:
 GRADERS: dict[str, GraderKind] = {
     "answer": GraderKind(lambda: FunctionGrader(grade_answer)),
     "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k)),
-    "math": GraderKind(MathGrader, EQUAL, "math_verify", "math"),
+    "math": GraderKind(MathGrader, EQUAL),
     "choice": GraderKind(ChoiceGrader),
     "exact": GraderKind(ExactGrader),
     "regex": GraderKind(RegexGrader, SEARCH),

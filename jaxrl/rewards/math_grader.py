@@ -1,11 +1,11 @@
-r"""The grader `math`: general mathematics, read by us and compared with math-verify in worker processes.
+r"""The grader `math`: general mathematics, parsed and compared in worker processes.
 
     response -> the answer that it ends with -> the same text as the truth, or a plain number? -> decided here
-             -> else (truth, answer) -> a worker: `math_equality.equal` -> right or wrong
+             -> else (truth, answer) -> a worker: `answer_reader.answer_equality.equal` -> right or wrong
 
 The answer is the last `\boxed{}`, wherever it stands, or what follows "Answer:" or "####" in the last 300
 characters; of several the last one. Boxes side by side ("\boxed{1} or \boxed{2}") are one answer with two
-parts. What an answer may look like and what is refused is in `math_answers`.
+parts. `answer_reader` says what an answer may look like.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from fractions import Fraction
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.answer import answer_span, normalize_answer
+from jaxrl.rewards.answer_reader import MAX_CHARS, closing_brace, spelled, undressed
 from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import Row, Sample, Verdict, empty_fault
-from jaxrl.rewards.math_answers import closing_brace, spelled, undressed
-from jaxrl.rewards.math_tokens import MAX_CHARS
 from jaxrl.rewards.worker import WorkerFault
 
 EQUAL = "math"

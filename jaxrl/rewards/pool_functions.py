@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.rewards.answer_reader.answer_equality import equal
 from jaxrl.rewards.caged_graders import CODE, TASK
 from jaxrl.rewards.code_tests import run_tests
 from jaxrl.rewards.math_grader import EQUAL
@@ -26,12 +27,6 @@ def load_pool_function(name: str) -> Callable[[Any], Any]:
         function = load_function(name, "grader", takes=("response", "answer"))
         return lambda texts: function(*texts)
     return _loaders()[name]()
-
-
-def _load_equality() -> Callable[[tuple[str, str]], bool]:
-    from jaxrl.rewards.math_equality import equal
-
-    return lambda pair: equal(*pair)
 
 
 def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
@@ -64,7 +59,7 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
 
 def _loaders() -> dict[str, Callable[[], Callable[[Any], Any]]]:
     return {
-        EQUAL: _load_equality,
+        EQUAL: lambda: lambda pair: equal(*pair),
         SEARCH: lambda: search,
         CODE: lambda: run_tests,
         TASK: _load_scorer,

@@ -3,15 +3,12 @@
 import contextlib
 
 import pytest
-from extras import import_extra
 from hypothesis import given
 from hypothesis import strategies as st
 
-import_extra("math", "math_verify")
-
-from jaxrl.rewards.math_answers import read_answer  # noqa: E402
-from jaxrl.rewards.math_equality import equal  # noqa: E402
-from jaxrl.rewards.math_tokens import Unreadable  # noqa: E402
+from jaxrl.rewards.answer_reader.answer_equality import equal
+from jaxrl.rewards.answer_reader.answer_parser import read_answer
+from jaxrl.rewards.answer_reader.answer_tokens import Unreadable
 
 RIGHT = {
     "-7": ["-7 = x", "-7^\\circ"],
@@ -256,6 +253,8 @@ RIGHT = {
 
 # Hedges, near misses, and texts that a lenient reader takes for the answer.
 WRONG = {
+    # Ramanujan's constant differs from the integer in its 31st digit.
+    "262537412640768744": [r"e^{\pi\sqrt{163}}"],
     "1,234": ["1, 234", "1234, 1", "1.234", "12,34"],
     "0.3": [r"0.3\%", r"3\%"],
     "17": ["17 kg apples", "17 = 17x", "x = y", "18 = x"],

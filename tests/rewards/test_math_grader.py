@@ -6,12 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from extras import import_extra
 
-import_extra("math", "math_verify")
-
-from jaxrl.rewards import Graders, Row, Sample  # noqa: E402
-from jaxrl.rewards.math_grader import math_answer, math_truth  # noqa: E402
+from jaxrl.rewards import Graders, Row, Sample
+from jaxrl.rewards.math_grader import math_answer, math_truth
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 

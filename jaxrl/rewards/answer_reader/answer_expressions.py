@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from jaxrl.rewards.math_tokens import FUNCTIONS, Token, Unreadable, number_of
+from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
 
 _MAX_DEPTH = 60
 _CONSTANTS = {"pi": "pi", "infty": "inf"}

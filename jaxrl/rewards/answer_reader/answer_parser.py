@@ -1,13 +1,21 @@
-r"""What kind of answer a text is: a quantity, words, several answers, a point, an interval, a matrix, an
-equation.
+"""The parser of answers: which kind of answer a text is (`answer_kinds`), by its outermost structure.
 
-    "x = 3"                      Relation(("=",), (label x, 3))
-    "1 \pm \sqrt{19}"            Several(two quantities)
-    "(-\infty, 2) \cup [3, 5)"   Union(two Brackets)
-    "20\text{ miles}"            Quantity(20, unit "mile")
+Tried in this order, each on what the one before leaves:
 
-A text that is several things at once ("42 or 43"), or says what is not so ("\ne 42"), is read as just
-that, and so equals no single number. Comparing is the business of `math_equality`.
+    fixed phrases           "all real numbers", "no solution"        Reals, Empty
+    digits in a base        "4210_5", "110 base 2"                   Based
+    matrix environments     "\\begin{pmatrix} ... "                  Matrix
+    words alone             "Evelyn", "(C)"                          Words
+    commas, "or", "and"     "2, 3 and 4"                             Several
+    = < > in                "x = 3", "0 < x < 1"                     Relation
+    unions                  "(0, 1) \\cup (2, 3)"                    Union
+    brackets                "(1, 2)", "[0, 1)", "{1, 2}"             Brackets, Several
+    plus or minus           "1 \\pm 2"                               Several
+    colons                  "3 : 4"                                  Ratio
+    everything else         "42", "\\frac12 cm"                      Quantity
+
+A text that is several things at once ("42 or 43"), or a negation ("\\ne 42"), is parsed as just that. It
+then equals no single number.
 """
 
 from __future__ import annotations
@@ -16,123 +24,35 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.rewards.math_expressions import Node, expression
-from jaxrl.rewards.math_tokens import (
-    FUNCTIONS,
+from jaxrl.rewards.answer_reader.answer_expressions import Node, expression
+from jaxrl.rewards.answer_reader.answer_kinds import (
+    Answer,
+    Based,
+    Brackets,
+    Empty,
+    Matrix,
+    Quantity,
+    Ratio,
+    Reals,
+    Relation,
+    Several,
+    Union,
+    Words,
+)
+from jaxrl.rewards.answer_reader.answer_markup import undressed
+from jaxrl.rewards.answer_reader.answer_tokens import (
     MAX_CHARS,
-    UNIT_WORDS,
-    UNITS,
     WORDS,
     Token,
     Unreadable,
+    is_op,
     tokens_of,
 )
+from jaxrl.rewards.answer_reader.quantity_parser import quantity
 
 MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """An expression; `degrees`, `percent` and `unit` say what stood behind it."""
-
-    node: Node
-    unit: tuple[str, ...] = ()
-    known_unit: bool = True
-    degrees: bool = False
-    percent: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """Lower-case words; a single letter is one of several choices."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Several:
-    """Answers side by side in no order; `braces` if a set is written."""
-
-    items: tuple[Answer, ...]
-    braces: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Brackets:
-    """A point, a tuple, a vector or an interval."""
-
-    opening: str
-    items: tuple[Answer, ...]
-    closing: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Union:
-    """Sets of real numbers put together; `without` are taken off."""
-
-    items: tuple[Answer, ...]
-    without: tuple[Answer, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Reals:
-    """All real numbers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Empty:
-    """The empty set."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """Rows of equal length."""
-
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Relation:
-    """A chain: sides with one operator fewer between them, of = < > le ge ne in approx.
-
-    Attributes:
-      labels: of each side its text if it is a name of something, else None.
-    """
-
-    operators: tuple[str, ...]
-    sides: tuple[Answer | None, ...]
-    labels: tuple[str | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Based:
-    """Digits in a base."""
-
-    digits: str
-    base: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """a : b : c."""
-
-    items: tuple[Node, ...]
-
-
-Answer = (
-    Quantity
-    | Words
-    | Several
-    | Brackets
-    | Union
-    | Reals
-    | Empty
-    | Matrix
-    | Relation
-    | Based
-    | Ratio
-)
 
 _RELATIONS = {"=", "<", ">", "le", "ge", "ne", "in", "approx", "equiv", "sim"}
 _ENVIRONMENT = re.compile(
@@ -140,8 +60,6 @@ _ENVIRONMENT = re.compile(
     r"(?P<body>.*)\\end\s*\{(?P=name)\}",
     re.DOTALL,
 )
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BASED = re.compile(
     r"(-?)(?:\\text\s*\{)?\(?([0-9A-Z]+)\)?\}?\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{)?\s*([0-9]+|[a-z]+)\s*\}?\s*\}|([0-9]+))"
@@ -157,75 +75,8 @@ _BASES = {
 _PREAMBLE = re.compile(
     r"(?i)\A(?:(?:so|thus|hence|therefore|and)\b[\s,:]*)?(?:the\s+)?(?:final\s+)?(?:answer|solution|result|value)?\s*(?:is|are|=|:)\s*:?\s*(?=\S)"
 )
-_SPEEDS = {"mile": "mph", "km": "kph"}
 _ALL_REALS = re.compile(r"(?i)\A(?:all\s+(?:the\s+)?real(?:\s+numbers?|s)?|the\s+real\s+numbers)\Z")
 _NOTHING = re.compile(r"(?i)\A(?:no\s+(?:real\s+)?solutions?|none|empty\s+set)\Z")
-
-
-def undressed(text: str) -> str:
-    """Without Markdown, dollars, a box, and the full stop around an answer."""
-    while True:
-        before = text
-        text = text.strip().strip("`").strip()
-        if text.startswith("**") and text.endswith("**") and len(text) > 4:
-            text = text[2:-2]
-        text = re.sub(r"\A\*\*\s+|\s+\*\*\Z", "", text)
-        text = re.sub(r"(?<![.\\])[.,;:\u3002]\s*\Z", "", text)
-        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-            if (
-                text.startswith(opening)
-                and text.endswith(closing)
-                and len(text) > len(opening + closing)
-                and opening not in text[len(opening) : -len(closing)]
-                and not text.endswith(r"\$")
-            ):
-                text = text[len(opening) : -len(closing)]
-        box = _BOX.match(text)
-        if box and text.endswith("}") and closing_brace(text, box.end()) == len(text) - 1:
-            text = text[box.end() : -1]
-        if text == before:
-            return text
-
-
-def closing_brace(text: str, start: int) -> int:
-    """Where the brace closes that was opened before `start`; -1 if nowhere."""
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.start()
-    return -1
-
-
-def spelled(text: str) -> str:
-    """One text for answers that differ in dress alone; empty if nothing is left."""
-    text = undressed(text)
-    if len(text) > MAX_CHARS:
-        return " ".join(text.split())
-    try:
-        tokens = tokens_of(text)
-    except Unreadable:
-        return " ".join(text.split())
-    out: list[str] = []
-    for n, token in enumerate(tokens):
-        # Around one token braces say nothing.
-        if token.text in "{}" and token.kind == "op":
-            if (
-                token.text == "{"
-                and n + 2 < len(tokens)
-                and tokens[n + 2].text == "}"
-                and tokens[n + 2].kind == "op"
-            ):
-                continue
-            if (
-                token.text == "}"
-                and n >= 2
-                and tokens[n - 2].text == "{"
-                and tokens[n - 2].kind == "op"
-            ):
-                continue
-        out.append(token.text.lower() if token.kind == "word" else token.text)
-    return " ".join(out)
 
 
 def read_answer(text: str, *, thousands: bool = True) -> Answer:
@@ -304,7 +155,7 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
         return Words(" ".join("".join(letters).split()))
     several = _split(
         tokens,
-        lambda t: _is_op(t, ",", ";") or (t.kind == "word" and t.text.lower() in ("or", "and")),
+        lambda t: is_op(t, ",", ";") or (t.kind == "word" and t.text.lower() in ("or", "and")),
     )
     if len(several) > 1:
         return _several(several, depth)
@@ -328,15 +179,15 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
         return bracketed
     if any(t.kind == "cmd" and t.text == "pm" for t in tokens):
         return Several(tuple(_answer(branch, depth + 1) for branch in _plus_minus(tokens)))
-    ratio = _split(tokens, lambda t: _is_op(t, ":"))
+    ratio = _split(tokens, lambda t: is_op(t, ":"))
     if len(ratio) > 1:
         return Ratio(tuple(expression(part) for part in ratio))
-    return _quantity(tokens)
+    return quantity(tokens)
 
 
 def _all_words(tokens: Sequence[Token]) -> bool:
     """Words alone; "Evelyn", "LQSX" and "(C)" without \\text are meant so, too."""
-    if all(t.kind == "word" or _is_op(t, "(", ")", "-", "'", ".") for t in tokens):
+    if all(t.kind == "word" or is_op(t, "(", ")", "-", "'", ".") for t in tokens):
         return any(t.kind == "word" for t in tokens) and not any(
             t.text.lower() in ("or", "and", "not") and t.kind == "word" for t in tokens
         )
@@ -344,10 +195,6 @@ def _all_words(tokens: Sequence[Token]) -> bool:
         return False
     letters = "".join(t.text for t in tokens)
     return any(c.isupper() for c in letters) or len(letters) > 4
-
-
-def _is_op(token: Token, *texts: str) -> bool:
-    return token.kind == "op" and token.text in texts
 
 
 def _split(tokens: Sequence[Token], at: Callable[[Token], bool]) -> list[list[Token]]:
@@ -414,7 +261,7 @@ def _relation(tokens: list[Token], depth: int) -> Answer | None:
             level == 0
             and token.text in _RELATIONS
             and (token.kind in ("op", "cmd") or is_word_in)
-            and not (_is_op(token, "<") and n == 0 and _is_op(tokens[-1], ">"))
+            and not (is_op(token, "<") and n == 0 and is_op(tokens[-1], ">"))
         ):
             operators.append({"equiv": "=", "sim": "approx"}.get(token.text, token.text))
             sides.append([])
@@ -490,17 +337,17 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
             return None
         if not inner:
             return Empty()
-        condition = _split(inner, lambda t: _is_op(t, "|", ":"))
+        condition = _split(inner, lambda t: is_op(t, "|", ":"))
         if len(condition) == 2 and _is_bound(condition[0]):
             return _answer(condition[1], depth + 1)
         content = _answer(inner, depth + 1)
         items = content.items if isinstance(content, Several) else (content,)
         return Several(items, braces=True)
     angles = first.kind == "cmd" and pair == ("langle", "rangle")
-    signs = _is_op(first, "<") and _is_op(last, ">")
-    if angles or signs or (_is_op(first, "(", "[") and _is_op(last, ")", "]") and _whole(tokens)):
+    signs = is_op(first, "<") and is_op(last, ">")
+    if angles or signs or (is_op(first, "(", "[") and is_op(last, ")", "]") and _whole(tokens)):
         inner = tokens[1:-1]
-        parts = _split(inner, lambda t: _is_op(t, ",", ";"))
+        parts = _split(inner, lambda t: is_op(t, ",", ";"))
         if len(parts) > MAX_ITEMS:
             raise Unreadable("too many parts")
         if len(parts) > 1:
@@ -515,7 +362,7 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
             and inner[0].text.isupper()
         ):
             return Words(inner[0].text.lower())
-    if _is_op(first, "{") and _is_op(last, "}") and _whole(tokens):
+    if is_op(first, "{") and is_op(last, "}") and _whole(tokens):
         return _answer(tokens[1:-1], depth + 1)
     return None
 
@@ -549,80 +396,3 @@ def _plus_minus(tokens: Sequence[Token]) -> list[list[Token]]:
     if len(places) == 2:
         raise Unreadable("two signs that may go together or not")
     return branches
-
-
-def _quantity(tokens: list[Token]) -> Quantity:
-    unit: list[str] = []
-    known, degrees, percent = True, False, False
-    tokens = list(tokens)
-    sign = []
-    if len(tokens) > 1 and _is_op(tokens[0], "-", "+"):
-        sign, tokens = tokens[:1], tokens[1:]
-    if tokens and tokens[0].kind == "cmd" and tokens[0].text in ("$", "euro", "pounds"):
-        unit.append({"$": "dollar", "euro": "euro", "pounds": "gbp"}[tokens[0].text])
-        tokens = tokens[1:]
-    tokens = sign + tokens
-    trigonometric = any(t.kind == "cmd" and t.text in FUNCTIONS for t in tokens)
-    # The exponent of a unit.
-    power = ""
-    if len(tokens) > 2 and _ends_with_power_of_word(tokens):
-        power = "^" + next(t.text for t in reversed(tokens) if t.kind == "num")
-        while tokens[-1].kind != "word":
-            tokens.pop()
-    words: list[str] = []
-    while len(tokens) > 1 and (
-        tokens[-1].kind == "word" or (words and _is_op(tokens[-1], "/", "-", "."))
-    ):
-        words.insert(0, tokens.pop().text.lower())
-    if words:
-        name, known = _unit(words, power)
-        unit += name
-    if (
-        len(tokens) > 1
-        and tokens[-1].text == "degree"
-        and tokens[-1].kind == "cmd"
-        and not trigonometric
-    ):
-        tokens.pop()
-        degrees = True
-    elif len(tokens) > 1 and tokens[-1].text == "%":
-        tokens.pop()
-        percent = True
-    if len(set(unit)) != len(unit):
-        unit = list(dict.fromkeys(unit))
-    return Quantity(expression(tokens), tuple(unit), known, degrees, percent)
-
-
-def _ends_with_power_of_word(tokens: Sequence[Token]) -> bool:
-    texts = [t.text for t in tokens]
-    if texts[-1] == "}" and len(texts) > 4:
-        return texts[-4:-2] == ["^", "{"] and tokens[-5].kind == "word" and tokens[-2].kind == "num"
-    return texts[-2] == "^" and tokens[-3].kind == "word" and tokens[-1].kind == "num"
-
-
-def _unit(words: Sequence[str], power: str) -> tuple[list[str], bool]:
-    """The unit's name, and whether all of it is known."""
-    if any(word in WORDS for word in words):
-        raise Unreadable("words after a number")
-    names, known = [], True
-    for word in words:
-        if word in ("square", "sq"):
-            power = "^2"
-        elif word == "cubic":
-            power = "^3"
-        elif word in UNITS:
-            names.append(UNITS[word])
-        elif word in UNIT_WORDS or word in "/-.":
-            if word in ("per", "/"):
-                names.append("per")
-        else:
-            names.append(word)
-            known = False
-    if names[1:] == ["per", "hour"] and names[0] in _SPEEDS:
-        names = [_SPEEDS[names[0]]]
-    if len(names) > 1 and "per" not in names:
-        # "42 kg apples"
-        known = False
-    if power and names:
-        names[-1] += power
-    return names or ["unit" + power], known

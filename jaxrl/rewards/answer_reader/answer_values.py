@@ -1,7 +1,8 @@
 """What an expression is worth: exactly where it is rational, else in many digits at chosen points.
 
-Two expressions that differ at a point are different, which is cheap to see. That they agree everywhere is
-left to math-verify (`math_equality`), for those few pairs that agree at all points.
+Two expressions are equal if they agree to 30 digits at eight points, negative ones among them. 30 digits tell
+e^(pi sqrt(163)) from the integer next to it. A computer algebra system, asked about the pairs that agree,
+never contradicted it and took most of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.math_expressions import Node
+from jaxrl.rewards.answer_reader.answer_expressions import Node
 
 # Exact arithmetic above these would take longer than an answer is worth.
 _MAX_BITS = 100_000

@@ -300,6 +300,11 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
     return [Token("sym", letter, spaced and n == 0) for n, letter in enumerate(letters)]
 
 
+def is_op(token: Token, *texts: str) -> bool:
+    """Whether a token is one of these operators."""
+    return token.kind == "op" and token.text in texts
+
+
 def number_of(token: Token) -> Fraction:
     """The value of a number's token."""
     return Fraction(token.text)

@@ -1,0 +1,76 @@
+"""The markup around an answer: Markdown, dollars, boxes and braces, and texts that differ in markup alone."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, Unreadable, tokens_of
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def undressed(text: str) -> str:
+    """Without Markdown, dollars, a box, and the full stop around an answer."""
+    while True:
+        before = text
+        text = text.strip().strip("`").strip()
+        if text.startswith("**") and text.endswith("**") and len(text) > 4:
+            text = text[2:-2]
+        text = re.sub(r"\A\*\*\s+|\s+\*\*\Z", "", text)
+        text = re.sub(r"(?<![.\\])[.,;:\u3002]\s*\Z", "", text)
+        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            if (
+                text.startswith(opening)
+                and text.endswith(closing)
+                and len(text) > len(opening + closing)
+                and opening not in text[len(opening) : -len(closing)]
+                and not text.endswith(r"\$")
+            ):
+                text = text[len(opening) : -len(closing)]
+        box = _BOX.match(text)
+        if box and text.endswith("}") and closing_brace(text, box.end()) == len(text) - 1:
+            text = text[box.end() : -1]
+        if text == before:
+            return text
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Where the brace closes that was opened before `start`; -1 if nowhere."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return -1
+
+
+def spelled(text: str) -> str:
+    """One text for answers that differ in dress alone; empty if nothing is left."""
+    text = undressed(text)
+    if len(text) > MAX_CHARS:
+        return " ".join(text.split())
+    try:
+        tokens = tokens_of(text)
+    except Unreadable:
+        return " ".join(text.split())
+    out: list[str] = []
+    for n, token in enumerate(tokens):
+        # Around one token braces say nothing.
+        if token.text in "{}" and token.kind == "op":
+            if (
+                token.text == "{"
+                and n + 2 < len(tokens)
+                and tokens[n + 2].text == "}"
+                and tokens[n + 2].kind == "op"
+            ):
+                continue
+            if (
+                token.text == "}"
+                and n >= 2
+                and tokens[n - 2].text == "{"
+                and tokens[n - 2].kind == "op"
+            ):
+                continue
+        out.append(token.text.lower() if token.kind == "word" else token.text)
+    return " ".join(out)
