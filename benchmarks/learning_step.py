@@ -33,7 +33,7 @@ from jaxrl.data.packing import Families, PackedShape, plan_packing
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.trace import abstract_batch
+from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig

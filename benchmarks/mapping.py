@@ -17,15 +17,15 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.assumptions import Assumptions
-from jaxrl.planner.cluster import Cluster
-from jaxrl.planner.placements import placement_name
-from jaxrl.planner.role_options import Limits
-from jaxrl.planner.search import search_mapping
-from jaxrl.planner.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulate_passes import PassSimulator
-from jaxrl.planner.step_tasks import TASKS
-from jaxrl.planner.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.search.placements import placement_name
+from jaxrl.planner.search.role_options import Limits
+from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_tasks import TASKS
+from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
 
 # 200 Gbps leave a host, shared by its eight devices.
 A100 = dataclasses.replace(accelerator("a100"), host_gbs=25.0)

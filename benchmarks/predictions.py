@@ -30,19 +30,19 @@ import jax
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.mesh.calibration import calibrate
-from jaxrl.mesh.topologies import Topology, read_topology
-from jaxrl.planner.ahead import compile_program
-from jaxrl.planner.assumptions import Assumptions
-from jaxrl.planner.cluster import Cluster
-from jaxrl.planner.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulate_passes import PassSimulator
-from jaxrl.planner.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.ahead_of_time import programs_of, roles_on
+from jaxrl.planner.compiled.ahead import compile_program
+from jaxrl.planner.hardware.calibration import calibrate
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.topologies import Topology, read_topology
+from jaxrl.planner.search.mapping_choice import assumptions_of, workload_of
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.step_load import load_of
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer.ahead_of_time import programs_of, roles_on
 from jaxrl.trainer.cross_checks import shares_forward
-from jaxrl.trainer.mapping_choice import assumptions_of, workload_of
-from jaxrl.trainer.step_load import load_of
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2

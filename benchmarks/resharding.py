@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.mesh.accounting import gather_everything, of_gather_and_keep, of_resharding
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.groupings import GATHER_ALL, HYBRID, VANILLA
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
+from jaxrl.planner.layouts.accounting import gather_everything, of_gather_and_keep, of_resharding
 
 AXES = {
     "up": ("layers", "embed", "mlp"),

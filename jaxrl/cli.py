@@ -24,11 +24,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("jaxrl.trainer.commands:train", "trains a recipe, or plans it with --dry_run"),
-    "sft": Command("jaxrl.trainer.commands:sft", "supervised fine-tuning alone"),
-    "dpo": Command("jaxrl.trainer.commands:dpo", "direct preference optimisation on pairs"),
+    "train": Command(
+        "jaxrl.training_commands:train", "trains a recipe, or plans it with --dry_run"
+    ),
+    "sft": Command("jaxrl.training_commands:sft", "supervised fine-tuning alone"),
+    "dpo": Command("jaxrl.training_commands:dpo", "direct preference optimisation on pairs"),
     "reward-model": Command(
-        "jaxrl.trainer.commands:reward_model", "trains a reward or cost model on pairs"
+        "jaxrl.training_commands:reward_model", "trains a reward or cost model on pairs"
     ),
     "evaluate": Command(
         "jaxrl.evaluation.evaluate_command:main", "how well a model answers sets of problems"
@@ -44,16 +46,18 @@ COMMANDS = {
         "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
     ),
     "profile": Command(
-        "jaxrl.trainer.commands:profile", "traces one step and says where its time goes"
+        "jaxrl.training_commands:profile", "traces one step and says where its time goes"
     ),
     "plan": Command(
-        "jaxrl.trainer.plan_command:main",
+        "jaxrl.planner.plan_command:main",
         "what a recipe takes of accelerators that are not here, compiled for them",
     ),
     "calibrate": Command(
-        "jaxrl.planner.calibrate_command:main", "measures this machine for the planner"
+        "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"
     ),
-    "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
+    "mesh": Command(
+        "jaxrl.planner.layouts.mesh_command:main", "what resharding between two layouts takes"
+    ),
 }
 
 

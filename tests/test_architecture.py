@@ -1,4 +1,4 @@
-"""The arrows of the house point down: launch, configs -> cli -> trainer -> ... -> types, errors.
+"""The arrows of the house point down: launch, configs -> cli -> planner -> trainer -> ... -> types, errors.
 
 Imports are read from the source with `ast`; those for the type checker alone count like all others.
 """
@@ -24,10 +24,12 @@ LINES = (
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
     ("roles", "testing", "serving"),
-    ("dataflows", "planner"),
+    ("dataflows",),
     ("tracking",),
     ("config", "evaluation"),
     ("trainer",),
+    ("planner",),
+    ("training_commands",),
     ("cli",),
     ("launch", "configs"),
 )
@@ -211,6 +213,8 @@ def test_an_installed_package_has_every_file():
         ("jaxrl", "from jaxrl.errors import UserError"),
         ("jaxrl.mesh.rules", "import jaxrl"),
         ("jaxrl.trainer.program", "from jaxrl import cli"),
+        ("jaxrl.trainer.program", "from jaxrl.planner.resolve import resolved"),
+        ("jaxrl.mesh.devices", "from jaxrl.planner.hardware.topologies import topology_devices"),
     ],
 )
 def test_a_wrong_arrow_is_seen(importer, source):
@@ -224,6 +228,7 @@ def test_a_wrong_arrow_is_seen(importer, source):
         ("jaxrl.mesh.rules", "from jaxrl.mesh import layout"),
         ("jaxrl.trainer.program", "from jaxrl import types\nimport jaxrl.algos.shaping"),
         ("launch.train", "from jaxrl import cli"),
+        ("jaxrl.planner.resolve", "from jaxrl.trainer.program import claimed"),
     ],
 )
 def test_a_right_arrow_is_let_through(importer, source):

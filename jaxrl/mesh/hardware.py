@@ -3,7 +3,8 @@
 Rates are dense ones of one device as JAX counts them, at JAX's own precision: products of float32 arrays
 are computed in TF32 on NVIDIA GPUs and in bfloat16 on TPUs unless a program asks for more. Sources: the data
 sheets of NVIDIA's A100, H100, H200 and B200, and Google Cloud's pages of TPU versions, as of 2026. An entry
-of a user's own is a JSON file (`hardware_files.py`), which `calibration.py` writes for the machine at hand.
+of a user's own is a JSON file, which `jaxrl calibrate` writes for the machine at hand (`planner/hardware/`).
+A training step compares its rate with these peaks (`perf/mfu`), so the table is below the planner.
 
     links   device --link_gbs--> devices of its domain (a host of GPUs, a slice of a TPU)
             host --host_gbs--> other domains, shared by the devices of the host
@@ -14,12 +15,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
-
-import jax
-import jax.numpy as jnp
 
 from jaxrl.checks import MAX_COUNT, at_least, check_fields, count, positive
 from jaxrl.errors import UserError
@@ -304,30 +301,3 @@ def roof_of(device_kind: str) -> Roof | None:
     """The roof of a kind of device, as `jax.Device.device_kind` names it; None of one that is not known."""
     found = accelerator_of(device_kind)
     return None if found is None else found.roof
-
-
-def measured_roof(dtype: str) -> Roof:
-    """The roof of a device that is not in the table: its fastest large product and copy of a few.
-
-    Simulated devices share one processor, and what is measured is all of it.
-
-    Args:
-      dtype: of the product, "float32" or "bfloat16"; the other has the same rate here.
-    """
-    side, copied = 1024, 2**26
-    x = jnp.ones((side, side), dtype)
-    product_s = _fastest_s(jax.jit(lambda y: x @ y, donate_argnums=0), jnp.ones_like(x))
-    # In place: new memory would be paid for page by page.
-    add = jax.jit(lambda y: y + 1, donate_argnums=0)
-    copy_s = _fastest_s(add, jnp.ones(copied // 4, jnp.float32))
-    tflops = 2 * side**3 / product_s / 1e12
-    return Roof(tflops, tflops, 2 * copied / copy_s / 1e9)
-
-
-def _fastest_s(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        x = jax.block_until_ready(function(x))
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -27,6 +27,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.batch_flow import BatchFlow, describe_flow
+from jaxrl.planner.compiled.trace import abstract_batch, trace_learning, trace_rollout, trace_update
 from jaxrl.planner.memory import (
     Holding,
     activation_memory,
@@ -36,7 +37,6 @@ from jaxrl.planner.memory import (
     update_memory,
 )
 from jaxrl.planner.tables import DryRun, PoolHoldings
-from jaxrl.planner.trace import abstract_batch, trace_learning, trace_rollout, trace_update
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.objective import Objective

@@ -24,7 +24,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
-from jaxrl.planner.trace import SamplerShapes, layer_memory, nbytes_of
+from jaxrl.planner.compiled.trace import SamplerShapes, layer_memory, nbytes_of
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor

@@ -16,11 +16,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.mesh.topologies import Topology
-from jaxrl.planner.ahead import CompiledProgram
+from jaxrl.planner.compiled.ahead import CompiledProgram
+from jaxrl.planner.compiled.programs import StepLoad
+from jaxrl.planner.compiled.roofline import Seconds, chip_hours, seconds_of
+from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.memory import Holding
-from jaxrl.planner.programs import StepLoad
-from jaxrl.planner.roofline import Seconds, chip_hours, seconds_of
 
 _GB = 1e9
 _WIDTH = 130

@@ -25,7 +25,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.requirements import Lookup, require
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
@@ -34,6 +33,7 @@ from jaxrl.trainer.cross_checks import check_algorithm, roles_of
 from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
+from jaxrl.trainer.requirements import Lookup, require
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.
@@ -101,7 +101,7 @@ def build_context(
     devices = jax.devices() if devices is None else devices
     reader = ProblemReader(config.data)
     lookups = needs(config)
-    _check_present(config, devices, [*reader.lookups, *lookups])
+    check_present(config, devices, [*reader.lookups, *lookups])
     graded = any(lookup.setting == "reward.grader" for lookup in lookups)
     truths = None
     if graded:
@@ -200,6 +200,20 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
     )
 
 
+def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
+    """Shapes of the generative judge's programs: it samples as the policy does, in slots of its own."""
+    options, rollout = config.reward.judge, config.rollout
+    settings = rollout.engine_settings(
+        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
+    )
+    return EngineConfig(
+        **settings,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_response_tokens=options.max_verdict_tokens,
+        stop_ids=stop_ids,
+    )
+
+
 def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
     """What batches are packed into; `longest` tokens of a sequence, by default a prompt and a response."""
     return RowLimits(
@@ -257,7 +271,8 @@ def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
+def check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
+    """Raises one UserError that names all devices and files that a run lacks; `lookups` name the others."""
     require(
         pools=pools_of(config),
         num_devices=len(devices),

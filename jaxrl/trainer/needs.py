@@ -1,7 +1,7 @@
 """What a run will need is looked up here, before it trains anything.
 
 A warm start can take hours, and a missing reward function after it costs them all. Each kind of run lists
-what it will ask for later, as functions that find it or raise UserError; `planner.requirements` calls them
+what it will ask for later, as functions that find it or raise UserError; `trainer.requirements` calls them
 together with its own checks of devices, weights and data, and tells everything at once. What has to fit the
 tokenizer is held against it as soon as there is one.
 """
@@ -23,13 +23,13 @@ from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.requirements import Lookup
 from jaxrl.rewards.graders import GraderChoice, Graders
 from jaxrl.rewards.grading import Row
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.requirements import Lookup
 from jaxrl.trainer.run_graders import choices_of, graders_of
 
 Needs = Callable[[Config], list[Lookup]]
@@ -61,6 +61,12 @@ def of_evaluation(config: Config) -> list[Lookup]:
     if path:
         lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))
     return lookups
+
+
+def of_fine_tuning(config: Config) -> list[Lookup]:
+    """Supervised fine-tuning alone, which is evaluated where the config names evaluation problems."""
+    evaluates = any(source.is_named for source in config.data.evaluation_sources.values())
+    return of_evaluation(config) if evaluates else of_training(config)
 
 
 def of_preferences(config: Config) -> list[Lookup]:

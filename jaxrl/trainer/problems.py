@@ -14,7 +14,7 @@ from jaxrl.data.sources import FaultOf, Source, read_source
 from jaxrl.data.stream import EncodedPrompts, MadePrompts, encode_prompts, prompt_encoder
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.planner.requirements import Lookup
+from jaxrl.trainer.requirements import Lookup
 from jaxrl.types import Prompts
 
 

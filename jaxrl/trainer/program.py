@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import jax
 
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
@@ -19,20 +18,16 @@ from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.mapping_choice import with_searched_layout
 from jaxrl.trainer.needs import (
     Needs,
-    of_evaluation,
+    of_fine_tuning,
     of_preferences,
     of_reinforcement,
-    of_training,
 )
-from jaxrl.trainer.planning import plan
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.run_graders import graders_of
-from jaxrl.trainer.slot_choice import with_chosen_slots
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -92,7 +87,7 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         config,
         devices,
         stage,
-        needs=of_evaluation if evaluates else of_training,
+        needs=of_fine_tuning,
         needs_problems=not config.warm_start.path,
     )
 
@@ -107,6 +102,28 @@ def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     return _run(config, devices, learn_preferences, needs=of_preferences)
 
 
+def is_settled(config: Config) -> bool:
+    """Whether a config leaves nothing open that has to be decided before a run."""
+    return config.mesh.layout != "auto" and config.rollout.slots != "auto"
+
+
+@contextlib.contextmanager
+def claimed(config: Config) -> Iterator[None]:
+    """Holds the folder of a run and watches its processes. Collective.
+
+    Raises:
+      UserError: the folder cannot be written or is in use, or holds a run that may not be resumed; or
+        processes have different settings.
+    """
+    ensure_writable(config.run_folder.path)
+    # Which process this is may differ, and nothing else.
+    shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
+    hosts.check_same("the settings", [format_config(shared)])
+    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+        hosts.on_first(lambda: check_folder(config))
+        yield
+
+
 def _run(
     config: Config,
     devices: Sequence[Any] | None,
@@ -116,14 +133,14 @@ def _run(
     needs_problems: bool = True,
     needs_prompts: bool = False,
 ) -> int:
-    """What every run has around its stages: signs of life, checks, its folder, an orderly end, the report."""
-    ensure_writable(config.run_folder.path)
-    # Which process this is may differ, and nothing else.
-    shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
-    hosts.check_same("the settings", [format_config(shared)])
-    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
-        hosts.on_first(lambda: check_folder(config))
-        config = with_searched_layout(config, jax.devices() if devices is None else devices)
+    """Everything around the stages of a run: checks, its folder, an orderly end, the report."""
+    if not is_settled(config):
+        raise UserError(
+            'mesh.layout or rollout.slots is "auto", which jaxrl.planner.resolve.resolved decides before a '
+            "run; call it first, as every command does, or set mesh.layout to as_given and rollout.slots to "
+            "a number"
+        )
+    with claimed(config):
         run = build_context(
             config,
             devices,
@@ -131,7 +148,6 @@ def _run(
             needs_problems=needs_problems,
             needs_prompts=needs_prompts,
         )
-        run = with_chosen_slots(run)
         if run.card and hosts.is_first():
             print(run.card)
         with StopSignal() as stop:
@@ -146,15 +162,4 @@ def _run(
         keep_run_files(run)
         if hosts.is_first():
             print(f"report: {write_run_report(run)}")
-    return 0
-
-
-def dry_run(config: Config) -> int:
-    """Prints what a recipe would take, without its devices, weights or data; returns the exit status."""
-    if config.mesh.layout == "auto":
-        raise UserError(
-            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
-            "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
-        )
-    plan(config).show()
     return 0

@@ -17,8 +17,7 @@ from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.trainer.abstract_roles import judge_engine_config
-from jaxrl.trainer.context import RunContext, engine_config
+from jaxrl.trainer.context import RunContext, engine_config, judge_engine_config
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.needs import critic_model, judge_model, score_model
 

@@ -14,7 +14,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.expert_parallel import expert_parallel
-from jaxrl.mesh.hlo import collectives
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pipeline
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
@@ -25,6 +24,7 @@ from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.compiled.hlo import collectives
 
 B, T = 8, 8
 DENSE = ModelConfig(

@@ -8,11 +8,11 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.groupings import HYBRID, VANILLA, Grouping
-from jaxrl.mesh.hlo import collectives
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.mesh.topologies import topology_devices
+from jaxrl.planner.compiled.hlo import collectives
+from jaxrl.planner.hardware.topologies import topology_devices
 
 AXES = {
     "embedding": ("vocab", "embed"),

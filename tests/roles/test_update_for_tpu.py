@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.topologies import read_topology
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.ahead import compile_piece
-from jaxrl.planner.trace import abstract_batch
+from jaxrl.planner.compiled.ahead import compile_piece
+from jaxrl.planner.compiled.trace import abstract_batch
+from jaxrl.planner.hardware.topologies import read_topology
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import TrainConfig

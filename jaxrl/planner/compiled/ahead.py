@@ -1,0 +1,347 @@
+"""Compiling programs for accelerators that are not here, and reading what they take.
+
+    Program --> lower --> compile for the topology --> memory as the compiler says
+                  |                |                   collectives by axis, from its text
+                  |                +--> --save: the executable, for the machine itself
+                  +--> jaxpr --> operations, loops multiplied out
+
+What was compiled once is read again: a folder beside that of JAX's own cache keeps the text and the memory
+of a program by a hash of what it is made from. Nothing here runs a program; times are predicted (`roofline`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import pickle
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.compilation_cache import cache_folder
+from jaxrl.planner.compiled.loops import runs_of
+from jaxrl.planner.compiled.programs import Piece, Program
+from jaxrl.planner.compiled.trace import product_flops
+from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
+from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.memory import Holding
+
+# What else decides what a compiler writes.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt")
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_SUFFIX = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TEXTS = "*.after_optimizations.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPiece:
+    """What the compiler says of one function.
+
+    Attributes:
+      arguments, temporaries, peak: bytes of a device.
+      fits: it could be compiled within the device's memory; if not, `peak` is what it would have taken.
+      text: optimised HLO; "" where it does not fit.
+      seconds: that compiling took, when it was compiled.
+      cached: it was compiled before.
+    """
+
+    arguments: int
+    temporaries: int
+    peak: int
+    fits: bool
+    text: str
+    seconds: float
+    cached: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What a program takes of each device, and what a step has it do.
+
+    Attributes:
+      role, name, phase: of the program.
+      arguments, temporaries, peak: bytes of a device, as the compiler says.
+      beside: bytes of what else lies there meanwhile, as counted from shapes.
+      memory: bytes that a device has.
+      flops: of products over the whole mesh, in a step.
+      reads: bytes of its memory that a device reads at least, in a step.
+      traffic: between devices, in a step.
+      num_devices: of its mesh.
+      compiled_s: seconds that compiling took.
+      cached: all of it was compiled before.
+    """
+
+    role: str
+    name: str
+    phase: str
+    arguments: int
+    temporaries: int
+    peak: int
+    beside: int
+    memory: int
+    flops: float
+    reads: float
+    traffic: tuple[Traffic, ...]
+    num_devices: int
+    compiled_s: float
+    cached: bool
+    compiles: bool = True
+
+    @property
+    def total(self) -> int:
+        """Bytes of a device at the program's worst moment, with what lies beside it."""
+        return self.peak + self.beside
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left; negative where it does not fit."""
+        return self.memory - self.total
+
+    @property
+    def fits(self) -> bool:
+        """It does."""
+        return self.compiles and self.spare >= 0
+
+
+def compile_program(
+    program: Program,
+    topology: Topology,
+    residents: Iterable[Holding],
+    *,
+    mesh: Mesh,
+    save: pathlib.Path | None = None,
+) -> CompiledProgram:
+    """Compiles what a program consists of, and reads it.
+
+    Args:
+      program: what to compile.
+      topology: for which devices.
+      residents: what lies on them from one program to the next.
+      mesh: of the program's role.
+      save: folder for the executables.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    compiled, flops, traffic = [], 0.0, []
+    for number, piece in enumerate(program.pieces):
+        traced = piece.function.trace(*piece.arguments, **piece.keywords)
+        flops += (
+            piece.calls
+            * piece.used
+            * product_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
+        )
+        target = save and save / f"{program.role}-{program.name}-{number}.executable"
+        found = compile_piece(traced.lower(), topology, save=target)
+        compiled.append(found)
+        traffic += _traffic(found, piece, mesh, topology)
+    return CompiledProgram(
+        role=program.role,
+        name=program.name,
+        phase=program.phase,
+        arguments=max(piece.arguments for piece in compiled),
+        temporaries=max(piece.temporaries for piece in compiled),
+        peak=_peak(program, compiled),
+        beside=beside(program, residents),
+        memory=topology.memory_bytes,
+        flops=flops,
+        reads=program.reads,
+        traffic=tuple(merged(traffic)),
+        num_devices=mesh.size,
+        compiled_s=sum(piece.seconds for piece in compiled),
+        cached=all(piece.cached for piece in compiled),
+        compiles=all(piece.fits for piece in compiled),
+    )
+
+
+def peak_here(program: Program) -> int:
+    """Bytes of a device at a program's worst moment, compiled for the devices that its arguments are on."""
+    compiled = []
+    for piece in program.pieces:
+        lowered = piece.function.lower(*piece.arguments, **piece.keywords)
+        try:
+            compiled.append(_described(lowered.compile(), "", 0.0))
+        except jax.errors.JaxRuntimeError as error:
+            compiled.append(_too_large(error, 0.0))
+    return _peak(program, compiled)
+
+
+def _peak(program: Program, compiled: Sequence[CompiledPiece]) -> int:
+    if program.peak is None:
+        return max(piece.peak for piece in compiled)
+    return program.peak([piece.temporaries for piece in compiled])
+
+
+def beside(program: Program, residents: Iterable[Holding]) -> int:
+    """Bytes of a device that lie beside a program's arguments and temporaries."""
+    return sum(
+        held.bytes_per_device
+        for held in residents
+        if held.name not in program.holds
+        and (held.sampling if program.phase == "sampling" else held.learning)
+    )
+
+
+def _traffic(
+    found: CompiledPiece, piece: Piece, mesh: Mesh, topology: Topology
+) -> Iterable[Traffic]:
+    if not found.text:
+        return []
+    moved = runs_of(
+        found.text, open_loops=piece.open_loops, longest_branch=piece.longest_branch
+    ).collectives(mesh.size)
+    by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
+    return [each.times(piece.calls * piece.used) for each in by_axes]
+
+
+def compile_piece(
+    lowered: Any, topology: Topology, *, save: pathlib.Path | None = None
+) -> CompiledPiece:
+    """Compiles a lowered function, unless that was done before.
+
+    Args:
+      lowered: for devices of the topology.
+      topology: that they are of.
+      save: file for the executable, which has to be compiled anew where it was not kept.
+    """
+    folder = cache_folder().parent.parent / "ahead"
+    key = _key(lowered, topology)
+    if save is None and (kept := _read(folder, key)):
+        return kept
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as dump:
+        options = {"xla_dump_to": dump} if topology.platform == "tpu" else None
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            found = _too_large(error, time.perf_counter() - start)
+        else:
+            seconds = time.perf_counter() - start
+            found = _described(compiled, _text(compiled, pathlib.Path(dump)), seconds)
+            if save is not None:
+                _save(compiled, save)
+    _keep(folder, key, found)
+    return found
+
+
+def _key(lowered: Any, topology: Topology) -> str:
+    parts = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
+    parts += [f"{name} {_version(name)}" for name in _COMPILERS]
+    return hashlib.sha256("\n".join([*parts, lowered.as_text()]).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _text(compiled: Any, dump: pathlib.Path) -> str:
+    """The optimised program; libtpu's own dump, since jaxlib may be too old to read its programs back."""
+    texts = sorted(dump.glob(_TEXTS))
+    return texts[-1].read_text() if texts else compiled.as_text()
+
+
+def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
+    memory = compiled.memory_analysis()
+    arguments, inside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or arguments + inside + outputs
+    return CompiledPiece(arguments, inside, peak, True, text, seconds)
+
+
+def _too_large(error: Exception, seconds: float) -> CompiledPiece:
+    """A program that the compiler refused for its memory; any other error is raised again."""
+    match = _USED.search(str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or match is None:
+        raise error
+    used = int(float(match[1]) * _SUFFIX[match[2]])
+    return CompiledPiece(0, used, used, False, "", seconds)
+
+
+def _read(folder: pathlib.Path, key: str) -> CompiledPiece | None:
+    try:
+        stored = json.loads((folder / f"{key}.json").read_text())
+        text = gzip.decompress((folder / f"{key}.hlo.gz").read_bytes()).decode()
+        return CompiledPiece(**stored, text=text, cached=True)
+    except (OSError, EOFError, ValueError, TypeError, gzip.BadGzipFile):
+        return None
+
+
+def _keep(folder: pathlib.Path, key: str, found: CompiledPiece) -> None:
+    """Writes an entry; a folder that cannot be written costs the next plan its time, and nothing else."""
+    stored = {
+        field.name: getattr(found, field.name)
+        for field in dataclasses.fields(found)
+        if field.name not in ("text", "cached")
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / f"{key}.hlo.gz", gzip.compress(found.text.encode()))
+        _write(folder / f"{key}.json", json.dumps(stored).encode())
+    except OSError:
+        pass
+
+
+def _save(compiled: Any, path: pathlib.Path) -> None:
+    payload, in_tree, out_tree = serialize_executable.serialize(compiled)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, pickle.dumps((payload, in_tree, out_tree)))
+    except OSError as error:
+        raise UserError(
+            f"--save {path.parent} cannot be written ({error.strerror}); name another folder"
+        ) from error
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Whole or not at all: two plans may write the same entry."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def load_executable(path: pathlib.Path) -> Any:
+    """An executable that `--save` has kept, loaded on the machine that it was compiled for.
+
+    The file runs code when it is read: load only your own.
+
+    Raises:
+      UserError: there is none, or it was not made for this machine.
+    """
+    try:
+        payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+        return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        pickle.UnpicklingError,
+        jax.errors.JaxRuntimeError,
+    ) as error:
+        raise UserError(
+            f"{path} cannot be loaded here ({error}); save it for this machine and these versions of jax: "
+            "jaxrl plan --save"
+        ) from error
+
+
+def summary(programs: Iterable[CompiledProgram]) -> Mapping[str, int]:
+    """The largest total of each phase."""
+    totals: dict[str, int] = {}
+    for program in programs:
+        totals[program.phase] = max(totals.get(program.phase, 0), program.total)
+    return totals

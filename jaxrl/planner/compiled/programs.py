@@ -1,0 +1,344 @@
+"""The programs of a run's roles as shapes: what to compile, how often a step runs it, what lies beside it.
+
+    Actor, Engine      to_generate, prefill, insert, generate, to_train    sampling
+                       logprobs, update                                    learning
+    Critic             values, update
+    Reference, reward and cost models    logprobs, scores
+
+They are the roles' own compiled functions, given shapes with shardings in the place of arrays.
+
+U minibatches   M microbatches   R rows   T tokens of a row   G samples of a prompt   W tokens of a dispatch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.checks import check_fields, positive
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.resharding import Resharding
+from jaxrl.mesh.rules import replicated
+from jaxrl.planner.compiled.trace import abstract_batch, sampler_shapes
+from jaxrl.roles.objective import Objective
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.score_learner import ScoreLearner
+from jaxrl.rollout.buckets import round_up
+from jaxrl.rollout.decode_state import Assignment
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sampling import untruncated
+from jaxrl.types import PackedBatch, ValueBatch
+
+# Share of a row's places that best-fit packing fills.
+_FILLED = 0.97
+
+# Names of what lies in memory, as of `planner.memory`.
+WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
+    "actor in training",
+    "optimiser state",
+    "actor in generation",
+    "KV cache and slots",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoad:
+    """What a step is taken to have to do. Everything that follows from it is predicted.
+
+    Attributes:
+      prompts: sampled from in a step.
+      samples: answers to each.
+      kept: sequences that are learned from.
+      prompt_tokens, response_tokens: of a sequence on average.
+      truncated: only the likelier tokens may be drawn.
+    """
+
+    prompts: int
+    samples: int
+    kept: int
+    prompt_tokens: Annotated[float, positive()]
+    response_tokens: Annotated[float, positive()]
+    truncated: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+
+    def microbatches(self, shape: PackedShape) -> int:
+        """M in use of a minibatch of the kept sequences."""
+        tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)
+        return min(
+            shape.microbatches, max(1, math.ceil(tokens / (shape.rows * shape.tokens * _FILLED)))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One compiled function.
+
+    Attributes:
+      function: jitted.
+      arguments, keywords: shapes with shardings; keywords are static.
+      calls: of it in a step.
+      open_loops: rounds of its outermost loop that ends when data says so.
+      used: share of the rounds of its other loops that do something.
+      longest_branch: choices take the branch with the most operations, not that with the fewest.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any] = dataclasses.field(default_factory=dict)
+    calls: float = 1.0
+    open_loops: int = 1
+    used: float = 1.0
+    longest_branch: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a role does at one point of a step.
+
+    Attributes:
+      role, name: of it.
+      phase: "sampling" or "learning".
+      pieces: compiled functions that it consists of; at least one.
+      holds: names of what lies in memory that its arguments are, or that it has freed.
+      reads: bytes of its memory that a device reads at least, in a step.
+      peak: bytes of a device at its worst moment, given the temporaries of every piece; None takes arguments
+        and temporaries of the only one.
+    """
+
+    role: str
+    name: str
+    phase: str
+    pieces: tuple[Piece, ...]
+    holds: frozenset[str]
+    reads: float
+    peak: Callable[[Sequence[int]], int] | None = None
+
+    @property
+    def title(self) -> str:
+        """Role and name."""
+        return f"{self.role} {self.name}"
+
+
+def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[Program]:
+    """The way to the generation layout and back, and the engine's programs at their largest."""
+    role = "rollout"
+    if isinstance(actor.resharding, Resharding):
+        yield from _resharding(actor.resharding)
+        role = "actor"
+    yield from engine_programs(engine, load, role=role, shapes=actor.shapes, axes=actor.axes)
+
+
+def _resharding(resharding: Resharding) -> Iterator[Program]:
+    if not resharding.buckets:
+        return
+    # Of leaves of equal shape and layout there is one program.
+    keys = [(b.weights, b.num_slices) for b in resharding.buckets]
+    distinct = list(dict.fromkeys(keys))
+    first = {key: resharding.buckets[keys.index(key)] for key in distinct}
+
+    def peak(own: Sequence[int]) -> int:
+        of_key = dict(zip(distinct, own, strict=True))
+        return resharding.peak_bytes([of_key[key] for key in keys])
+
+    moved = sum(w.train_bytes + w.generate_bytes for w in resharding.weights if w.moves)
+    gathers = tuple(
+        Piece(b.gather_program, b.gather_arguments(), calls=keys.count(key) * b.num_slices)
+        for key, b in first.items()
+    )
+    held = frozenset({WEIGHTS, SAMPLER, CACHE})
+    yield Program("actor", "to_generate", "sampling", gathers, held, moved, peak)
+    if resharding.donate:
+        cuts = tuple(
+            Piece(b.slice_program, b.slice_arguments(), calls=keys.count(key))
+            for key, b in first.items()
+        )
+        yield Program("actor", "to_train", "learning", cuts, held, moved, peak)
+
+
+def engine_programs(
+    engine: Engine, load: StepLoad, *, role: str, shapes: Any, axes: Any
+) -> Iterator[Program]:
+    """Prefill, insert and generate.
+
+    Args:
+      engine: whose programs.
+      load: of a step.
+      role: whose engine it is.
+      shapes, axes: of the weights.
+    """
+    config, mesh = engine.config, engine.mesh
+    shapes_of = sampler_shapes(engine, shapes, axes)
+    params, state = shapes_of.params, shapes_of.slots
+    own, cached = (
+        (SAMPLER, CACHE) if role == "actor" else (f"{role}, frozen", f"{role}, cache and slots")
+    )
+
+    def small(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
+
+    P = engine.batch_sizes[-1]
+    T = round_up(engine.prompt_sizes, min(config.max_prompt_tokens, config.chunk_tokens))
+    prefill = Piece(
+        engine.prefill, (params, small(P, T), small(P)), calls=math.ceil(load.prompts / P)
+    )
+    prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, *prefill.arguments))
+    assignment: Any = [small(config.slots) for _ in dataclasses.fields(Assignment)]
+    truncation = jax.tree.map(lambda x: small(dtype=jnp.asarray(x).dtype), untruncated())
+    started = (
+        *(prefix, state, Assignment(*assignment)),
+        *(small(dtype=jnp.uint32), small(), small(dtype=jnp.float32), truncation),
+    )
+    generate = Piece(
+        engine.generate,
+        (params, state, small()),
+        calls=_dispatches(engine, load),
+        open_loops=config.tokens_per_dispatch,
+        # Its choices are about truncated sampling, whose branch is the long one.
+        longest_branch=load.truncated,
+    )
+    weights = bytes_of(params)
+    cache = bytes_of(state.context)
+    live = (load.prompt_tokens + load.response_tokens / 2) / state.capacity
+    step = weights + cache * min(1.0, live)
+    yield Program(
+        *(role, "prefill", "sampling", (prefill,), frozenset({own})),
+        prefill.calls * weights,
+    )
+    insert = Piece(engine.insert, started, calls=prefill.calls)
+    yield Program(
+        *(role, "insert", "sampling", (insert,), frozenset({cached})),
+        insert.calls * bytes_of(prefix),
+    )
+    yield Program(
+        *(role, "generate", "sampling", (generate,)),
+        frozenset({own, cached}),
+        generate.calls * config.tokens_per_dispatch * step,
+    )
+
+
+def _dispatches(engine: Engine, load: StepLoad) -> float:
+    """Dispatches of a step if no slot were ever idle."""
+    tokens = load.prompts * load.samples * load.response_tokens
+    return max(1.0, tokens / (engine.config.slots * engine.config.tokens_per_dispatch))
+
+
+def policy_programs(
+    actor: Actor,
+    objective: Objective,
+    shape: PackedShape,
+    load: StepLoad,
+    *,
+    reference: Any = None,
+    first_minibatch: int = 0,
+    epochs: int = 1,
+) -> Iterator[Program]:
+    """The actor's old log-probabilities and its update.
+
+    Args:
+      actor: built for a mesh of devices that need not be here.
+      objective: what it minimises.
+      shape: of its batches.
+      load: of a step.
+      reference: shapes of the weights that the objective compares with.
+      first_minibatch: of the log-probabilities; those before are computed by the update.
+      epochs: how often it goes through the minibatches.
+    """
+    state, batch = actor.abstract_state(), abstract_batch(actor, shape)
+    micro = load.microbatches(shape)
+    used = micro / shape.microbatches
+    if first_minibatch < shape.minibatches:
+        logprobs = Piece(
+            actor.logprobs_program,
+            (state.params, batch),
+            {"first_minibatch": first_minibatch} if first_minibatch else {},
+            used=used,
+        )
+        yield Program(
+            *("actor", "logprobs", "learning", (logprobs,), frozenset({WEIGHTS})),
+            bytes_of(state.params) * micro * (shape.minibatches - first_minibatch),
+        )
+    update = Piece(
+        actor.update_program((objective,), epochs=epochs),
+        (state, (batch,), reference),
+        open_loops=micro,
+    )
+    holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({"reference, frozen"} if reference else set())
+    yield Program(
+        *("actor", "update", "learning", (update,), frozenset(holds)),
+        _read_by_update(state, epochs * shape.minibatches, micro),
+    )
+
+
+def critic_programs(
+    name: str,
+    critic: ScoreLearner,
+    objective: Objective,
+    shape: PackedShape,
+    load: StepLoad,
+    *,
+    epochs: int = 1,
+) -> Iterator[Program]:
+    """The values of a batch, and the update of a critic."""
+    state = critic.abstract_state()
+    micro = load.microbatches(shape)
+    shown = name.replace("_", " ")
+    weights, moments = f"{shown} in training", f"{shown}, optimiser state"
+    values = Piece(
+        critic.by_token_program,
+        (state.params, abstract_batch(critic, shape, PackedBatch)),
+        used=micro / shape.microbatches,
+    )
+    yield Program(
+        *(name, "values", "learning", (values,), frozenset({weights})),
+        bytes_of(state.params) * micro * shape.minibatches,
+    )
+    batch = abstract_batch(critic, shape, ValueBatch)
+    update = Piece(
+        critic.update_program((objective,), epochs=epochs),
+        (state, (batch,), None),
+        open_loops=micro,
+    )
+    yield Program(
+        *(name, "update", "learning", (update,), frozenset({weights, moments})),
+        _read_by_update(state, epochs * shape.minibatches, micro),
+    )
+
+
+def frozen_programs(
+    name: str, role: Reference | RewardModel, shape: PackedShape, load: StepLoad
+) -> Iterator[Program]:
+    """The one program of a model that does not learn."""
+    params = role.abstract_params()
+    micro = load.microbatches(shape)
+    is_policy = isinstance(role, Reference)
+    piece = Piece(
+        role.logprobs_program if is_policy else role.scores_program,
+        (params, abstract_batch(role, shape, PackedBatch)),
+        used=micro / shape.microbatches,
+    )
+    yield Program(
+        *(name, "logprobs" if is_policy else "scores", "learning", (piece,)),
+        frozenset({f"{name.replace('_', ' ')}, frozen"}),
+        bytes_of(params) * micro * shape.minibatches,
+    )
+
+
+def _read_by_update(state: Any, minibatches: int, micro: int) -> float:
+    """Weights three times a microbatch, with rematerialisation; the state read and written an update."""
+    return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes that a tree of shapes with shardings has on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

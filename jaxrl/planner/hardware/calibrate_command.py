@@ -1,0 +1,54 @@
+"""Measures the machine at hand for the planner: jaxrl calibrate --out here.json.
+
+Products by type, a sweep of memory, and an all-gather over the local devices; the file stands for a kind of
+device, as in `--topology here.json:1x8` or `mesh.hardware = "here.json"` (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.mesh.devices import simulate
+from jaxrl.planner.hardware.calibration import calibrate
+from jaxrl.planner.hardware.hardware_files import write_accelerator
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and writes as the arguments say; returns the exit status."""
+    program, *arguments = argv
+    parser = argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
+    parser.add_argument("--name", default="here", help="of the kind (default: %(default)s)")
+    parser.add_argument(
+        "--side", type=int, default=1024, help="of the matrices; 8192 keeps a GPU busy"
+    )
+    parser.add_argument("--megabytes", type=int, default=64, help="of the sweep; beyond the caches")
+    parser.add_argument("--simulated-devices", type=int, default=0, help="that share this CPU")
+    args = parser.parse_args(arguments)
+    try:
+        for name, value in (("--side", args.side), ("--megabytes", args.megabytes)):
+            if not 1 <= value <= 100_000:
+                raise UserError(
+                    f"{name} {value} is not from 1 to 100,000; use {parser.get_default(name[2:])}"
+                )
+        if args.simulated_devices:
+            simulate(args.simulated_devices)
+        found = calibrate(args.name, side=args.side, megabytes=args.megabytes)
+        write_accelerator(found, args.out)
+    except UserError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(
+        f"{args.out}: {found.float32_tflops:.3g} TFLOP/s in float32, {found.bfloat16_tflops:.3g} in "
+        f"bfloat16, {found.memory_gbs:.3g} GB/s of memory, {found.link_gbs:.3g} between devices; "
+        f"{found.source}"
+    )
+    return 0

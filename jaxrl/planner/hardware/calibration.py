@@ -1,0 +1,139 @@
+"""Measures the machine at hand, and makes an entry of the hardware table of it.
+
+    products of square matrices by type   -->  bfloat16_tflops, float32_tflops, int8_tops
+    one array read and written            -->  memory_gbs
+    an all-gather over local devices      -->  link_gbs
+    what a device says of its memory      -->  memory_gb
+
+Simulated devices share one processor: what they reach together is divided among them. Not measured: links
+between hosts, which take the vendor's number or the caller's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.mesh.hardware import Accelerator, Roof, accelerator_of
+
+_REPEATS = 10
+
+
+def calibrate(
+    name: str,
+    *,
+    side: int = 1024,
+    megabytes: int = 64,
+    host_gbs: float = 0.0,
+) -> Accelerator:
+    """Measures one local device, and an all-gather over all of them if there are several.
+
+    Args:
+      name: of the entry.
+      side: of the square matrices; large enough to keep the device busy.
+      megabytes: of the array that is swept, and of what a device sends; beyond the caches.
+      host_gbs: GB/s between hosts; 0 takes the table's number of the device, or that of a link inside.
+
+    Returns:
+      An entry whose rates are reached, not promised: with it, the planner's efficiency factors are 1.
+    """
+    devices = jax.local_devices()
+    device, sharing = devices[0], _num_sharing(devices)
+    products = {dtype: _tera_operations(dtype, side) / sharing for dtype in _PRODUCTS}
+    sweep = _memory_gbs(megabytes) / sharing
+    link = _link_gbs(devices, megabytes) if len(devices) > 1 else sweep
+    known = accelerator_of(device.device_kind)
+    return Accelerator(
+        name=name,
+        device_kinds=(device.device_kind,),
+        arrangement="hosts",
+        memory_gb=_memory_gb(device, sharing),
+        bfloat16_tflops=products["bfloat16"],
+        float32_tflops=products["float32"],
+        int8_tops=products["int8"],
+        memory_gbs=sweep,
+        link_gbs=link,
+        host_gbs=host_gbs or (known.host_gbs if known else link),
+        devices_per_host=len(devices),
+        source=f"measured on {device.device_kind}, jax {jax.__version__}",
+    )
+
+
+def measured_roof(dtype: str) -> Roof:
+    """The roof of a device that is not in the table: its fastest large product and sweep of its memory.
+
+    Simulated devices share one processor, and what is measured is all of it.
+
+    Args:
+      dtype: of the product, "float32" or "bfloat16"; the other type has the same rate here.
+    """
+    tflops = _tera_operations(dtype, 1024)
+    return Roof(tflops, tflops, _memory_gbs(67))
+
+
+_PRODUCTS = ("bfloat16", "float32", "int8")
+
+
+def _num_sharing(devices: list[Any]) -> int:
+    """Devices that share one processor: all simulated ones."""
+    return len(devices) if devices[0].platform == "cpu" else 1
+
+
+def _tera_operations(dtype: str, side: int) -> float:
+    """10^12 operations a second of a product of square matrices."""
+    accumulate = jnp.int32 if dtype == "int8" else jnp.float32
+
+    @jax.jit
+    def product(x):
+        return jax.lax.dot(x, x, preferred_element_type=accumulate)
+
+    x = jnp.ones((side, side), dtype)
+    return 2 * side**3 / _fastest_s(lambda: product(x)) / 1e12
+
+
+def _memory_gbs(megabytes: int) -> float:
+    """GB/s of reading an array and writing another."""
+    x = jnp.ones(megabytes * 250_000, jnp.float32)
+
+    # In place: new memory would be paid for page by page.
+    @jax.jit
+    def sweep(y):
+        return jax.lax.fori_loop(0, 4, lambda _, z: jax.lax.optimization_barrier(z + 1), y)
+
+    return 4 * 2 * x.nbytes / _fastest_s(lambda: sweep(x)) / 1e9
+
+
+def _link_gbs(devices: list[Any], megabytes: int) -> float:
+    """GB/s that a device receives in an all-gather over all local ones."""
+    mesh = Mesh(np.array(devices), ("all",))
+    shape = (len(devices), megabytes * 250_000 // len(devices))
+    x = jax.device_put(jnp.ones(shape, jnp.float32), NamedSharding(mesh, P("all")))
+    gather = jax.jit(lambda y: y + 0, out_shardings=NamedSharding(mesh, P()))
+    received = x.nbytes * (len(devices) - 1) / len(devices)
+    return received / _fastest_s(lambda: gather(x)) / 1e9
+
+
+def _memory_gb(device: Any, sharing: int) -> float:
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return limit / sharing / 1e9
+
+
+def _fastest_s(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())  # compiles
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,173 @@
+"""Accelerators that are not here, by name: what to compile for, and what one of them has.
+
+    v5p:4x4x8     a TPU slice, by generation and shape; compiled for by the package libtpu
+    h100:16x8     16 hosts of 8 GPUs; compiled for by jax's CUDA plugin, without a GPU or a driver
+
+Neither opens a device. What a kind of device has is in `hardware.py`, or in a file of the user's in the place
+of its name (`hardware_files.py`), which can be planned for and not compiled for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import Accelerator
+from jaxrl.planner.hardware.gpu_targets import GPU_TARGETS
+from jaxrl.planner.hardware.hardware_files import find_accelerator
+
+# libtpu calls some generations otherwise.
+_LIBTPU_NAMES = {"7x": "tpu7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for, none of which is here.
+
+    Attributes:
+      name: as it was given.
+      accelerator: what each of them is.
+      devices: of all hosts.
+      devices_per_host: whose links are the fast ones; all of a TPU slice.
+    """
+
+    name: str
+    accelerator: Accelerator
+    devices: tuple[Any, ...]
+    devices_per_host: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device; of a GPU as its driver reports it, which is what the compiler goes by."""
+        target = GPU_TARGETS.get(self.accelerator.name)
+        return target.memory_bytes if target else int(self.accelerator.memory_gb * 1e9)
+
+    @property
+    def kind(self) -> str:
+        """As JAX names a device."""
+        return self.devices[0].device_kind
+
+    @property
+    def platform(self) -> str:
+        """As of `jax.Device.platform`."""
+        return self.devices[0].platform
+
+
+def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
+    """Kind and shape of a topology's name, "KIND:AxBxC"; nothing is loaded.
+
+    Raises:
+      UserError: the text, the kind or the shape is wrong.
+    """
+    kind, _, sides = name.rpartition(":")
+    parts = sides.split("x")
+    if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
+        raise UserError(
+            f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
+            "v5p:4x4x8 (sides of the slice in chips)"
+        )
+    found, shape = find_accelerator(kind), tuple(map(int, parts))
+    check_shape(found, shape)
+    return found, shape
+
+
+def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
+    """Raises UserError, which says what there is, where devices of a kind do not come in a shape."""
+    if not kind.exists(shape):
+        raise UserError(
+            f"{kind.name}:{shape_text(shape)} is no topology that exists; {_existing(kind, shape)}"
+        )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """As in a topology's name."""
+    return "x".join(map(str, shape))
+
+
+def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
+    if kind.arrangement == "hosts":
+        return (
+            f"{kind.name} comes as HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, "
+            f"up to {kind.largest:,} devices"
+        )
+    names = [shape_text(s) for s in kind.shapes]
+    enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+    more = f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
+    hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+    return f"{kind.name} comes as {', '.join(names)}{more}, up to {kind.largest:,} devices{hint}"
+
+
+def read_topology(name: str) -> Topology:
+    """The devices of a name such as "v5p:4x4x8" or "h100:16x8", to compile for.
+
+    Raises:
+      UserError: it is none, or the package that compiles for it is not installed.
+    """
+    kind, shape = check_topology(name)
+    if kind.arrangement == "torus":
+        named = _LIBTPU_NAMES.get(kind.name, kind.name)
+        devices = tuple(_tpu_devices(f"{named}:{shape_text(shape)}"))
+        return Topology(name, kind, devices, len(devices))
+    return Topology(name, kind, tuple(_gpu_devices(kind.name, shape)), shape[1])
+
+
+def topology_devices(name: str) -> Sequence[Any]:
+    """The devices of `read_topology`."""
+    return read_topology(name).devices
+
+
+def _tpu_devices(name: str) -> Sequence[Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"compiling for {name} needs the package libtpu, which is not installed; run "
+            "pip install 'jaxrl[aot]'"
+        )
+    # Without these libtpu looks for the metadata of a real TPU host, and complains that there is none.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+    # No TPU is opened, so a lock on it, or one that a killed process left behind, is no hindrance.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"topology {name!r} cannot be compiled for ({reason}); name a slice that exists, for example "
+            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U 'jaxrl[aot]'"
+        ) from error
+
+
+def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
+    missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn") if not _is_there(name)]
+    if missing:
+        version = jax.__version__
+        raise UserError(
+            f"compiling for {chip} needs jax's CUDA plugin and cuDNN (no GPU, driver or toolkit), of which "
+            f"{' and '.join(missing)} is missing; run pip install --no-deps jax-cuda13-plugin=={version} "
+            f"jax-cuda13-pjrt=={version} nvidia-cudnn-cu13"
+        )
+    if chip not in GPU_TARGETS:
+        raise UserError(
+            f"{chip} can be planned for, and not compiled for: what the compiler must know of a GPU is there "
+            f"for {', '.join(GPU_TARGETS)} alone; name one of these"
+        )
+    hosts, per_host = shape
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=GPU_TARGETS[chip].text(), topology=f"1x{hosts}x{per_host}"
+    ).devices
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

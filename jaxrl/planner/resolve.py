@@ -1,0 +1,40 @@
+"""Settings that a config leaves open, decided before the run: a config in, a config out.
+
+    mesh.layout = "auto"      the fastest mapping that the search finds for these devices
+    rollout.slots = "auto"    as many slots as fit these devices, as their compiler says
+
+Commands call this first. A run itself accepts no open setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl.config.schema import Config
+from jaxrl.planner.search.mapping_choice import with_searched_layout
+from jaxrl.planner.slot_choice import with_chosen_slots
+from jaxrl.trainer.context import check_present
+from jaxrl.trainer.needs import Needs
+from jaxrl.trainer.problems import ProblemReader
+from jaxrl.trainer.program import claimed, is_settled
+
+
+def resolved(config: Config, devices: Sequence[Any], *, needs: Needs) -> Config:
+    """The config with every open setting decided for the given devices. Collective.
+
+    Args:
+      config: of the run.
+      devices: of the run, in the order of `jax.devices()`.
+      needs: what the run will ask for; it is looked up before anything compiles.
+
+    Raises:
+      UserError: the run lacks something, its folder is in use, the search does not cover the recipe, or
+        nothing fits.
+    """
+    if is_settled(config):
+        return config
+    with claimed(config):
+        config = with_searched_layout(config, devices)
+        check_present(config, devices, [*ProblemReader(config.data).lookups, *needs(config)])
+        return with_chosen_slots(config, devices)

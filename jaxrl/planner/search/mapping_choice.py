@@ -1,0 +1,173 @@
+"""The mapping search for a recipe: `mesh.layout = "auto"` takes its result, `jaxrl plan --search` shows it.
+
+    config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots
+
+A pool gets the layout of its actor, or of its first role; roles that are split otherwise have their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.mesh.hardware import accelerator_of
+from jaxrl.planner.abstract_roles import models_of
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.search.mapping import Mapping, RoleMapping
+from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.step_tasks import TASKS
+from jaxrl.planner.simulation.workload import Lengths, Workload
+from jaxrl.planner.step_load import load_of
+from jaxrl.trainer.cross_checks import roles_of
+
+# Two of a trained weight; int8 with a scale for each block.
+_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
+
+
+def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0) -> Mapping:
+    """The fastest mapping of a recipe's roles to a cluster, as simulated.
+
+    Args:
+      config: of the run.
+      cluster: where it is to run.
+      response_tokens: of an answer on average; 0 takes a share of the limit.
+
+    Raises:
+      UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
+    """
+    dataflow = config.algorithm.dataflow
+    uncovered = [role for role in roles_of(config) if role in ("rollout", "judge")]
+    if dataflow not in TASKS or uncovered:
+        what = f"role {uncovered[0]}" if uncovered else f"dataflow {dataflow!r}"
+        raise UserError(
+            f"the mapping search covers {', '.join(TASKS)} without a judge or a rollout pool of its own, and "
+            f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
+        )
+    models = {role: model for role, (model, _) in models_of(config).items()}
+    work, assumptions = workload_of(config, response_tokens), assumptions_of(config)
+    return search_mapping(dataflow, models, work, cluster, assumptions=assumptions)
+
+
+def assumptions_of(config: Config) -> Assumptions:
+    """What a recipe says of what the search takes for granted; critics learn as its actor does."""
+    train, rollout = config.train, config.rollout
+    return Assumptions(
+        dtype=train.dtype,
+        compute_bytes=float(jnp.dtype(train.dtype).itemsize),
+        cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
+        moments_bytes=_MOMENTS_BYTES[config.optim.moments],
+        remat="none" if train.remat == "none" else "full",
+        logits_tokens=train.logprob_chunk_tokens,
+    )
+
+
+def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
+    """What a recipe's step has to do; `response_tokens` as for `search_for`."""
+    rollout, algorithm = config.rollout, config.algorithm
+    load = load_of(config, response_tokens)
+    kept = load.prompts / rollout.num_prompts
+    return Workload(
+        prompts=rollout.num_prompts,
+        samples=rollout.num_samples,
+        prompt_lengths=Lengths(load.prompt_tokens, config.data.max_prompt_tokens),
+        response_lengths=Lengths(load.response_tokens, rollout.max_response_tokens, "log-normal"),
+        sampled_per_kept=kept if find_dataflow(algorithm.dataflow).dynamic_sampling else 1.0,
+        updates=algorithm.updates_per_step,
+        epochs=algorithm.epochs,
+        microbatch_tokens=config.train.row_tokens,
+        tokens_per_dispatch=rollout.tokens_per_dispatch,
+    )
+
+
+def with_mapping(config: Config, found: Mapping) -> Config:
+    """The config with the layouts, pools and slots of a mapping."""
+    actor = found.roles["actor"]
+    assert actor.generation is not None, "the actor samples"
+    replicas = actor.layout.d_g * actor.layout.d
+    slots = actor.generation.slots * replicas
+    mesh = dataclasses.replace(config.mesh, layout="as_given", **_settings_of(actor))
+    placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
+    if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
+        # All on all devices, split alike: what a config without a placement has.
+        placement = {}
+    rollout = dataclasses.replace(config.rollout, slots=slots)
+    return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout)
+
+
+def _row(found: Mapping, number: int) -> dict[str, Any]:
+    """A pool as a placement has it; one of all devices need not name them."""
+    pool = found.pools[number]
+    roles = [found.roles[name] for name in pool.roles]
+    first = next((role for role in roles if role.generation is not None), roles[0])
+    row = {"roles": pool.roles, **_settings_of(first)}
+    if pool.devices < found.num_devices:
+        row["devices"] = pool.name
+    if layouts := {r.name: _settings_of(r) for r in roles if r.strategy != first.strategy}:
+        row["layouts"] = layouts
+    return row
+
+
+def _settings_of(role: RoleMapping) -> dict[str, Any]:
+    layout = role.layout
+    return {
+        "train": f"{layout.p}-{layout.t}-{layout.d}",
+        "generate": f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}",
+        "fsdp": layout.fsdp,
+    }
+
+
+def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
+    """The config with what the search finds for its devices if `mesh.layout` is "auto", else as it is.
+
+    Raises:
+      UserError: as `search_for`; or nobody knows what these devices are able to do.
+    """
+    if config.mesh.layout != "auto":
+        return config
+    # One search for all processes: they must not differ.
+    found = hosts.on_first(lambda: _settings(config, devices))
+    mesh = dataclasses.replace(config.mesh, **found["mesh"])
+    rollout = dataclasses.replace(config.rollout, **found["rollout"])
+    return dataclasses.replace(config, mesh=mesh, placement=found["placement"], rollout=rollout)
+
+
+def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
+    found = search_for(config, cluster_of(config, devices))
+    print("\n".join(found.lines()))
+    chosen = with_mapping(config, found)
+    return {
+        "mesh": dataclasses.asdict(chosen.mesh),
+        "placement": chosen.placement,
+        "rollout": {"slots": chosen.rollout.slots},
+    }
+
+
+def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
+    """The devices of a run, as the search takes them: `mesh.hardware`, or what the table has of their kind.
+
+    Raises:
+      UserError: their kind is not known, or they are in no shape that exists.
+    """
+    kind = devices[0].device_kind
+    known = find_accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)
+    if known is None:
+        raise UserError(
+            f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; measure it with '
+            "`jaxrl calibrate --out here.json` and set mesh.hardware=here.json, or set mesh.layout to "
+            "as_given"
+        )
+    num_hosts = len({device.process_index for device in devices})
+    if known.arrangement == "hosts":
+        return Cluster(known, (num_hosts, len(devices) // num_hosts))
+    chips = {tuple(device.coords) for device in devices}
+    sides = tuple(len({chip[side] for chip in chips}) for side in range(3))
+    return Cluster(known, sides[: len(known.shapes[-1])])

@@ -1,0 +1,178 @@
+"""The course of decoding: step by step, samples that a replica has in flight and cache that they read.
+
+Two ways to the same thing, neither with a model:
+
+    course_of       samples go to slots as these fall free, one replica for all; fast enough for a search
+    replayed_course the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
+                    dispatch, with its early ends, its refills and its smaller programs at the end
+
+The first knows no dispatches, so a slot is refilled at once: it is a little faster than the second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.planner.simulation.workload import Lengths
+from jaxrl.rollout.buckets import bucket_sizes
+from jaxrl.rollout.scheduler import SampleRequest, Scheduler
+
+_SMALLEST = 8
+_MOST_STRETCHES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Decoding in stretches in which the same samples are in flight on the busiest replica.
+
+    Attributes:
+      steps: of each stretch: float64 [stretches].
+      slots: that the program decodes, idle ones too.
+      cached: tokens that attention reads a step, on average: of every sample its own length.
+      samples: in flight, all replicas, on average over all steps.
+      dispatches: of the engine.
+    """
+
+    steps: np.ndarray
+    slots: np.ndarray
+    cached: np.ndarray
+    samples: float
+    dispatches: float
+
+
+@functools.lru_cache(maxsize=4096)
+def course_of(
+    prompt_tokens: float, responses: Lengths, samples: int, slots: int, tokens_per_dispatch: int
+) -> Course:
+    """One replica, which stands for all.
+
+    Args:
+      prompt_tokens: mean, cached from the start.
+      responses: their lengths.
+      samples: S of the replica, from first to last.
+      slots: of the replica.
+      tokens_per_dispatch: W.
+    """
+    lengths = responses.quantiles(samples)
+    # Any order but a sorted one: which sample is long is not known beforehand. The longest is not the last.
+    order = np.random.default_rng(0).permutation(samples)
+    starts, lengths = _starts(lengths[order], slots), lengths[order]
+    steps, running, cached = _stretches(starts, lengths, prompt_tokens)
+    mean = float((running * steps).sum() / steps.sum())
+    together = _together(steps, _round_up(running, slots), cached)
+    return Course(*together, mean, float(steps.sum()) / tokens_per_dispatch)
+
+
+def _together(
+    steps: np.ndarray, slots: np.ndarray, cached: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same in fewer stretches: neighbours are averaged, which thousands of samples do not feel."""
+    if len(steps) <= _MOST_STRETCHES:
+        return steps, slots, cached
+    firsts = np.arange(_MOST_STRETCHES) * len(steps) // _MOST_STRETCHES
+    whole = np.add.reduceat(steps, firsts)
+    slots, cached = (np.add.reduceat(steps * x, firsts) / whole for x in (slots, cached))
+    return whole, slots, cached
+
+
+def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
+    """In which step each sample begins: as soon as one before it has ended."""
+    count = len(lengths)
+    if slots >= count:
+        return np.zeros(count, np.int64)
+    if (lengths == lengths[0]).all():
+        return np.arange(count) // slots * lengths[0]
+    free = [0] * slots
+    starts = np.empty(count, np.int64)
+    for i, length in enumerate(lengths.tolist()):
+        starts[i] = free[0]
+        heapq.heapreplace(free, free[0] + length)
+    return starts
+
+
+def _stretches(
+    starts: np.ndarray, lengths: np.ndarray, prompt_tokens: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(steps, samples in flight, tokens cached on average) between one start or end and the next."""
+    ends = starts + lengths
+    edges = np.unique(np.concatenate([starts, ends]))
+    steps = np.diff(edges).astype(float)
+    middle = (edges[:-1] + edges[1:]) / 2
+    begun = np.searchsorted(np.sort(starts), middle)
+    order = np.argsort(ends)
+    ended = np.searchsorted(ends[order], middle)
+    running = (begun - ended).astype(float)
+    # A sample of start s has prompt + (step - s) tokens at a step.
+    started = np.concatenate([[0.0], np.cumsum(np.sort(starts))])[begun]
+    finished = np.concatenate([[0.0], np.cumsum(starts[order])])[ended]
+    cached = running * (prompt_tokens + middle) - (started - finished)
+    busy = running > 0
+    return steps[busy], running[busy], cached[busy]
+
+
+def _round_up(running: np.ndarray, slots: int) -> np.ndarray:
+    sizes = np.array(bucket_sizes(slots, min(slots, _SMALLEST)))
+    return sizes[np.searchsorted(sizes, np.minimum(running, slots))]
+
+
+def replayed_course(
+    prompt_tokens: float,
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    samples_per_prompt: int,
+    replicas: int,
+    slots: int,
+    tokens_per_dispatch: int,
+    prefill_prompts: int = 32,
+) -> Course:
+    """The engine's scheduler, told beforehand how long each response will be.
+
+    Args:
+      prompt_tokens: mean.
+      lengths: of each response, in the order in which they are asked for.
+      samples_per_prompt: G; so many neighbours share a prefill.
+      replicas: over which slots are shared out.
+      slots: of a replica.
+      tokens_per_dispatch: W.
+      prefill_prompts: prompts of one prefill.
+    """
+    left = np.asarray(lengths, np.int64).copy()
+    done = np.zeros_like(left)
+    sizes = [n * replicas for n in bucket_sizes(slots, min(slots, _SMALLEST))]
+    scheduler = Scheduler(
+        [SampleRequest(i, i // samples_per_prompt) for i in range(len(left))],
+        slot_sizes=sizes,
+        prefill_batch=prefill_prompts,
+        shards=replicas,
+    )
+    found, in_flight = [], 0.0
+    while scheduler.unfinished:
+        scheduler.resize()
+        while scheduler.admit() is not None:
+            pass
+        running = scheduler.running
+        places, ids = (np.fromiter(x, np.int64) for x in (running, running.values()))
+        steps = _dispatch_steps(left[ids], scheduler.enough_active, tokens_per_dispatch)
+        decoded = np.minimum(left[ids], steps)
+        each = scheduler.num_slots // replicas
+        reads = (prompt_tokens + done[ids] + decoded / 2) * decoded / steps
+        busiest = np.bincount(places // each, reads, replicas).max()
+        found.append((steps, each, busiest))
+        in_flight += decoded.sum()
+        left[ids] -= decoded
+        done[ids] += decoded
+        scheduler.finish(places[left[ids] == 0].tolist())
+    steps, each, cached = np.array(found, float).T
+    return Course(steps, each, cached, in_flight / steps.sum(), len(found))
+
+
+def _dispatch_steps(left: np.ndarray, enough_active: int, most: int) -> int:
+    """Steps until so few are active that the host has something to do, at most W."""
+    ending = math.ceil(len(left) - enough_active)
+    return int(min(most, np.partition(left, ending - 1)[ending - 1]))

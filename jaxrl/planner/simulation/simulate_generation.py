@@ -1,0 +1,256 @@
+"""Time and memory of generation: bounded by memory bandwidth, as in HybridFlow's third simulator.
+
+    a step   = max(weights read, products) + max(cache read, scores) + all-reduces + what a step costs anyway
+    seconds  = resharding + prefill + all steps of the busiest replica + dispatches
+    bytes    = weights of generation + slots x what a slot holds
+
+Products and attention follow each other in a layer, so their maxima add up. Slots are those of a contiguous
+cache, each as long as the longest sample; a paged cache is another `SlotMemory`. Not covered: prefix sharing,
+speculative decoding, rewards that are graded meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.collective_times import Collectives
+from jaxrl.planner.simulation.cost_terms import Terms
+from jaxrl.planner.simulation.decode_course import Course, course_of, replayed_course
+from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
+
+
+class SlotMemory(Protocol):
+    """How much cache a slot holds."""
+
+    def tokens(self, workload: Workload) -> float:
+        """Tokens that a slot takes memory for, on average."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ContiguousSlots:
+    """Every slot has room for the longest sample, allocated once."""
+
+    def tokens(self, workload: Workload) -> float:
+        """The longest prompt, the longest response, and a dispatch that runs over."""
+        return float(workload.longest_tokens + workload.tokens_per_dispatch)
+
+
+def slot_counts(most: int) -> tuple[int, ...]:
+    """Numbers of slots that are tried, growing, up to `most`: eight per doubling, and `most` itself."""
+    found, octave = {most} - {0}, 1
+    while octave <= most:
+        found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
+        octave *= 2
+    return tuple(sorted(found))
+
+
+class GenerationSimulator:
+    """Generation of a step's samples, on one cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        assumptions: Assumptions,
+        slot_memory: SlotMemory | None = None,
+    ):
+        """Args: where, what, what is taken for granted, and what a slot holds (contiguous slots)."""
+        self._cluster = cluster
+        self._work = workload
+        self._assume = assumptions
+        self._slot_memory = slot_memory or ContiguousSlots()
+        self._collectives = Collectives(cluster, assumptions)
+        kind = cluster.accelerator
+        self._flops = kind.roof.tflops(assumptions.dtype) * 1e12 * assumptions.flops_rate
+        self._weights_rate = kind.memory_gbs * 1e9 * assumptions.weights_rate
+        self._cache_rate = kind.memory_gbs * 1e9 * assumptions.cache_rate
+        is_torus = kind.arrangement == "torus"
+        self._step_s = assumptions.torus_step_s if is_torus else assumptions.hosts_step_s
+
+    def generation(
+        self,
+        model: ModelConfig,
+        strategy: Strategy,
+        generation: GenerationStrategy,
+        *,
+        greedy: bool = False,
+        replay: bool = False,
+    ) -> Terms:
+        """All responses of a step.
+
+        Args:
+          model: of the actor.
+          strategy: how it is split for training.
+          generation: how it is split here.
+          greedy: each prompt gets a greedy answer besides (ReMax).
+          replay: with the engine's own scheduler, all replicas in lockstep, and not one for all.
+        """
+        p_g, t_g = generation.p_g, generation.t_g
+        devices = strategy.num_devices
+        slots = generation.slots
+        course = (self._replayed if replay else self._course)(devices, p_g, t_g, slots, greedy)
+        seconds = {
+            "resharding": self.resharding_s(model, strategy, p_g, t_g),
+            "prefill": self._prefill_s(model, devices, p_g),
+            **self._decoding_s(model, p_g, t_g, course),
+        }
+        cache = slots * self.slot_bytes(model, p_g, t_g)
+        weights = self.weight_bytes(model, p_g, t_g)
+        return Terms(seconds, {}, {"weights of generation": weights, "cache": cache})
+
+    def best_seconds(
+        self,
+        model: ModelConfig,
+        devices: int,
+        p_g: int,
+        t_g: int,
+        *,
+        budget: float,
+        greedy: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds without resharding by the number of slots that there is memory for.
+
+        Args:
+          model: of the actor.
+          devices: n.
+          p_g, t_g: how it is split.
+          budget: bytes of a device for weights of generation and cache at most.
+          greedy: each prompt gets a greedy answer besides.
+
+        Returns:
+          (room, slots, seconds): int64 [K] growing, int64 [K], float64 [K]: with memory for so many slots,
+          the best number of them and its seconds. More than are of use need not be taken. K is 0 where not
+          one slot fits.
+        """
+        samples = self._samples_per_replica(devices, p_g, t_g, greedy)
+        left = budget - self.weight_bytes(model, p_g, t_g)
+        fitting = int(max(0.0, left) // self.slot_bytes(model, p_g, t_g))
+        slots = slot_counts(min(samples, self._work.max_slots, fitting))
+        prefill = self._prefill_s(model, devices, p_g)
+        found = [
+            sum(
+                self._decoding_s(
+                    model, p_g, t_g, self._course(devices, p_g, t_g, n, greedy)
+                ).values()
+            )
+            for n in slots
+        ]
+        room, seconds = np.array(slots), np.minimum.accumulate(found)
+        # The first of the fastest: fewer slots for the same seconds.
+        best = room[np.searchsorted(-seconds, -seconds)]
+        return room, best, prefill + seconds
+
+    def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
+        """Of a device's copy to generate with."""
+        return model_numbers(model).params_of_shard(p_g, t_g) * self._assume.compute_bytes
+
+    def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
+        """Of a slot's cache on a device."""
+        values = model_numbers(model).cache_values_of_shard(p_g, t_g)
+        return self._slot_memory.tokens(self._work) * values * self._assume.cache_bytes
+
+    def resharding_s(self, model: ModelConfig, strategy: Strategy, p_g: int, t_g: int) -> float:
+        """From the training to the generation layout.
+
+        HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model and gathers it inside
+        its micro data-parallel group, whose members are neighbours; with FSDP first its training shard,
+        inside the group that shares it.
+        """
+        numbers, size = model_numbers(model), self._assume.compute_bytes
+        shard = numbers.params_of_shard(strategy.p, strategy.t) * size
+        whole = numbers.params_of_shard(p_g, t_g) * size
+        stride = strategy.p * strategy.t
+        fsdp = self._collectives.gather_s(shard, strategy.fsdp, stride)
+        members = stride // (p_g * t_g)
+        # Shards of a stage alone are a stage's devices apart.
+        apart = 1 if strategy.t > t_g else strategy.t
+        return fsdp + self._collectives.gather_s(whole, members, apart)
+
+    def _samples(self, greedy: bool) -> int:
+        work = self._work
+        prompts = math.ceil(work.prompts * work.sampled_per_kept)
+        return prompts * (work.samples + greedy)
+
+    def _samples_per_replica(self, devices: int, p_g: int, t_g: int, greedy: bool) -> int:
+        return math.ceil(self._samples(greedy) / (devices // (p_g * t_g)))
+
+    def _course(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> Course:
+        work = self._work
+        samples = self._samples_per_replica(devices, p_g, t_g, greedy)
+        return course_of(
+            work.prompt_lengths.mean,
+            work.response_lengths,
+            samples,
+            min(slots, samples),
+            work.tokens_per_dispatch,
+        )
+
+    def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> Course:
+        work, samples = self._work, self._samples(greedy)
+        lengths = np.random.default_rng(0).permutation(work.response_lengths.quantiles(samples))
+        return replayed_course(
+            work.prompt_lengths.mean,
+            lengths,
+            samples_per_prompt=work.samples + greedy,
+            replicas=devices // (p_g * t_g),
+            slots=slots,
+            tokens_per_dispatch=work.tokens_per_dispatch,
+        )
+
+    def _prefill_s(self, model: ModelConfig, devices: int, p_g: int) -> float:
+        """Of each prompt once, shared out over all devices; stages idle as in training."""
+        lengths = self._work.prompt_lengths
+        attention = mean_attention_flops(model, lengths.mean, lengths.mean_square)
+        flops = lengths.mean * model_numbers(model).token_flops + attention
+        prompts = math.ceil(self._work.prompts * self._work.sampled_per_kept)
+        return prompts * flops / devices / self._flops * (2 * p_g - 1) / p_g
+
+    def _decoding_s(
+        self, model: ModelConfig, p_g: int, t_g: int, course: Course
+    ) -> dict[str, float]:
+        """Of all steps.
+
+        A pipeline decodes its slots in p_g parts: 2 p_g - 1 ticks, in each of which a stage reads all of
+        its weights for one part.
+        """
+        assume, numbers = self._assume, model_numbers(model)
+        ticks = 2 * p_g - 1
+        slots, cached = course.slots / p_g, course.cached / p_g
+        shard = numbers.params_of_shard(p_g, t_g)
+        weights_s = shard * assume.compute_bytes / self._weights_rate
+        products_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
+        cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
+        cache_s = cached * cache / self._cache_rate
+        scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
+        times = course.steps * ticks
+        read = float(times.sum()) * weights_s
+        attended = float((times * cache_s).sum())
+        found = {
+            "weights read": read,
+            "products beyond that": float((times * np.maximum(products_s - weights_s, 0)).sum()),
+            "cache read": attended,
+            "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
+            "a step anyway": float(course.steps.sum()) * self._step_s,
+            "dispatches": course.dispatches * assume.dispatch_s,
+        }
+        if assume.slot_host_s:
+            visits = float((course.steps * course.slots).sum()) / self._work.tokens_per_dispatch
+            found["host, for each slot"] = visits * assume.slot_host_s
+        if t_g > 1:
+            size = slots * numbers.width * assume.compute_bytes
+            one = self._collectives.layer_reduce_s(1.0, t_g, 1) - assume.collective_latency_s
+            each = assume.collective_latency_s + size * one
+            found["tensor all-reduces"] = 2 * numbers.layers / p_g * float((times * each).sum())
+        if p_g > 1:
+            hop = self._collectives.pass_on_s(0.0, t_g)
+            found["between stages"] = float(times.sum()) * hop
+        return found

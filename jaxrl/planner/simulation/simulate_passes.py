@@ -1,0 +1,234 @@
+"""Time and memory of forward passes and of training: bounded by compute, as in HybridFlow's simulators.
+
+    tokens of a replica --> microbatches --> flushes of m microbatches through p stages
+    seconds   products and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
+              weights gathered (FSDP), gradients summed, less what of these hides; the optimiser's traffic
+    bytes     weights, moments | gradients, cast weights, inputs of layers that are kept, and a layer at
+              work or the logits, whichever is more
+
+Tensor parallel groups are neighbours, then stages, then shares of FSDP, then replicas. Not covered: experts
+and contexts split over devices, offloading, imbalance between replicas, transfers between pools.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.collective_times import Collectives
+from jaxrl.planner.simulation.cost_terms import Terms
+from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.step_tasks import RoleTasks
+from jaxrl.planner.simulation.workload import Strategy, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flushes:
+    """How a replica's tokens go through its stages.
+
+    Attributes:
+      count: flushes of a pass over the tokens.
+      microbatches: m of each.
+      tokens: of the busiest replica, of a pass.
+      microbatch_tokens: of a microbatch.
+    """
+
+    count: int
+    microbatches: int
+    tokens: float
+    microbatch_tokens: float
+
+
+class PassSimulator:
+    """Passes over the sequences of a step, on one cluster."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
+        """Args: where, what, and what is taken for granted."""
+        self._cluster = cluster
+        self._work = workload
+        self._assume = assumptions
+        self._collectives = Collectives(cluster, assumptions)
+        kind = cluster.accelerator
+        self._flops = kind.roof.tflops(assumptions.dtype) * 1e12 * assumptions.flops_rate
+        self._read = kind.memory_gbs * 1e9 * assumptions.weights_rate
+
+    def share_of(self, role: RoleTasks) -> float:
+        """Sequences of a role's forward pass over those that are learned from."""
+        samples = self._work.samples
+        return (samples + 1) / samples if role.greedy and not role.generates else 1.0
+
+    def inference(self, model: ModelConfig, strategy: Strategy, *, share: float = 1.0) -> Terms:
+        """One forward pass over all sequences: values, log-probabilities or scores.
+
+        Args:
+          model: whose.
+          strategy: how it is split.
+          share: sequences over those that are learned from; 2 where a greedy answer is scored too.
+        """
+        sequences = math.ceil(self._work.sequences * share)
+        flushes = self._flush(sequences, strategy, parts=1)
+        compute = self._forward_s(model, strategy, flushes)
+        seconds = {
+            "compute": compute,
+            "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
+            **self._tensor_s(model, strategy, flushes, passes=1),
+            **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
+        }
+        return Terms(
+            seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
+        )
+
+    def training(self, model: ModelConfig, strategy: Strategy) -> Terms:
+        """All updates of a step."""
+        work, assume = self._work, self._assume
+        flushes = self._flush(work.sequences, strategy, parts=work.updates)
+        repeats = work.epochs
+        again = 1 if assume.remat == "full" else 0
+        forward = self._forward_s(model, strategy, flushes) * repeats
+        compute = 3 * forward
+        busy = compute + again * forward
+        data = self._gathers_s(
+            model, strategy, flushes, gathers=2, compute_s=busy / repeats, gradients=True
+        )
+        tensor = self._tensor_s(model, strategy, flushes, passes=2 + again)
+        values = model_numbers(model).params_of_shard(strategy.p, strategy.t) / strategy.fsdp
+        seconds = {
+            "compute": compute,
+            "layers computed again": again * forward,
+            "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
+            **{name: s * repeats for name, s in (tensor | data).items()},
+            "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
+        }
+        resident = self._weights(model, strategy, trained=True)
+        # The ticks of a flush add to a sum of their own, and replicas get theirs back in another.
+        sums = 1 + (strategy.p > 1) + (strategy.d > strategy.fsdp)
+        transient = {
+            "gradients": sums * assume.gradient_bytes * values,
+            "kept of the layers": self._kept(model, strategy, flushes),
+            **self._at_work(model, strategy, flushes, backward=True),
+        }
+        return Terms(seconds, resident, transient)
+
+    @property
+    def _optimizer_bytes(self) -> float:
+        """Read and written for a value: weights and moments both, the gradient once."""
+        assume = self._assume
+        return 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
+
+    def _flush(self, sequences: int, strategy: Strategy, *, parts: int) -> _Flushes:
+        """Of a pass in `parts`, which replicas divide the sequences of; the busiest counts."""
+        work = self._work
+        each = math.ceil(math.ceil(sequences / parts) / strategy.d)
+        tokens = each * work.mean_tokens
+        size = min(max(work.microbatch_tokens, work.mean_tokens), tokens)
+        # A pipeline works on at least two microbatches or it is no faster than one stage.
+        wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
+        microbatches = max(1, min(wanted, each))
+        if tokens / size < microbatches:
+            size = tokens / microbatches
+        count = parts * math.ceil(tokens / size / microbatches - 1e-9)
+        return _Flushes(count, microbatches, parts * tokens, size)
+
+    def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
+        """Products and attention; with few tokens, the time in which weights are read."""
+        numbers, work = model_numbers(model), self._work
+        sequences = flushes.tokens / work.mean_tokens
+        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
+        flops = flushes.tokens * numbers.token_flops + sequences * attention
+        read = numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
+        reads = flushes.count * flushes.microbatches * read / self._read
+        return max(flops / (strategy.p * strategy.t) / self._flops, reads)
+
+    def _tensor_s(
+        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int
+    ) -> dict[str, float]:
+        """Two all-reduces a layer and pass, and what stages hand on."""
+        numbers, assume = model_numbers(model), self._assume
+        size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
+        microbatches = flushes.count * flushes.microbatches
+        reduces = 2 * passes * numbers.layers / strategy.p * microbatches
+        one = self._collectives.layer_reduce_s(size, strategy.t, 1)
+        found = {"tensor all-reduces": reduces * one}
+        if strategy.p > 1:
+            ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
+            hop = self._collectives.pass_on_s(size, strategy.t)
+            found["between stages"] = min(passes, 2) * ticks * hop
+        return found
+
+    def _gathers_s(
+        self,
+        model: ModelConfig,
+        strategy: Strategy,
+        flushes: _Flushes,
+        *,
+        gathers: int,
+        compute_s: float,
+        gradients: bool = False,
+    ) -> dict[str, float]:
+        """What replicas exchange, and how much of it compute hides."""
+        assume, shared = self._assume, self._collectives
+        values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
+        stride = strategy.p * strategy.t
+        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride)
+        found = {"weights gathered": gathers * flushes.count * gather}
+        if gradients:
+            sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
+            size = values * assume.reduced_bytes
+            replicas = strategy.d // strategy.fsdp
+            scatter = shared.gather_s(size, strategy.fsdp, stride)
+            rest = shared.reduce_s(size / strategy.fsdp, replicas, stride * strategy.fsdp)
+            found["gradients summed"] = flushes.count * scatter + sums * rest
+        found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
+        return found
+
+    def _weights(
+        self, model: ModelConfig, strategy: Strategy, *, trained: bool = False
+    ) -> dict[str, float]:
+        values = model_numbers(model).params_of_shard(strategy.p, strategy.t) / strategy.fsdp
+        assume = self._assume
+        if not trained:
+            return {"frozen weights": assume.frozen_bytes * values}
+        return {
+            "master weights": assume.master_bytes * values,
+            "optimiser state": assume.moments_bytes * values,
+        }
+
+    def _kept(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
+        """Bytes that the forward pass leaves to the backward pass, in all ticks of a flush."""
+        numbers, assume = model_numbers(model), self._assume
+        # Of all ticks; and twice those of the tick that is computed again, handed from one loop to another.
+        ticks = flushes.microbatches + strategy.p - 1
+        tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
+        values = numbers.width
+        if assume.remat == "none":
+            values = numbers.kept_values + numbers.split_values / strategy.t
+        return tokens * values * assume.compute_bytes * numbers.layers / strategy.p
+
+    def _at_work(
+        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, backward: bool = False
+    ) -> dict[str, float]:
+        """Bytes of the weights that are cast, and of a layer or the logits, whichever are more."""
+        numbers, assume = model_numbers(model), self._assume
+        tokens = flushes.microbatch_tokens
+        values = numbers.kept_values + numbers.split_values / strategy.t
+        layer = numbers.stacked / numbers.layers / strategy.t
+        embedding = numbers.vocabulary * numbers.width / strategy.t
+        logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / strategy.t
+        passes = 2 if backward else 1
+        of_layer = passes * tokens * values * assume.compute_bytes
+        of_layer += 2 * layer * assume.compute_bytes
+        arrays = assume.logits_arrays if backward else 1
+        of_logits = arrays * logits * 4
+        of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
+        found = {}
+        # Compilers for GPUs cast a layer's when they need them.
+        is_tpu = self._cluster.accelerator.arrangement == "torus"
+        if is_tpu and assume.compute_bytes != assume.master_bytes:
+            shard = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp)
+            found["layers' weights in the type of the products"] = shard * assume.compute_bytes
+        if of_layer > of_logits:
+            return found | {"a layer at work, and the weights of two": of_layer}
+        return found | {"logits at work, and the weights beside them": of_logits}

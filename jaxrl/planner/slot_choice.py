@@ -1,0 +1,191 @@
+"""How many slots fit: `rollout.slots = "auto"` takes as many as `rollout.memory_fraction` of a device holds.
+
+    memory x fraction - what lies there in sampling - the largest temporary = slots x bytes of one
+
+A first number is counted from shapes, with the temporaries that compiled programs were seen to take; where a
+compiler is at hand, its own figures for the programs with so many slots say how many more there can be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import memory_bytes
+from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of
+from jaxrl.planner.abstract_roles import AbstractRoles, MeshOf, abstract_roles
+from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
+from jaxrl.planner.memory import Holding, phase_bytes
+from jaxrl.planner.step_load import load_of
+from jaxrl.rollout.buckets import round_up
+from jaxrl.trainer.context import pools_of
+
+# Copies of a prefill batch that inserting it takes: 1 on TPUs, 1.5 on GPUs.
+_INSERTED_COPIES = 1.5
+# Float32 arrays [V] of each slot that a dispatch has at once, seen on GPUs; fewer on TPUs.
+_LOGITS_COPIES = 48
+# Numbers of slots that are compiled at most; three were enough wherever this was tried.
+_TRIES = 6
+
+# (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
+Compile = Callable[[Program, Any, Sequence[Holding]], int]
+
+
+def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
+    """The config with the number of slots that fit as counted from shapes, or as it is if it has one.
+
+    Args:
+      config: of the run.
+      mesh_of: where a role would be.
+      memory: bytes of a device.
+
+    Raises:
+      UserError: not one fits.
+    """
+    if config.rollout.slots != "auto":
+        return config
+    choice = _Choice(config, mesh_of, memory)
+    return choice.config(choice.counted())
+
+
+def with_compiled_slots(config: Config, mesh_of: MeshOf, memory: int, compile: Compile) -> Config:
+    """As `with_counted_slots`, and then as many as the compiler says.
+
+    Args:
+      config, memory: as there.
+      mesh_of: where a role would be, on devices that can be compiled for.
+      compile: called with the programs of sampling, for some numbers of slots.
+
+    Raises:
+      UserError: not one fits.
+    """
+    if config.rollout.slots != "auto":
+        return config
+    choice = _Choice(config, mesh_of, memory)
+    return choice.config(choice.compiled(compile))
+
+
+def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
+    """The config with the slots that fit the devices of a run, as their compiler says. Collective."""
+    if config.rollout.slots != "auto":
+        return config
+    placement = take_devices(pools_of(config), devices)
+    # A process sees the memory of its own devices, and all must come to one number.
+    memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
+
+    def compile_here(program: Program, _: Any, holdings: Sequence[Holding]) -> int:
+        peak = peak_here(program)
+        return hosts.on_first(lambda: peak) + beside(program, holdings)
+
+    def mesh_of(_: Pool, role: str) -> Mesh:
+        return placement.pool_of(role).mesh_of(role)
+
+    config = with_compiled_slots(config, mesh_of, memory, compile_here)
+    if hosts.is_first():
+        share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
+        print(
+            f"rollout.slots: {config.rollout.slots:,}, as many as {share} holds or a step has samples"
+        )
+    return config
+
+
+def most_that_fit(
+    bytes_with: Callable[[int], float], memory: float, *, first: int, most: int, slot: float
+) -> int:
+    """The largest number of slots whose programs fit, of those that were looked at; 0 if none does.
+
+    Args:
+      bytes_with: what so many take, nearly a straight line. It compiles, so it is asked a few times only.
+      memory: bytes that there are.
+      first: number to begin with.
+      most: that are of use.
+      slot: bytes that one more takes at least.
+    """
+    known: dict[int, float] = {}
+    slots, fit, too_many = min(first, most), 0, most + 1
+    while slots > fit and len(known) < _TRIES:
+        known[slots] = bytes_with(slots)
+        spare = memory - known[slots]
+        fit, too_many = (slots, too_many) if spare >= 0 else (fit, slots)
+        # Temporaries grow as well, as the last two show.
+        (a, x), (b, y) = (list(known.items()) * 2)[-2:]
+        each = max(slot, (y - x) / (b - a) if b != a else slot)
+        slots = min(max(slots + math.floor(spare / each), 1), too_many - 1)
+    return fit
+
+
+class _Choice:
+    """The number of slots of a replica, for one config and memory."""
+
+    def __init__(self, config: Config, mesh_of: MeshOf, memory: int):
+        self._config = config
+        self._mesh_of = mesh_of
+        homes = {role: pool for pool in pools_of(config) for role in pool.roles}
+        sampler = "rollout" if "rollout" in homes else "actor"
+        self._pool = homes[sampler]
+        self._replicas = shards_of("batch", GENERATE_RULES, mesh_of(self._pool, sampler))
+        self._load = load_of(config)
+        # A replica has no use for more.
+        self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
+        self._memory = memory * config.rollout.memory_fraction
+        self._one = self._roles(1)
+        holdings = self._one.holdings(self._pool)
+        cache = next(h for h in holdings if h.name == CACHE or h.name.endswith("cache and slots"))
+        self._slot = cache.bytes_per_device
+        self._room = self._memory - phase_bytes(holdings, "sampling") + self._slot
+
+    def config(self, slots: int) -> Config:
+        """With so many on each replica; raises UserError if that is none."""
+        if not slots:
+            raise self._none_fits()
+        rollout = dataclasses.replace(self._config.rollout, slots=slots * self._replicas)
+        return dataclasses.replace(self._config, rollout=rollout)
+
+    def counted(self) -> int:
+        """As many as fit by the sum at the head of this file."""
+        engine = self._one.engine
+        tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
+        prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
+        inserted = _INSERTED_COPIES * prefix
+        logits = 4 * self._one.model.vocab_size * _LOGITS_COPIES
+        fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
+        return int(max(0, min(fitting, self._most)))
+
+    def compiled(self, compile: Compile) -> int:
+        """As many as fit by what the compiler says of the programs."""
+        return most_that_fit(
+            lambda slots: self._most_bytes(slots, compile),
+            self._memory,
+            first=max(1, self.counted()),
+            most=self._most,
+            slot=self._slot,
+        )
+
+    def _most_bytes(self, slots: int, compile: Compile) -> int:
+        roles = self._roles(slots)
+        holdings = roles.holdings(self._pool)
+        programs = sampling_programs(roles.actor, roles.engine, self._load)
+        mesh = roles.engine.mesh
+        return max(compile(p, mesh, holdings) for p in programs if p.phase == "sampling")
+
+    def _roles(self, slots: int) -> AbstractRoles:
+        return abstract_roles(self.config(slots), self._mesh_of)
+
+    def _none_fits(self) -> UserError:
+        fraction = self._config.rollout.memory_fraction
+        return UserError(
+            'rollout.slots "auto" takes as many slots as fit, and none does: rollout.memory_fraction '
+            f"{fraction:g} of a device is {self._memory / 1e9:.1f} GB, of which weights leave "
+            f"{self._room / 1e9:.1f} for the programs and a slot of {self._slot / 1e9:.2f}; raise t_g of "
+            "mesh.generate, or lower rollout.prefill_prompts or rollout.max_response_tokens"
+        )

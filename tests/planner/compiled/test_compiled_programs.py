@@ -1,0 +1,169 @@
+"""The user's cache of compiled programs: where it is, who may decide otherwise, and what it survives."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from processes import started
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.compilation_cache import cache_folder
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.compiled.trace import abstract_batch
+from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.policy import Actor
+
+# A program that is worth keeping, and whether it was compiled or read.
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+from jaxrl.mesh import compilation_cache
+compilation_cache._SHORTEST_S = 0.0
+found = []
+jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+print(compilation_cache.keep_compiled_programs())
+print(jax.config.jax_compilation_cache_max_size)
+for n in map(int, sys.argv[1:]):
+    print(float(jax.jit(lambda x: (jnp.sin(x) * n).sum())(jnp.zeros(5) + 1)))
+print(found.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def environment(home: pathlib.Path, **more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_"))}
+    return kept | {"JAX_PLATFORMS": "cpu", "HOME": str(home)} | more
+
+
+def run(home: pathlib.Path, *numbers: int, **more: str) -> tuple[str, list[str], int, str]:
+    """(folder, size limit and results, programs that were read, stderr) of a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, numbers)],
+        env=environment(home, **more),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    folder, *results, hits = done.stdout.split()
+    return folder, results, int(hits), done.stderr
+
+
+def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, monkeypatch):
+    folder, first, hits, _ = run(tmp_path, 3)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert pathlib.Path(folder) == cache_folder()
+    assert folder.startswith(str(tmp_path / ".cache/jaxrl/jax"))
+    assert first[0] == "8000000000" and hits == 0
+    assert run(tmp_path, 3)[1:3] == (first, len(list(pathlib.Path(folder).glob("*-cache"))))
+
+
+def test_it_follows_the_users_cache_folder(tmp_path):
+    folder, *_ = run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "elsewhere"))
+    assert folder.startswith(str(tmp_path / "elsewhere/jaxrl/jax"))
+
+
+def test_a_folder_of_the_users_own_is_left_as_it_is(tmp_path):
+    own = tmp_path / "own"
+    folder, results, _, _ = run(tmp_path, 3, JAX_COMPILATION_CACHE_DIR=str(own))
+    assert folder == "None" and results[0] == "-1"
+    assert not (tmp_path / ".cache").exists()
+
+
+def test_a_size_of_the_users_own_stays(tmp_path):
+    assert run(tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="1000000")[1] == ["1000000"]
+
+
+def test_a_home_that_cannot_be_written_is_said_once(tmp_path):
+    (tmp_path / ".cache").write_text("a file")
+    folder, results, _, log = run(tmp_path, 3)
+    assert folder == "None" and len(results) == 2
+    assert log.count("compiled programs are not kept") == 1
+
+
+def test_what_a_killed_process_left_is_compiled_again(tmp_path):
+    folder, first, *_ = run(tmp_path, 3)
+    for entry in pathlib.Path(folder).glob("*-cache"):
+        entry.write_bytes(entry.read_bytes()[:10])
+        entry.with_name(entry.name.removesuffix("-cache") + "-atime").unlink()
+    _, again, hits, log = run(tmp_path, 3)
+    assert (again, hits, log) == (first, 0, "")
+    _, again, hits, log = run(tmp_path, 3)
+    assert again == first and hits > 0 and log == ""
+
+
+def test_processes_that_share_it_do_not_disturb_each_other(tmp_path):
+    numbers = [str(n) for n in range(2, 12)]
+    command = [sys.executable, "-c", PROGRAM, *numbers]
+    with started([command], env=environment(tmp_path)) as (one,):
+        _, results, _, log = run(tmp_path, *map(int, numbers))
+        out, _ = one.communicate(timeout=120)
+    assert one.returncode == 0 and log == ""
+    assert out.split()[1:-1] == results
+    assert run(tmp_path, *map(int, numbers))[2] > len(numbers)
+
+
+# The size of what is compiled
+
+
+def num_operations(num_layers: int, remat: str) -> int:
+    """Of the lowered update, all loops once."""
+    model = ModelConfig(vocab_size=32, num_layers=num_layers, d_model=16, d_ff=16, head_dim=4)
+    layout = ParallelLayout.from_config(LayoutConfig())
+    actor = Actor(
+        model,
+        build_mesh(layout, jax.devices()[:1]),
+        train=TrainConfig(rows=2, row_tokens=16, remat=remat),
+        optim=OptimConfig(moments="int8"),
+        temperature=1.0,
+        seed=0,
+    )
+
+    def update(state, batch):
+        actor.state = state
+        metrics = actor.update(batch, SUPERVISED)
+        return actor.state, metrics
+
+    batch = abstract_batch(actor, PackedShape(2, 2, 2, 16))
+    text = jax.jit(update).lower(actor.abstract_state(), batch).as_text()
+    return len(re.findall(r"\bstablehlo\.", text))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_update_is_as_large_at_any_depth(remat):
+    """Layers are scanned, so compiling 64 of them takes what 4 take."""
+    sizes = {depth: num_operations(depth, remat) for depth in (4, 16, 64)}
+    assert len(set(sizes.values())) == 1, sizes
+
+
+def test_it_can_be_turned_off_for_a_while(tmp_path):
+    program = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jaxrl.mesh import compilation_cache
+compilation_cache._SHORTEST_S = 0.0
+folder = pathlib.Path(compilation_cache.keep_compiled_programs())
+def kept(n):
+    jax.jit(lambda x: (jnp.sin(x) * n).sum())(jnp.zeros(5) + 1)
+    return len(list(folder.glob("*-cache")))
+before = kept(1)
+with compilation_cache.compiled_programs_not_kept():
+    during = kept(2)
+print(0 < before == during < kept(3))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "True", done.stderr

@@ -1,0 +1,127 @@
+"""Kinds of devices, as JAX names them, and what they can do."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import ACCELERATORS, accelerator, roof_of
+from jaxrl.planner.hardware.calibration import calibrate
+from jaxrl.planner.hardware.hardware_files import (
+    find_accelerator,
+    read_accelerator,
+    write_accelerator,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("TPU v4", 275, 275),
+        ("TPU v5 lite", 197, 197),
+        ("TPU v5", 459, 459),
+        ("TPU v5p", 459, 459),
+        ("TPU v6 lite", 918, 918),
+        ("TPU7x", 1153, 1153),
+        ("NVIDIA A100-SXM4-80GB", 312, 156),
+        ("NVIDIA H100 80GB HBM3", 989, 494),
+        ("NVIDIA H100 PCIe", 756, 378),
+        ("NVIDIA H200", 989, 494),
+        ("NVIDIA B200", 2250, 1125),
+    ],
+)
+def test_a_device_has_the_roof_of_its_data_sheet(kind, bfloat16, float32):
+    roof = roof_of(kind)
+    assert roof is not None
+    assert (roof.tflops("bfloat16"), roof.tflops("float32")) == (bfloat16, float32)
+
+
+def test_memory_of_the_two_cards_of_one_name():
+    sizes = [roof_of(f"NVIDIA A100-SXM4-{size}GB") for size in (40, 80)]
+    assert [roof.memory for roof in sizes if roof] == [1555, 2039]
+
+
+def test_what_is_not_known_has_none():
+    assert roof_of(jax.devices()[0].device_kind) is None
+    assert roof_of("NVIDIA GeForce RTX 5090") is None
+
+
+# Entries of the table
+
+
+def test_an_unknown_chip_lists_the_known():
+    with pytest.raises(UserError, match=r"'h1000' is not one of v4, v5e.*b200; did you mean h100"):
+        accelerator("h1000")
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_entry_comes_back_from_its_file(name, tmp_path):
+    path = tmp_path / "entry.json"
+    write_accelerator(ACCELERATORS[name], path)
+    assert read_accelerator(path) == find_accelerator(str(path)) == ACCELERATORS[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_gb": -1}, "memory_gb -1 is not positive"),
+        ({"memory_gb": None}, "memory_gb = None: expected a number"),
+        ({"memry_gb": 3}, "'memry_gb' is no field of an accelerator; did you mean memory_gb"),
+        ({"arrangement": "ring"}, "arrangement = 'ring': expected"),
+        ({"devices_per_host": 2.5}, "devices_per_host = 2.5: expected a whole number"),
+    ],
+)
+def test_a_wrong_entry_says_what_is_wrong(changes, message, tmp_path):
+    path = tmp_path / "entry.json"
+    path.write_text(json.dumps(dataclasses.asdict(accelerator("h100")) | changes))
+    with pytest.raises(UserError, match=message) as raised:
+        read_accelerator(path)
+    assert str(path) in str(raised.value)
+
+
+def test_an_entry_that_lacks_a_field_names_it(tmp_path):
+    path = tmp_path / "entry.json"
+    path.write_text('{"name": "mine", "device_kinds": []}')
+    with pytest.raises(UserError, match=r"arrangement, memory_gb.* are missing"):
+        find_accelerator(str(path))
+    with pytest.raises(UserError, match="does not exist"):
+        find_accelerator(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "exists"),
+    [
+        ("v5p", (4, 4, 8), True),
+        ("v5p", (8, 8, 16), True),
+        ("v5p", (2, 2, 1), True),
+        ("v5p", (4, 4, 6), False),
+        ("v5p", (3, 3, 3), False),
+        ("v5p", (4, 4), False),
+        ("v5e", (16, 16), True),
+        ("v5e", (16, 32), False),
+        ("h100", (16, 8), True),
+        ("h100", (1, 4), True),
+        ("h100", (2, 4), False),
+        ("h100", (1, 3), False),
+        ("h100", (8,), False),
+    ],
+)
+def test_only_shapes_that_can_be_had_exist(name, shape, exists):
+    assert accelerator(name).exists(shape) is exists
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_shapes_grow(name):
+    entry = accelerator(name)
+    sizes = [entry.num_devices(shape) for shape in entry.growing_shapes()]
+    assert sizes == sorted(set(sizes)) and sizes[-1] > entry.largest / 2.5
+    assert all(map(entry.exists, entry.growing_shapes()))
+
+
+def test_the_machine_at_hand_can_be_measured():
+    found = calibrate("here", side=64, megabytes=1)
+    assert found.devices_per_host == len(jax.devices())
+    assert found.host_gbs == found.link_gbs > 0
+    assert found.memory_gb * len(jax.devices()) > 0.5

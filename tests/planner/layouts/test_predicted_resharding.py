@@ -1,0 +1,53 @@
+"""Bytes that the simulator says a resharding receives, beside those of its compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_clusters import toy, toy_work
+
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.resharding import Resharding
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.layouts.accounting import of_resharding
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, layout_of
+
+MODEL = model_shapes("qwen2.5-0.5b")
+# p-t-d, FSDP and t_g, in no order.
+LAYOUTS = [
+    (Strategy(1, 2, 4), 1),
+    (Strategy(1, 1, 8, 8), 1),
+    (Strategy(1, 2, 4, 2), 2),
+    (Strategy(1, 2, 4, 2), 1),
+    (Strategy(1, 2, 4, 4), 2),
+]
+# A byte takes as long as it is large.
+RATES = Assumptions(link_rate=1.0, collective_latency_s=0.0)
+
+
+def predicted(strategy: Strategy, t_g: int) -> float:
+    cluster = Cluster(toy(per_host=8, link_gbs=4.0), (1, 8))
+    simulator = GenerationSimulator(cluster, toy_work(), RATES)
+    return simulator.resharding_s(MODEL, strategy, 1, t_g) * 4e9
+
+
+def compiled(strategy: Strategy, t_g: int) -> int:
+    mesh = build_mesh(layout_of(strategy, GenerationStrategy(1, t_g, 1)))
+    _, shapes, axes = decoder_graph(MODEL)
+    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float16), shapes)
+    train, generate = (
+        shardings(axes, half, rules, mesh) for rules in (TRAIN_RULES, GENERATE_RULES)
+    )
+    return int(of_resharding(Resharding(half, train, generate, jnp.float16)).costs.received)
+
+
+def test_five_layouts_rank_as_their_compiled_programs_do():
+    told = [predicted(*layout) for layout in LAYOUTS]
+    read = [compiled(*layout) for layout in LAYOUTS]
+    assert np.argsort(told).tolist() == np.argsort(read).tolist()
+    assert told == pytest.approx(read, rel=0.001)

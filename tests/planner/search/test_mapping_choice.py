@@ -1,0 +1,139 @@
+"""What the mapping search finds, as the settings of a run."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import accelerator
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.mesh.pools import take_devices, takes_all
+from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.hardware_files import write_accelerator
+from jaxrl.planner.planning import plan
+from jaxrl.planner.search.mapping import Mapping, Pool, RoleMapping
+from jaxrl.planner.search.mapping_choice import (
+    assumptions_of,
+    search_for,
+    with_mapping,
+    with_searched_layout,
+)
+from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.trainer.context import pools_of
+
+
+def recipe(**algorithm) -> Config:
+    return Config(
+        model=model_shapes("qwen2.5-1.5b"),
+        algorithm=dataclasses.replace(Config().algorithm, **algorithm),
+        mesh=LayoutConfig(layout="auto"),
+    )
+
+
+def test_a_mapping_becomes_layouts_of_all_devices():
+    found = search_for(recipe(), Cluster(accelerator("h100"), (1, 8)))
+    config = with_mapping(recipe(), found)
+    pools = pools_of(config)
+    assert config.mesh.layout == "as_given"
+    assert sum(pool.layout.num_devices for pool in pools) <= 8
+    actor = found.roles["actor"]
+    assert next(p for p in pools if "actor" in p.roles).layout == actor.layout
+    replicas = actor.strategy.num_devices // (actor.generation.p_g * actor.generation.t_g)
+    assert config.rollout.slots == replicas * actor.generation.slots
+
+
+def test_the_search_assumes_what_the_recipe_says():
+    config = recipe()
+    narrow = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, dtype="bfloat16", remat="offload"),
+        rollout=dataclasses.replace(config.rollout, kv_dtype="int8"),
+        optim=dataclasses.replace(config.optim, moments="bfloat16"),
+    )
+    found = assumptions_of(narrow)
+    assert (found.dtype, found.compute_bytes, found.cache_bytes) == ("bfloat16", 2, 1)
+    assert (found.moments_bytes, found.remat) == (4, "full")
+    assert found.logits_tokens == config.train.logprob_chunk_tokens
+    assert assumptions_of(config).compute_bytes == 4
+
+
+def mapping_of(strategies, devices=8, generation=(1, 2)):
+    """One pool of roles with these strategies, on 8 devices."""
+    roles = {
+        name: RoleMapping(
+            name, 0, strategy, GenerationStrategy(*generation, 16) if name == "actor" else None
+        )
+        for name, strategy in strategies.items()
+    }
+    pools = (Pool(tuple(roles), 0, devices),)
+    return Mapping("ppo", "h100:1x8", 8, pools, roles, (), (), 0.0)
+
+
+def test_roles_of_a_pool_keep_the_strategies_that_were_found():
+    ppo = recipe(dataflow="ppo", advantage="gae", whiten=True)
+    alike = {"actor": Strategy(1, 4, 2, 2), "critic": Strategy(1, 4, 2, 2)}
+    config = with_mapping(ppo, mapping_of(alike))
+    assert config.placement == {} and config.mesh.train == "1-4-2"
+
+    config = with_mapping(ppo, mapping_of(alike | {"critic": Strategy(2, 1, 4, 4)}))
+    (pool,) = pools_of(config)
+    assert pool.layout_of("actor").name == "1-4-2 / 1-2-2-2"
+    critic = pool.layout_of("critic")
+    assert (critic.name, critic.fsdp) == ("2-1-4 / 2-1-1-4", 4)
+    meshes = take_devices((pool,), jax.devices()[:8]).pools[0]
+    assert meshes.mesh_of("actor").size == meshes.mesh_of("critic").size == 8
+
+
+def test_devices_that_divide_badly_stay_idle():
+    config = with_mapping(recipe(), mapping_of({"actor": Strategy(1, 2, 3)}, devices=6))
+    pools = pools_of(config)
+    assert not takes_all(pools)
+    assert len(take_devices(pools, jax.devices()[:8]).pool_of("actor").devices) == 6
+
+
+def test_pools_apart_become_a_placement():
+    model = model_shapes("qwen2.5-1.5b")
+    models = {"actor": model, "critic": dataclasses.replace(model, num_scores=1)}
+    found = search_mapping(
+        "ppo",
+        models,
+        Workload(prompts=64, prompt_lengths=Lengths(64, 128), response_lengths=Lengths(256, 512)),
+        Cluster(accelerator("h100"), (1, 8)),
+        placements=[[["actor"], ["critic"]]],
+    )
+    config = with_mapping(recipe(dataflow="ppo", advantage="gae", whiten=True), found)
+    pools = {pool.roles: pool for pool in pools_of(config)}
+    assert set(pools) == {("actor",), ("critic",)}
+    assert take_devices(tuple(pools.values()), jax.devices()[:8]).pool_of("critic").devices
+
+
+def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
+    here = tmp_path / "here.json"
+    write_accelerator(dataclasses.replace(accelerator("h100"), name="here"), here)
+    config = recipe()
+    config = dataclasses.replace(config, mesh=LayoutConfig(layout="auto", hardware=str(here)))
+    chosen = with_searched_layout(config, jax.devices()[:8])
+    assert sum(pool.layout.num_devices for pool in pools_of(chosen)) <= 8
+    assert chosen.rollout.slots > 0 and "predicted" in capsys.readouterr().out
+    assert with_searched_layout(chosen, jax.devices()[:8]) is chosen
+
+
+def test_devices_that_nobody_knows_are_to_be_measured():
+    with pytest.raises(UserError, match=r"a device of kind 'cpu' .*jaxrl calibrate --out"):
+        with_searched_layout(recipe(), jax.devices())
+
+
+def test_what_the_search_does_not_cover_is_named():
+    with pytest.raises(UserError, match=r"covers ppo, .* this recipe has dataflow 'jaxrl"):
+        search_for(
+            recipe(dataflow="jaxrl.dataflows.grpo:grpo"), Cluster(accelerator("h100"), (1, 8))
+        )
+
+
+def test_a_dry_run_has_no_devices_to_search_for():
+    with pytest.raises(UserError, match=r"jaxrl plan --search --topology"):
+        plan(recipe())

@@ -1,0 +1,215 @@
+"""The mapping search: the optimum of its simulation, within memory, with errors that say what to do."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from toy_clusters import ASSUME, brute_force, toy, toy_model, toy_work
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import accelerator
+from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.search.role_options import Limits
+from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.step_tasks import TASKS, tasks_of
+from jaxrl.planner.simulation.workload import Lengths, Workload
+
+# Hosts of four and of eight, and parts of one: every cluster of up to 16 devices.
+CLUSTERS = [
+    (4, (1, 1)),
+    (4, (1, 2)),
+    (4, (1, 4)),
+    (4, (2, 4)),
+    (4, (3, 4)),
+    (4, (4, 4)),
+    (8, (2, 8)),
+]
+
+
+def toy_models(dataflow: str, layers: int = 2, critic_layers: int | None = None):
+    def model(role):
+        if role in ("actor", "reference"):
+            return toy_model(layers)
+        return toy_model(critic_layers or layers, scores=1)
+
+    return {role.name: model(role.name) for role in TASKS[dataflow]}
+
+
+@pytest.mark.parametrize(("per_host", "shape"), CLUSTERS, ids=str)
+@pytest.mark.parametrize("dataflow", ["ppo", "remax", "grpo", "dapo"])
+@hypothesis.settings(max_examples=3)
+@hypothesis.given(
+    memory=st.sampled_from([0.35, 0.6, 1.2, 4.0]),
+    layers=st.sampled_from([(2, 2), (2, 4), (4, 2)]),
+    updates=st.integers(1, 4),
+    host_gbs=st.sampled_from([0.2, 2.0]),
+    max_tensor=st.sampled_from([1, 2]),
+)
+def test_it_is_as_good_as_brute_force(
+    dataflow, per_host, shape, memory, layers, updates, host_gbs, max_tensor
+):
+    cluster = Cluster(toy(memory, per_host=per_host, host_gbs=host_gbs), shape)
+    models, work = toy_models(dataflow, *layers), toy_work(updates=updates)
+    limits = Limits(max_tensor=max_tensor, max_pipeline=2 if dataflow != "ppo" else 1)
+    expected = brute_force(tasks_of(dataflow, models), models, work, cluster, ASSUME, limits)
+    if expected == float("inf"):
+        with pytest.raises(UserError, match="does not hold actor"):
+            search_mapping(dataflow, models, work, cluster, assumptions=ASSUME, limits=limits)
+        return
+    found = search_mapping(dataflow, models, work, cluster, assumptions=ASSUME, limits=limits)
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+    assert found.placements[0].seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("memory", [1.2, 4.0])
+def test_six_roles_are_as_good_as_brute_force(memory):
+    cluster, limits = Cluster(toy(memory), (2, 4)), Limits(max_tensor=1, max_pipeline=1)
+    models, work = toy_models("safe_rlhf"), toy_work()
+    expected = brute_force(tasks_of("safe_rlhf", models), models, work, cluster, ASSUME, limits)
+    found = search_mapping("safe_rlhf", models, work, cluster, assumptions=ASSUME, limits=limits)
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+    assert len(found.placements) == 203
+
+
+def ppo_8b(**changes):
+    model = model_shapes("llama-3.1-8b")
+    score = dataclasses.replace(model, num_scores=1)
+    return {"actor": model, "critic": score, "reference": model, "reward": score} | changes
+
+
+WORK = Workload(
+    prompts=1024,
+    prompt_lengths=Lengths.exactly(1024),
+    response_lengths=Lengths.exactly(1024),
+    updates=8,
+)
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(
+    name=st.sampled_from(["a100-40:2x8", "h100:3x8", "v5e:4x4", "v5p:2x2x4", "b200:1x4"]),
+    dataflow=st.sampled_from(sorted(TASKS)),
+    response=st.sampled_from([256, 2048]),
+)
+def test_no_device_holds_more_than_it_has(name, dataflow, response):
+    small, large = model_shapes("qwen2.5-1.5b"), model_shapes("qwen2.5-3b")
+    models = {r.name: large if r.name == "actor" else small for r in TASKS[dataflow]}
+    work = dataclasses.replace(WORK, response_lengths=Lengths(response / 2, response, "log-normal"))
+    found = search_mapping(dataflow, models, work, name)
+    assert found.seconds > 0
+    for i, pool in enumerate(found.pools):
+        assert found.peak_bytes(i) <= found.budget_bytes
+        assert pool.devices in Cluster.parse(name).pool_sizes
+    assert sum(pool.devices for pool in found.pools) <= Cluster.parse(name).num_devices
+    for role in found.roles.values():
+        assert role.strategy.num_devices == role.layout.num_devices
+        assert role.strategy.num_devices == found.pools[role.pool].devices
+
+
+def test_the_breakdown_adds_up_to_what_was_searched_for():
+    found = search_mapping("ppo", ppo_8b(), WORK, "h100:12x8")
+    assert found.placements[0].seconds == pytest.approx(found.seconds, rel=1e-9)
+    assert [stage.name for stage in found.breakdown] == ["generation", "preparation", "training"]
+    text = "\n".join(found.lines())
+    assert "predicted" in text and "cache read" in text and "master weights, stays" in text
+
+
+def test_pools_lie_side_by_side_and_cross_no_host():
+    placement = (("actor",), ("critic",), ("reference",), ("reward",))
+    found = search_mapping("ppo", ppo_8b(), WORK, "h100:4x8", placements=[placement])
+    assert sorted(p.roles for p in found.pools) == sorted(placement)
+    end = 0
+    for pool in found.pools:
+        assert pool.first == end
+        end += pool.devices
+        first_host, last_host = pool.first // 8, (end - 1) // 8
+        assert first_host == last_host or (pool.first % 8, end % 8) == (0, 0)
+
+
+@pytest.mark.parametrize("dataflow", ["ppo", "dapo"])
+def test_more_of_anything_is_never_slower(dataflow):
+    models, work = toy_models(dataflow), toy_work()
+
+    def seconds(kind, hosts=2):
+        return search_mapping(
+            dataflow, models, work, Cluster(kind, (hosts, 4)), assumptions=ASSUME
+        ).seconds
+
+    base = seconds(toy(0.5))
+    assert seconds(toy(0.5), 4) <= base
+    assert seconds(toy(1.0)) <= base
+    for changes in (
+        {"bfloat16_tflops": 2.0},
+        {"memory_gbs": 40.0},
+        {"link_gbs": 8.0},
+        {"host_gbs": 4.0},
+    ):
+        assert seconds(toy(0.5, **changes)) <= base
+    longer = toy_work(response_lengths=Lengths(128, 256, "log-normal"))
+    assert (
+        search_mapping(
+            dataflow, models, longer, Cluster(toy(0.5), (2, 4)), assumptions=ASSUME
+        ).seconds
+        > base
+    )
+
+
+def test_a_placement_can_be_asked_for_and_all_of_them_compared():
+    split = (("reference", "actor"), ("reward", "critic"))
+    found = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8", placements=[split])
+    assert set(found.placement) == {("actor", "reference"), ("critic", "reward")}
+    every = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8", every_placement=True)
+    assert len(every.placements) == 15
+    by_name = {frozenset(r.placement): r.seconds for r in every.placements}
+    assert by_name[frozenset(found.placement)] == pytest.approx(found.seconds)
+    assert every.seconds <= found.seconds
+    bounded = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8")
+    assert bounded.seconds == every.seconds
+
+
+def test_a_model_that_does_not_fit_names_the_smallest_cluster_that_holds_it():
+    model = model_shapes("llama-3-70b")
+    with pytest.raises(
+        UserError, match=r"h100:1x8 .*actor of 70.6B.*smallest .* is h100:"
+    ) as raised:
+        search_mapping("dapo", {"actor": model}, WORK, "h100:1x8")
+    name = str(raised.value).rsplit(" ", 1)[1]
+    assert search_mapping("dapo", {"actor": model}, WORK, name).seconds > 0
+    hosts = int(name.split(":")[1].split("x")[0])
+    with pytest.raises(UserError, match=f"is {name}"):
+        search_mapping("dapo", {"actor": model}, WORK, f"h100:{hosts - 1}x8")
+
+
+def test_a_model_that_fits_nowhere_says_so():
+    kind = dataclasses.replace(accelerator("v5e"), memory_gb=2.0)
+    with pytest.raises(
+        UserError, match="no v5e up to 256 devices does: take a kind with more memory"
+    ):
+        search_mapping("dapo", {"actor": model_shapes("llama-3-70b")}, WORK, Cluster(kind, (4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("dataflow", "models", "cluster", "placements", "message"),
+    [
+        ("pppo", {}, "h100:1x8", None, "'pppo' is not one of ppo.*did you mean ppo"),
+        ("dapo", {"critic": toy_model()}, "h100:1x8", None, "'critic' is not one of dapo's"),
+        ("ppo", {"actor": toy_model()}, "h100:1x8", None, "ppo has no model for critic; name one"),
+        ("dapo", {"actor": toy_model()}, "h1000:1x8", None, "'h1000' is not one of"),
+        ("dapo", {"actor": toy_model()}, "h100:1x7", None, "h100:1x7 is no topology that exists"),
+        ("dapo", {"actor": toy_model()}, "v5p:4x4x5", None, "4x4x4.*multiples of 4"),
+        ("dapo", {"actor": toy_model()}, "h100", None, "'h100' is not KIND:AxB"),
+        ("dapo", {"actor": toy_model()}, "h100:0x8", None, "'h100:0x8' is not KIND:AxB"),
+        (
+            "grpo",
+            {"actor": toy_model(), "reference": toy_model()},
+            "h100:1x8",
+            [(("actor",),)],
+            "placement actor has not each of the roles actor, reference",
+        ),
+    ],
+)
+def test_a_wrong_question_is_refused(dataflow, models, cluster, placements, message):
+    with pytest.raises(UserError, match=message):
+        search_mapping(dataflow, models, WORK, cluster, placements=placements)

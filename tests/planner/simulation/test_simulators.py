@@ -1,0 +1,416 @@
+"""Predicted seconds and bytes by hand, beside the real layouts, and moving the right way."""
+
+import dataclasses
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from toy_clusters import toy, toy_model, toy_work
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.resharding import Weight
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.shapes import SHAPES, model_shapes
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.layouts.accounting import from_shardings, table_2
+from jaxrl.planner.search.role_options import Limits, strategies_of
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.decode_course import course_of, replayed_course
+from jaxrl.planner.simulation.model_numbers import model_numbers
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
+from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.workload import (
+    GenerationStrategy,
+    Lengths,
+    Strategy,
+    Workload,
+    layout_of,
+)
+from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+
+# Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
+PLAIN = Assumptions(
+    flops_rate=1.0,
+    weights_rate=1.0,
+    cache_rate=1.0,
+    link_rate=1.0,
+    overlap=0.0,
+    memory_share=1.0,
+    scratch_gb=0.0,
+    collective_latency_s=0.0,
+    hosts_step_s=0.0,
+    dispatch_s=0.0,
+)
+# Reading weights takes no time beside 1 TFLOP/s.
+CLUSTER = Cluster(toy(memory_gbs=1e6), (4, 4))
+# 16 sequences of 128 + 128 tokens.
+WORK = toy_work(
+    prompts=16,
+    samples=1,
+    prompt_lengths=Lengths.exactly(128),
+    response_lengths=Lengths.exactly(128),
+    updates=2,
+    microbatch_tokens=512,
+)
+MODEL = toy_model(4)
+
+
+def passes(assume=PLAIN, work=WORK, cluster=CLUSTER):
+    return PassSimulator(cluster, work, assume)
+
+
+# Numbers of a model
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_those_of_the_model(name):
+    model = model_shapes(name)
+    numbers = model_numbers(model)
+    assert numbers.stacked + numbers.outside + model.d_model == model.num_params
+    assert numbers.cache_values * 2 == model.kv_bytes_per_token(2)
+    assert numbers.params_of_shard(1, 1) == model.num_params - model.d_model
+
+
+# Training and inference
+
+
+def test_compute_is_what_the_model_asks_for():
+    whole = training_flops(MODEL, np.full(16, 256)).sum()
+    for strategy in (Strategy(1, 1, 1), Strategy(1, 2, 4, 2), Strategy(2, 2, 2)):
+        terms = passes().training(MODEL, strategy)
+        assert terms.seconds["compute"] == pytest.approx(whole / 1e12 / strategy.num_devices)
+        again = terms.seconds["layers computed again"]
+        assert again == pytest.approx(whole / 3 / 1e12 / strategy.num_devices)
+        forward = passes().inference(MODEL, strategy)
+        assert forward.seconds["compute"] == pytest.approx(again)
+
+
+def test_without_remat_nothing_is_computed_again():
+    assume = dataclasses.replace(PLAIN, remat="none")
+    one, two = (passes(a).training(MODEL, Strategy(1, 1, 1)) for a in (assume, PLAIN))
+    assert one.seconds["layers computed again"] == 0
+    assert one.transient["kept of the layers"] > two.transient["kept of the layers"]
+
+
+def test_a_pipeline_idles_for_its_share():
+    # 8 sequences an update and replica, two of them a microbatch: 4 of these through 2 stages.
+    work = dataclasses.replace(WORK, pipeline_microbatches=4)
+    terms = passes(work=work).training(MODEL, Strategy(2, 1, 1))
+    busy = terms.seconds["compute"] + terms.seconds["layers computed again"]
+    assert terms.seconds["pipeline bubble"] == pytest.approx(busy * (2 - 1) / 4)
+    # As many microbatches as stages by default.
+    assert passes().training(MODEL, Strategy(2, 1, 1)).seconds["pipeline bubble"] == pytest.approx(
+        busy / 2
+    )
+
+
+def test_tensor_parallelism_reduces_twice_a_layer_and_pass():
+    # Forward, again, backward: 3 x 2 x 4 layers; 8 microbatches of 512 tokens; 2 (t - 1) / t of the bytes
+    # over 4 GB/s.
+    terms = passes().training(MODEL, Strategy(1, 2, 1))
+    nbytes = 512 * MODEL.d_model * 2
+    assert terms.seconds["tensor all-reduces"] == pytest.approx(3 * 2 * 4 * 8 * nbytes / 4e9)
+
+
+def test_replicas_sum_gradients():
+    # 2 replicas of 4 sequences an update: 2 microbatches, so 4 sums of float32 gradients.
+    values = model_numbers(MODEL).params_of_shard(1, 1)
+    terms = passes().training(MODEL, Strategy(1, 1, 2))
+    assert terms.seconds["gradients summed"] == pytest.approx(4 * values * 4 / 4e9)
+    assert terms.seconds["weights gathered"] == 0
+    once = dataclasses.replace(PLAIN, reduce_each_microbatch=False)
+    terms = passes(once).training(MODEL, Strategy(1, 1, 2))
+    assert terms.seconds["gradients summed"] == pytest.approx(2 * values * 4 / 4e9)
+
+
+def test_fsdp_gathers_weights_and_scatters_gradients():
+    values = model_numbers(MODEL).params_of_shard(1, 1)
+    terms = passes().training(MODEL, Strategy(1, 1, 2, 2))
+    # Half of the weights in bfloat16, twice; half of the gradients in float32: four microbatches.
+    assert terms.seconds["weights gathered"] == pytest.approx(4 * 2 * values * 2 / 2 / 4e9)
+    assert terms.seconds["gradients summed"] == pytest.approx(4 * values * 4 / 2 / 4e9)
+    half = dataclasses.replace(PLAIN, overlap=0.5)
+    hidden = passes(half).training(MODEL, Strategy(1, 1, 2, 2)).seconds["hidden behind compute"]
+    exchanged = terms.seconds["weights gathered"] + terms.seconds["gradients summed"]
+    busy = terms.seconds["compute"] + terms.seconds["layers computed again"]
+    assert hidden == pytest.approx(-min(exchanged, busy / 2))
+
+
+def test_a_groups_links_are_those_it_crosses():
+    # 16 replicas on four hosts of four: 2 GB/s leave a host, for one ring.
+    fast, slow = (
+        passes(work=dataclasses.replace(WORK, updates=1)).training(MODEL, Strategy(1, 1, d, d))
+        for d in (4, 16)
+    )
+    # The same microbatch on each device; 3/4 of the bytes at 4 GB/s, 15/16 at 2.
+    ratio = slow.seconds["weights gathered"] / fast.seconds["weights gathered"]
+    assert ratio == pytest.approx((15 / 16 / 2) / (3 / 4 / 4 * 2))
+
+
+def test_states_take_their_bytes():
+    values = model_numbers(MODEL).params_of_shard(2, 2) / 2
+    terms = passes().training(MODEL, Strategy(2, 2, 2, 2))
+    assert terms.resident_bytes == pytest.approx(12 * values)
+    # With stages the ticks add to a sum of their own; replicas get theirs back in another.
+    assert terms.transient["gradients"] == pytest.approx(2 * 4 * values)
+    of_shard = 4 * model_numbers(MODEL).params_of_shard(1, 4)
+    for fsdp, sums in ((4, 1), (2, 2), (1, 2)):
+        found = passes().training(MODEL, Strategy(1, 4, 4, fsdp)).transient["gradients"]
+        assert found == pytest.approx(sums * of_shard / fsdp)
+    assert passes().inference(MODEL, Strategy(2, 2, 2, 2)).resident_bytes == pytest.approx(
+        4 * values
+    )
+    # Inputs of four layers of a microbatch of 512 tokens, in bfloat16; of two stages, three ticks of two, and
+    # twice those of the tick that is computed again.
+    alone = passes().training(MODEL, Strategy(1, 1, 1)).transient
+    assert alone["kept of the layers"] == 512 * MODEL.d_model * 2 * 4
+    staged = passes().training(MODEL, Strategy(2, 1, 1)).transient
+    assert staged["kept of the layers"] == (3 + 2) * 512 * MODEL.d_model * 2 * 2
+
+
+def test_greedy_answers_are_scored_too():
+    work = dataclasses.replace(WORK, prompts=8, samples=2)
+    one, more = (passes(work=work).inference(MODEL, Strategy(1, 1, 1), share=s) for s in (1, 1.5))
+    assert more.seconds["compute"] == pytest.approx(1.5 * one.seconds["compute"])
+
+
+@hypothesis.given(
+    name=st.sampled_from(["qwen2.5-0.5b", "gemma-3-1b", "qwen3-0.6b"]),
+    devices=st.sampled_from([2, 4, 6, 8]),
+)
+@hypothesis.settings(max_examples=8)
+def test_the_real_rules_accept_every_strategy(name, devices):
+    model = model_shapes(name)
+    _, shapes, axes = decoder_graph(model)
+    for strategy in strategies_of(model, devices, 8, Limits()):
+        layout = layout_of(strategy)
+        text = f"{strategy.p}-{strategy.t}-{strategy.d}"
+        config = LayoutConfig(train=text, fsdp=strategy.fsdp)
+        assert ParallelLayout.from_config(config) == layout
+        shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
+
+
+# Generation
+
+
+def generator(assume=PLAIN, work=WORK, cluster=CLUSTER):
+    return GenerationSimulator(cluster, work, assume)
+
+
+def test_a_step_reads_weights_and_cache():
+    # 4 replicas of 4 samples, all in flight, 128 steps; 1 GB/s.
+    cluster = Cluster(toy(memory_gbs=1.0, bfloat16_tflops=1e6), (1, 4))
+    terms = generator(cluster=cluster).generation(
+        MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4)
+    )
+    weights = model_numbers(MODEL).params_of_shard(1, 1) * 2
+    assert terms.seconds["weights read"] == pytest.approx(128 * weights / 1e9)
+    # 4 samples of 128 + 64 tokens on average.
+    cached = 4 * (128 + 64) * MODEL.kv_bytes_per_token(2)
+    assert terms.seconds["cache read"] == pytest.approx(128 * cached / 1e9)
+    assert terms.transient["weights of generation"] == weights
+    slot = (128 + 128 + 64) * MODEL.kv_bytes_per_token(2)
+    assert terms.transient["cache"] == 4 * slot
+
+
+def test_waves_of_samples_take_turns():
+    one, two = (
+        generator().generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, slots)).seconds
+        for slots in (4, 2)
+    )
+    assert two["weights read"] == pytest.approx(2 * one["weights read"])
+    assert two["cache read"] == pytest.approx(one["cache read"])
+
+
+def test_heads_that_do_not_divide_are_on_every_device():
+    model = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2)
+    numbers = model_numbers(model)
+    assert numbers.cache_values_of_shard(1, 4) == numbers.cache_values
+    assert numbers.cache_values_of_shard(2, 2) == numbers.cache_values / 4
+
+
+@pytest.mark.parametrize(("t", "t_g"), [(4, 4), (4, 2), (4, 1), (2, 1)])
+@pytest.mark.parametrize("p", [1, 2])
+def test_resharding_moves_what_table_2_says(t, t_g, p):
+    strategy = Strategy(p, t, 16 // (p * t))
+    generation = GenerationStrategy(p, t_g, 1)
+    numbers = model_numbers(MODEL)
+    # An even split: what lies outside the layers is not split over stages, in the paper all is.
+    nbytes = (numbers.stacked + p * numbers.outside) * 2
+    expected = table_2(layout_of(strategy, generation), round(nbytes))["hybrid"].received
+    found = generator().resharding_s(MODEL, strategy, p, t_g)
+    assert found * 4e9 == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_resharding_moves_what_the_real_shardings_say():
+    model = model_shapes("qwen2.5-0.5b")
+    _, shapes, axes = decoder_graph(model)
+    strategy, generation = Strategy(1, 2, 4, 4), GenerationStrategy(1, 1, 1)
+    mesh = abstract_mesh(layout_of(strategy, generation))
+    train, generate = (
+        jax.tree.leaves(shardings(axes, shapes, rules, mesh))
+        for rules in (TRAIN_RULES, GENERATE_RULES)
+    )
+    dtype = np.dtype("float16")  # of two bytes, as bfloat16 is
+    weights = [
+        Weight(leaf.shape, dtype, a, dtype, b)
+        for leaf, a, b in zip(jax.tree.leaves(shapes), train, generate, strict=True)
+    ]
+    cluster = Cluster(toy(per_host=8), (1, 8))
+    found = generator(cluster=cluster).resharding_s(model, strategy, 1, 1) * 4e9
+    # FSDP first, 3/4 of half of the model, then the other half.
+    assert found == pytest.approx(from_shardings(weights).received, rel=0.02)
+
+
+def test_more_memory_for_slots_is_never_slower():
+    work = toy_work(prompts=64, samples=4)
+    simulator = generator(work=work)
+    room, slots, seconds = simulator.best_seconds(MODEL, 4, 1, 1, budget=1e12)
+    assert room[-1] == 64 and (np.diff(seconds) <= 0).all() and (slots <= room).all()
+    for n, best, s in zip(room, slots, seconds, strict=True):
+        chosen = GenerationStrategy(1, 1, int(best))
+        assert simulator.generation(MODEL, Strategy(1, 1, 4), chosen).total_s == pytest.approx(s)
+        budget = simulator.weight_bytes(MODEL, 1, 1) + (n + 0.5) * simulator.slot_bytes(MODEL, 1, 1)
+        assert simulator.best_seconds(MODEL, 4, 1, 1, budget=budget)[2][-1] == pytest.approx(s)
+    nothing = simulator.best_seconds(MODEL, 4, 1, 1, budget=1e3)
+    assert [len(x) for x in nothing] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("p_g", [1, 2])
+@pytest.mark.parametrize("t_g", [1, 2])
+def test_terms_are_positive_and_longer_responses_slower(p_g, t_g):
+    strategy, chosen = Strategy(2, 2, 4), GenerationStrategy(p_g, t_g, 3)
+    short, long = (
+        generator(
+            Assumptions(), toy_work(response_lengths=Lengths(mean, 256, "log-normal"))
+        ).generation(MODEL, strategy, chosen)
+        for mean in (60, 120)
+    )
+    assert all(s >= 0 for s in short.seconds.values())
+    assert long.total_s > short.total_s
+    assert "predicted in all" in "\n".join(long.lines())
+
+
+def test_slot_counts_end_with_the_most():
+    assert slot_counts(0) == ()
+    assert slot_counts(1) == (1,)
+    assert slot_counts(23) == (*range(1, 17), 18, 20, 22, 23)
+
+
+# The course of decoding
+
+
+def test_samples_of_one_length_go_in_waves():
+    course = course_of(10.0, Lengths.exactly(4), 5, 2, 2)
+    # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
+    assert course.steps.tolist() == [4, 4, 4]
+    assert course.slots.tolist() == [2, 2, 2]  # too few for a smaller program
+    assert course.cached.tolist() == [24, 24, 12]
+    assert (course.samples, course.dispatches) == (pytest.approx(20 / 12), 6)
+
+
+@hypothesis.given(
+    st.integers(1, 60), st.integers(1, 20), st.sampled_from(["constant", "log-normal"])
+)
+def test_every_token_is_decoded_once(samples, slots, kind):
+    lengths = Lengths(20, 50, kind)
+    course = course_of(5.0, lengths, samples, min(slots, samples), 4)
+    tokens = lengths.quantiles(samples).sum()
+    assert course.samples * course.steps.sum() == pytest.approx(tokens)
+    # What is read: each token's prompt, and those before it.
+    reads = (5 * lengths.quantiles(samples) + lengths.quantiles(samples) ** 2 / 2).sum()
+    assert (course.steps * course.cached).sum() == pytest.approx(reads)
+    assert (course.slots <= slots).all()
+
+
+@pytest.mark.parametrize("kind", ["constant", "log-normal"])
+def test_the_short_way_is_close_to_the_engines_scheduler(kind):
+    lengths = Lengths(96, 256, kind)
+    quick = course_of(64.0, lengths, 48, 8, 4)
+    each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
+    replayed = replayed_course(
+        64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
+    )
+    assert replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
+    # Dispatches and the slowest of four replicas cost something.
+    assert quick.steps.sum() <= replayed.steps.sum() <= 1.35 * quick.steps.sum()
+    total = (quick.steps * quick.cached).sum(), (replayed.steps * replayed.cached).sum()
+    assert 0.9 * total[0] <= total[1] <= 1.35 * total[0]
+
+
+def test_a_replay_of_one_replica_by_hand():
+    # Two slots, lengths 3, 1, 2, two tokens a dispatch. An idle slot ends a dispatch while a sample waits.
+    course = replayed_course(
+        0.0, [3, 1, 2], samples_per_prompt=1, replicas=1, slots=2, tokens_per_dispatch=2
+    )
+    assert course.steps.tolist() == [1, 2]
+    assert (course.dispatches, course.samples) == (2, 2)
+
+
+# Workloads
+
+
+def test_lengths_have_their_mean_and_longest():
+    lengths = Lengths(3950, 20_480, "log-normal")
+    found = lengths.quantiles(4096)
+    assert found.mean() == pytest.approx(3950, rel=0.01)
+    assert found[-1] == 20_480 and (np.diff(found) >= 0).all()
+    assert np.median(found) == pytest.approx(2630, rel=0.05)
+    assert Lengths.exactly(7).quantiles(3).tolist() == [7, 7, 7]
+
+
+@hypothesis.given(st.integers(1, 300), st.integers(1, 300))
+def test_moments_of_whole_sequences(prompt, response):
+    work = toy_work(
+        prompt_lengths=Lengths.exactly(prompt), response_lengths=Lengths.exactly(response)
+    )
+    assert work.mean_square_tokens == (prompt + response) ** 2
+    numbers = model_numbers(MODEL)
+    pairs = numbers.pair_flops * (work.mean_square_tokens + work.mean_tokens) / 2
+    assert pairs == pytest.approx(attention_flops(MODEL, np.array([prompt + response]))[0])
+    assert numbers.token_flops == token_flops(MODEL).weights
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Lengths(30, 20), "mean length 30 is above the longest, 20"),
+        (lambda: Lengths(0, 20), "mean 0 is not positive"),
+        (lambda: toy_work(updates=100), "100 updates are more than the 24 sequences"),
+        (lambda: toy_work(sampled_per_kept=0.5), "sampled_per_kept 0.5 is below 1"),
+        (lambda: Assumptions(flops_rate=1.5), "flops_rate 1.5 is above 1"),
+        (lambda: Assumptions(remat="some"), "remat = 'some'"),
+        (lambda: Limits(max_tensor=0), "max_tensor 0 is below 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_a_measured_entry_reaches_its_rates():
+    found = Assumptions(overlap=0.25).for_measured_rates()
+    assert found == dataclasses.replace(
+        Assumptions(), flops_rate=1, weights_rate=1, cache_rate=1, link_rate=1, overlap=0.25
+    )
+
+
+def test_all_strategies_use_all_devices_and_divide_the_model():
+    model = model_shapes("qwen2.5-7b")
+    found = list(strategies_of(model, 16, 8, Limits()))
+    assert len(found) == len(set(found))
+    for s in found:
+        assert s.num_devices == 16 and s.d % s.fsdp == 0
+        assert model.num_layers % s.p == 0 and model.num_heads % s.t == 0
+    # 28 heads and 28 layers: 8 divides neither. All that divides both numbers is there.
+    sizes = {(s.p, s.t) for s in found}
+    assert sizes == set(itertools.product((1, 2, 4), (1, 2, 4)))
+    assert {s.t for s in strategies_of(model, 16, 2, Limits())} == {1, 2}
+    assert {s.fsdp for s in strategies_of(model, 16, 8, Limits(fsdp=False))} == {1}
+    assert isinstance(WORK, Workload)

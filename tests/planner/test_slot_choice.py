@@ -1,0 +1,118 @@
+"""rollout.slots "auto": as many as fit, by shapes and by what the compiler says."""
+
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh, build_mesh
+from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.slot_choice import most_that_fit, with_compiled_slots, with_counted_slots
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+# Of the 32B recipe on 128 devices.
+REPLICAS = 16
+# Of a device that holds some slots of the tiny recipe.
+MEMORY = 50_000_000
+
+
+def config_of(name: str, **changes: object) -> Config:
+    settings = {"rollout.slots": "auto"} | {key.replace("__", "."): v for key, v in changes.items()}
+    return load_config(Config, str(CONFIGS / name), {k: str(v) for k, v in settings.items()})
+
+
+def shapes_alone(pool, role):
+    return abstract_mesh(pool.layout_of(role))
+
+
+def counted(memory: float, fraction: float = 0.9) -> int:
+    config = config_of("dapo_qwen32b.py", rollout__memory_fraction=fraction)
+    return with_counted_slots(config, shapes_alone, int(memory)).rollout.slots
+
+
+def test_by_shapes_they_are_as_many_as_fit():
+    # 16 replicas; of 95 GB nine tenths, less 11.3 of weights and moments and 3.2 of an insertion.
+    assert counted(95e9) == REPLICAS * 95
+    assert counted(84.93e9) > REPLICAS * 80
+    assert counted(95e9, 0.5) < counted(95e9) < counted(141e9)
+    with pytest.raises(UserError, match="raise t_g of"):
+        counted(12e9)
+
+
+def test_a_number_that_is_given_stays():
+    config = config_of("dapo_qwen32b.py", rollout__slots=320)
+    assert with_counted_slots(config, shapes_alone, 1) is config
+    assert with_compiled_slots(config, shapes_alone, 1, lambda *_: 0) is config
+
+
+@hypothesis.given(
+    first=st.integers(1, 300),
+    most=st.integers(1, 300),
+    constant=st.floats(0, 120),
+    each=st.floats(1, 1.5),
+    stair=st.floats(0, 2),
+)
+def test_the_compilers_own_figures_decide(first, most, constant, each, stair):
+    """Of programs that grow by more than the cache, and in stairs."""
+    tried = []
+
+    def bytes_with(slots):
+        tried.append(slots)
+        return constant + each * slots + stair * (slots // 16)
+
+    found = most_that_fit(bytes_with, 100, first=first, most=most, slot=1.0)
+    assert found <= most and len(tried) <= 6
+    if not found:
+        assert constant + each > 100 - 2 * each - 2 * stair
+        return
+    assert found in tried and bytes_with(found) <= 100
+    # No more than two slots and a stair are left unused.
+    assert found == most or bytes_with(found + 2) > 100 - stair
+
+
+@pytest.mark.parametrize(("first", "tries"), [(80, 2), (83, 1), (85, 2), (200, 2)])
+def test_what_grows_evenly_is_found_in_two_tries(first, tries):
+    tried = []
+
+    def bytes_with(slots):
+        tried.append(slots)
+        return 16.5 + slots
+
+    assert most_that_fit(bytes_with, 100, first=first, most=1000, slot=1.0) == 83
+    assert len(tried) == tries
+
+
+def test_a_compiler_that_fits_none_is_an_error():
+    with pytest.raises(UserError, match="none does"):
+        with_compiled_slots(
+            config_of("dapo_qwen32b.py"), shapes_alone, int(95e9), lambda *_: int(1e15)
+        )
+
+
+def cache_of(holdings):
+    """Slots of a device, and their bytes."""
+    (cache,) = [held for held in holdings if " slots" in held.layout]
+    return int(cache.layout.split(" slots")[0].replace(",", "")), cache.bytes_per_device
+
+
+def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
+    config = config_of("dapo_tiny.py", rollout__generation_prompts=64)
+    meshes, seen, sizes = {}, {}, set()
+
+    def mesh_of(pool, role):
+        return meshes.setdefault(pool.name, build_mesh(pool.layout, jax.devices()[:1]))
+
+    def compiler(program, mesh, holdings):
+        slots, size = cache_of(holdings)
+        sizes.add(size / slots)
+        seen[slots] = max(seen.get(slots, 0), peak_here(program) + beside(program, holdings))
+        return seen[slots]
+
+    found = with_compiled_slots(config, mesh_of, MEMORY, compiler).rollout.slots
+    assert 1 < found < 64 * config.rollout.num_samples
+    assert 0 <= 0.9 * MEMORY - seen[found] < 2 * max(sizes)

@@ -1,0 +1,152 @@
+"""Small models, small devices and a search without pruning, for tests of the planner."""
+
+import itertools
+
+import numpy as np
+
+from jaxrl.mesh.hardware import Accelerator
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.search.placements import placements_of
+from jaxrl.planner.search.role_options import divisors, strategies_of
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
+from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.workload import Lengths, Workload
+
+# Little is hidden and nothing set aside, so that every term decides something.
+ASSUME = Assumptions(memory_share=1.0, scratch_gb=0.0, overlap=0.25, collective_latency_s=1e-6)
+
+
+def toy(memory_gb: float = 1.0, *, per_host: int = 4, **changes) -> Accelerator:
+    """Hosts of a few slow devices."""
+    return Accelerator(
+        **{
+            "name": "toy",
+            "device_kinds": ("toy",),
+            "arrangement": "hosts",
+            "memory_gb": memory_gb,
+            "bfloat16_tflops": 1.0,
+            "float32_tflops": 0.5,
+            "memory_gbs": 20.0,
+            "link_gbs": 4.0,
+            "host_gbs": 2.0,
+            "devices_per_host": per_host,
+            "largest": 64,
+        }
+        | changes
+    )
+
+
+def toy_model(layers: int = 2, *, scores: int = 0, width: int = 1026) -> ModelConfig:
+    """About 30 million parameters; two or six replicas can share its width, and two split its heads."""
+    return ModelConfig(
+        vocab_size=2048,
+        num_layers=layers,
+        d_model=width,
+        d_ff=4098,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        num_scores=scores,
+    )
+
+
+def toy_work(**changes) -> Workload:
+    """A few dozen short sequences."""
+    return Workload(
+        **{
+            "prompts": 12,
+            "samples": 2,
+            "prompt_lengths": Lengths.exactly(64),
+            "response_lengths": Lengths(96, 256, "log-normal"),
+            "updates": 2,
+            "microbatch_tokens": 512,
+        }
+        | changes
+    )
+
+
+def brute_force(roles, models, work, cluster: Cluster, assume: Assumptions, limits) -> float:
+    """Seconds of the best mapping: everything is tried with everything."""
+    best = np.inf
+    names = [role.name for role in roles]
+    pools = {}
+    for placement in placements_of(names):
+        for sizes in itertools.product(cluster.pool_sizes, repeat=len(placement)):
+            if sum(sizes) > cluster.num_devices:
+                continue
+            stages = np.zeros((1, 3))
+            for pool, devices in zip(placement, sizes, strict=True):
+                if (pool, devices) not in pools:
+                    members = [role for role in roles if role.name in pool]
+                    pools[pool, devices] = _everything(
+                        members, models, work, cluster, assume, limits, devices
+                    )
+                stages = np.maximum(stages[:, None], pools[pool, devices][None]).reshape(-1, 3)
+            best = min(best, stages.sum(axis=1).min(initial=np.inf))
+    return float(best)
+
+
+def _everything(roles, models, work, cluster, assume, limits, devices) -> np.ndarray:
+    """Seconds by stage of every combination of strategies that fits: [K, 3]."""
+    kind = cluster.accelerator
+    budget = (kind.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9
+    passes = PassSimulator(cluster, work, assume)
+    generating = GenerationSimulator(cluster, work, assume)
+    options = [list(strategies_of(models[r.name], devices, kind.domain, limits)) for r in roles]
+    found = []
+    for combination in itertools.product(*options):
+        resident, transient, seconds = 0.0, 0.0, np.zeros(3)
+        for role, strategy in zip(roles, combination, strict=True):
+            model = models[role.name]
+            forward = passes.inference(model, strategy, share=passes.share_of(role))
+            seconds[1] += role.forwards * forward.total_s
+            transient = max(transient, forward.transient_bytes)
+            if role.trains:
+                update = passes.training(model, strategy)
+                seconds[2] += update.total_s
+                transient = max(transient, update.transient_bytes)
+            resident += (update if role.trains else forward).resident_bytes
+        if resident + transient > budget:
+            continue
+        for role, strategy in zip(roles, combination, strict=True):
+            if role.generates:
+                seconds[0] = _generation_s(
+                    role, models[role.name], strategy, generating, work, budget, resident
+                )
+        if np.isfinite(seconds[0]):
+            found.append(seconds)
+    return np.array(found).reshape(-1, 3)
+
+
+_courses: dict = {}
+
+
+def _generation_s(role, model, strategy, generating, work, budget, resident) -> float:
+    best = np.inf
+    for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
+        slot, weights = (
+            generating.slot_bytes(model, p_g, t_g),
+            generating.weight_bytes(model, p_g, t_g),
+        )
+        replicas = strategy.num_devices // (p_g * t_g)
+        samples = -(-work.prompts * (work.samples + role.greedy) // replicas)
+        most = min(samples, work.max_slots, int(max(0, budget - weights) // slot))
+        for slots in slot_counts(most):
+            if resident + weights + slots * slot > budget:
+                continue
+            key = (id(generating), model, strategy.num_devices, p_g, t_g, slots, role.greedy)
+            if key not in _courses:
+                _, _, times = generating.best_seconds(
+                    model,
+                    strategy.num_devices,
+                    p_g,
+                    t_g,
+                    budget=weights + slots * slot,
+                    greedy=role.greedy,
+                )
+                _courses[key] = generating, times
+            moved = generating.resharding_s(model, strategy, p_g, t_g)
+            best = min(best, _courses[key][1][-1] + moved)
+    return best
