@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pools import Pool, take_devices, takes_all
-from jaxrl.mesh.topologies import Topology
+from jaxrl.mesh.topologies import Topology, shapes_of_at_least
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.ahead import CompiledProgram, compile_program
 from jaxrl.planner.memory import Holding, generate_name, train_name
@@ -200,11 +200,13 @@ def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology)
             continue
         largest = max(present, key=lambda held: held.bytes_per_device)
         most = largest.bytes_per_device / 1e9
-        enough = -(-needed * pool.num_devices // there)
+        others = len(topology.devices) - pool.num_devices
+        enough = others + -(-needed * pool.num_devices // there)
         remedy = (
             "fewer rollout.slots"
             if "cache" in largest.name and needed - largest.bytes_per_device < there
-            else f"at least {enough} of these devices, mesh.offload_training_state=True, or a smaller model"
+            else f"{shapes_of_at_least(topology.accelerator, enough)}, "
+            "mesh.offload_training_state=True, or a smaller model"
         )
         raise UserError(
             f"{topology.name} is too small: while {phase} a device would hold {needed / 1e9:.1f} GB before "
