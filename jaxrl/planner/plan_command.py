@@ -33,7 +33,7 @@ from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 from jaxrl.planner.pod_plan import PodPlan
-from jaxrl.planner.search.mapping_choice import search_for, with_mapping
+from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE
 
 _WIDTH = 140
@@ -63,9 +63,11 @@ def run(args: argparse.Namespace, config: Config) -> PodPlan:
     """Compiles, prints, and writes what was asked for."""
     kind, shape = check_topology(args.topology)
     if args.search or config.mesh.layout == "auto":
-        found = search_for(config, Cluster(kind, shape), response_tokens=args.response_tokens)
-        print("\n".join(found.lines()), file=sys.stderr if args.json else sys.stdout)
-        config = with_mapping(config, found)
+        cluster = Cluster(kind, shape)
+        found, proposed = propose(config, cluster, response_tokens=args.response_tokens)
+        lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
+        print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
+        config = proposed
     topology = read_topology(args.topology)
     plan = plan_for(
         config,

@@ -4,12 +4,15 @@ import importlib.util
 import json
 import pathlib
 
+import jax
 import pytest
 
 from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import accelerator
+from jaxrl.planner.ahead_of_time import plan_for
 from jaxrl.planner.compiled.ahead import load_executable
 from jaxrl.planner.hardware import topologies
 from jaxrl.planner.step_load import load_of
@@ -59,6 +62,14 @@ def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
 def test_a_length_that_cannot_be_is_refused(text, capsys):
     with pytest.raises(SystemExit):
         refused(capsys, "--topology", "v5e:2x2", "--response-tokens", text)
+
+
+def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
+    config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), {"rollout.slots": "16"})
+    # Eight simulated devices in the place of a slice's: nothing is compiled before this is counted.
+    slice_of_8 = topologies.Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
+    with pytest.raises(UserError, match=r"use v5e:4x4 \(16 devices\) or v5e:4x8 \(32 devices\)"):
+        plan_for(config, slice_of_8)
 
 
 def test_the_load_is_what_the_dataflow_samples():

@@ -41,11 +41,11 @@ def test_what_is_missing_is_told_before_anything_is_compiled(tmp_path, monkeypat
 
     monkeypatch.setattr(resolve, "with_chosen_slots", never)
     config = tiny(tmp_path, rollout__slots="auto", weights="nowhere", reward__model="gone")
-    with pytest.raises(UserError, match="this run lacks 2 things: .*nowhere/.*gone/config.json"):
+    with pytest.raises(UserError, match=r"this run lacks 2 things: .*nowhere/.*gone/config.json"):
         resolved(config, jax.devices()[:1], needs=needs.of_reinforcement)
 
 
 def test_a_run_does_not_accept_open_settings(tmp_path):
     config = tiny(tmp_path, rollout__slots="auto")
-    with pytest.raises(UserError, match="jaxrl.planner.resolve.resolved decides"):
+    with pytest.raises(UserError, match=r"jaxrl\.planner.resolve\.resolved decides"):
         program.train(config, devices=jax.devices()[:1])

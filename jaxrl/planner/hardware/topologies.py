@@ -87,6 +87,15 @@ def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
         )
 
 
+def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
+    """The smallest topologies that exist of so many devices or more, for the end of "use ..."."""
+    enough = [s for s in kind.growing_shapes() if kind.num_devices(s) >= devices]
+    if not enough:
+        return f"a kind with more memory ({kind.name} comes with at most {kind.largest:,} devices)"
+    named = [f"{kind.name}:{shape_text(s)} ({kind.num_devices(s):,} devices)" for s in enough[:2]]
+    return " or ".join(named)
+
+
 def shape_text(shape: tuple[int, ...]) -> str:
     """As in a topology's name."""
     return "x".join(map(str, shape))
