@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -138,36 +139,7 @@ def paged_attention_tpu(
         multiple=block,
         pad_queries_to=_TPU_QUERIES,
     )
-    N, G, H = pages.q_NGH.shape
-    kernel = functools.partial(
-        tpu.paged_flash_attention_kernel_inline_seq_dim,
-        batch_size=N,
-        pages_per_compute_block=block,
-        pages_per_sequence=pages.table_NP.shape[1],
-        mask_value=tpu.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
-        megacore_mode=None,
-    )
-    own = lambda *size: pl.BlockSpec((None, G, *size), lambda core, n, head, *_: (n, 0, 0))  # noqa: E731
-    in_memory = pl.BlockSpec(memory_space=pl.ANY)
-    two_blocks = pltpu.VMEM((2, block, page, H), cache.v.dtype)
-    two_copies = pltpu.SemaphoreType.DMA((2,))
-    call = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            in_specs=[own(H), in_memory, None, in_memory, None],
-            out_specs=[own(H), own(1), own(1)],
-            grid=(1, N, 1),
-            scratch_shapes=(two_blocks, None, two_blocks, None, two_copies, two_copies),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
-        ),
-        out_shape=[jax.ShapeDtypeStruct((N, G, size), jnp.float32) for size in (H, 1, 1)],
-        interpret=interpret,
-        name="paged_attention",
-    )
+    call = _tpu_call(pages, page, block, interpret)
     first_buffer, is_first = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.int32)
     # The kernel multiplies float32 queries by bfloat16 keys.
     with jax.numpy_dtype_promotion("standard"):
@@ -183,6 +155,40 @@ def paged_attention_tpu(
             None,
         )
     return pages.partial(top_NG1[..., 0], total_NG1[..., 0], out_NGH * total_NG1)
+
+
+def _tpu_call(pages: _Pages, page: int, block: int, interpret: bool) -> Callable[..., Any]:
+    """The kernel with one pair per grid step and two buffers of `block` pages for keys and for values."""
+    N, G, H = pages.q_NGH.shape
+    kernel = functools.partial(
+        tpu.paged_flash_attention_kernel_inline_seq_dim,
+        batch_size=N,
+        pages_per_compute_block=block,
+        pages_per_sequence=pages.table_NP.shape[1],
+        mask_value=tpu.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        megacore_mode=None,
+    )
+    own = lambda *size: pl.BlockSpec((None, G, *size), lambda core, n, head, *_: (n, 0, 0))  # noqa: E731
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    two_blocks = pltpu.VMEM((2, block, page, H), pages.v.dtype)
+    two_copies = pltpu.SemaphoreType.DMA((2,))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            in_specs=[own(H), in_memory, None, in_memory, None],
+            out_specs=[own(H), own(1), own(1)],
+            grid=(1, N, 1),
+            scratch_shapes=(two_blocks, None, two_blocks, None, two_copies, two_copies),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+        ),
+        out_shape=[jax.ShapeDtypeStruct((N, G, size), jnp.float32) for size in (H, 1, 1)],
+        interpret=interpret,
+        name="paged_attention",
+    )
 
 
 def paged_attention_gpu(
@@ -220,13 +226,33 @@ def paged_attention_gpu(
         multiple=splits * block,
         pad_queries_to=_GPU_QUERIES,
     )
-    N, G, H = pages.q_NGH.shape
-    table = pages.table_NP.reshape(N, splits, -1)
+    table = pages.table_NP.reshape(len(pages.table_NP), splits, -1)
     scales = tuple(
         None if x is None else x.reshape(-1, page) for x in (cache.k_scale, cache.v_scale)
     )
+    # The matrix product wants one type: int8 keys become that of the queries.
+    q_NGH = pages.q_NGH.astype(q_BQH.dtype if scales[0] is not None else cache.k.dtype)
+    mixed_SNGH, total_SNG, top_SNG = _gpu_call(pages, scales, table, block, interpret)(
+        q_NGH, pages.k, scales[0], pages.v, scales[1], table, pages.length_N[:, None]
+    )
+    top_NG = top_SNG.max(0)
+    keep_SNG = jnp.exp(top_SNG - top_NG[None])
+    mixed_NGH = (mixed_SNGH * keep_SNG[..., None]).sum(0)
+    return pages.partial(top_NG, (total_SNG * keep_SNG).sum(0), mixed_NGH)
+
+
+def _gpu_call(
+    pages: _Pages,
+    scales: tuple[jax.Array | None, ...],
+    table_NSP: jax.Array,
+    block: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """The kernel with a grid step for each pair, tile of queries and split of a row's pages."""
+    N, G, H = pages.q_NGH.shape
+    _, splits, pages_per_split = table_NSP.shape
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
-    call = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(
             gpu.paged_attention_kernel,
             num_heads=G,
@@ -241,7 +267,7 @@ def paged_attention_gpu(
             whole(scales[0]),
             whole(pages.v),
             whole(scales[1]),
-            pl.BlockSpec((None, None, table.shape[-1]), lambda n, i, s: (n, s, 0)),
+            pl.BlockSpec((None, None, pages_per_split), lambda n, i, s: (n, s, 0)),
             pl.BlockSpec((None, 1), lambda n, i, s: (n, 0)),
         ],
         out_specs=[
@@ -256,15 +282,6 @@ def paged_attention_gpu(
         interpret=interpret,
         name="paged_attention",
     )
-    # Of one type, as the product wants it; int8 keys become that of the queries.
-    q_NGH = pages.q_NGH.astype(q_BQH.dtype if scales[0] is not None else cache.k.dtype)
-    mixed_SNGH, total_SNG, top_SNG = call(
-        q_NGH, pages.k, scales[0], pages.v, scales[1], table, pages.length_N[:, None]
-    )
-    top_NG = top_SNG.max(0)
-    keep_SNG = jnp.exp(top_SNG - top_NG[None])
-    mixed_NGH = (mixed_SNGH * keep_SNG[..., None]).sum(0)
-    return pages.partial(top_NG, (total_SNG * keep_SNG).sum(0), mixed_NGH)
 
 
 KERNELS = {"paged_tpu": paged_attention_tpu, "paged_gpu": paged_attention_gpu}

@@ -73,26 +73,40 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
       index: of the samples.
       title: of the pages: whose samples they are.
     """
-    templates = environment_of("jaxrl.tracking.browse")
-    style = importlib.resources.files("jaxrl.tracking.browse").joinpath("browse.css").read_bytes()
+    pages = _Pages(index, title)
+    return _Guarded(
+        Starlette(
+            routes=[
+                Route("/", pages.samples),
+                Route("/sample/{file:str}/{line:int}", pages.sample),
+                Route("/browse.css", pages.css),
+            ],
+            exception_handlers={HTTPException: _refused},
+        )
+    )
 
-    def rendered(template: str, **values: Any) -> HTMLResponse:
-        text = templates.get_template(template).render(title=title, **values)
-        # Half a surrogate pair has no UTF-8.
-        return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
 
-    # Plain functions: Starlette calls them on threads, where a long search holds nobody up.
+class _Pages:
+    """The pages. Plain methods: Starlette calls them on threads, so a long search blocks no other request."""
 
-    def samples(request: Request) -> Response:
-        # What is not given is empty.
+    def __init__(self, index: SampleIndex, title: str):
+        self._index = index
+        self._title = title
+        self._templates = environment_of("jaxrl.tracking.browse")
+        files = importlib.resources.files("jaxrl.tracking.browse")
+        self._style = files.joinpath("browse.css").read_bytes()
+
+    def samples(self, request: Request) -> Response:
+        """The list of samples that pass the filter of the query."""
+        # A missing field is empty.
         given = collections.defaultdict(str, request.query_params)
-        wanted = filter_of(given)
+        index, wanted = self._index, filter_of(given)
         overview = index.overview(wanted)
         pages = max(1, math.ceil(overview.count / _PER_PAGE))
         number = _page_number(given, pages)
         total, read = index.progress
         kinds = index.failures()
-        return rendered(
+        return self._rendered(
             "list.html",
             given=given,
             asked=bool(given),
@@ -109,22 +123,22 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
             searched=SEARCHED_CHARS,
         )
 
-    def sample(request: Request) -> Response:
-        found = index.sample(request.path_params["file"], request.path_params["line"])
+    def sample(self, request: Request) -> Response:
+        """One sample, token by token, its tokens coloured as the query asks."""
+        found = self._index.sample(request.path_params["file"], request.path_params["line"])
         if found is None:
             raise HTTPException(404, "there is no such sample; go back to the list")
         place, row = found
         given = dict(request.query_params)
         color = given.get("color", "")
-        tokens = tokens_of(row)
-        has_gap = any(t["old_logprob"] is not None for t in tokens)
         color = color if color in ("logprob", "gap", "none") else "logprob"
+        tokens = tokens_of(row)
         text = str(row.get("completion", ""))
         size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
         pages = max(1, math.ceil(size[0] / size[1]))
         number = _page_number(given, pages)
         part = slice((number - 1) * size[1], number * size[1])
-        return rendered(
+        return self._rendered(
             "sample.html",
             place=place,
             row=row,
@@ -134,27 +148,22 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
             tokens=[_shown(token, color) for token in tokens[part]],
             text="" if tokens else text[part],
             color=color,
-            has_gap=has_gap,
+            has_gap=any(token["old_logprob"] is not None for token in tokens),
             number=number,
             pages=pages,
             links=_page_links(given, number, pages),
-            group=index.group(place["file"], place["source"], place["prompt_id"]),
+            group=self._index.group(place["file"], place["source"], place["prompt_id"]),
         )
 
-    def css(request: Request) -> Response:
+    def css(self, request: Request) -> Response:
+        """The style sheet."""
         del request
-        return Response(style, media_type="text/css")
+        return Response(self._style, media_type="text/css")
 
-    return _Guarded(
-        Starlette(
-            routes=[
-                Route("/", samples),
-                Route("/sample/{file:str}/{line:int}", sample),
-                Route("/browse.css", css),
-            ],
-            exception_handlers={HTTPException: _refused},
-        )
-    )
+    def _rendered(self, template: str, **values: Any) -> HTMLResponse:
+        text = self._templates.get_template(template).render(title=self._title, **values)
+        # Half a surrogate pair has no UTF-8.
+        return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
 
 
 def _refused(request: Request, error: Exception) -> Response:
