@@ -20,6 +20,7 @@ from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.mapping_choice import with_searched_layout
+from jaxrl.trainer.model_shape import with_stored_shape
 from jaxrl.trainer.needs import (
     Needs,
     of_evaluation,
@@ -122,6 +123,8 @@ def _run(
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+        # What is compared, kept and reported is the shape that is trained, not the schema's default.
+        config = with_stored_shape(config)
         hosts.on_first(lambda: check_folder(config))
         config = with_searched_layout(config, jax.devices() if devices is None else devices)
         run = build_context(
