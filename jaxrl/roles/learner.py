@@ -374,7 +374,7 @@ class Learner(PackedModel, abc.ABC):
         """Gradient of one minibatch's loss, its mean stats, sums over all its microbatches, and their `own`.
 
         Every sum is divided once, by the minibatch's global count of trained tokens or sequences, so that
-        neither microbatches nor packing nor the mesh can change it.
+        neither microbatches nor packing nor the mesh change it beyond rounding.
         """
         frozen, reference = beside
         _, M, _, T = batch.tokens.shape
