@@ -53,7 +53,8 @@ _HELP = {
     "prefill_chunk_tokens": "prompts are prefilled so many tokens at a time",
     "tokens_per_dispatch": "tokens decoded between two looks of the host",
     "unroll": "layers per iteration of the layer scan; all of them is fastest on CPU",
-    "dtype": "of weights and activations, float32 or bfloat16",
+    "dtype": "of weights and activations: float32, bfloat16, or auto: of a run what it sampled in, else "
+    "float32 on CPUs and bfloat16 on accelerators",
     "kv_dtype": "of the cache, float32, bfloat16 or int8 (default: as dtype)",
 }
 _HOSTS_HELP = {

@@ -39,6 +39,8 @@ class EvaluateConfig(EngineSettings):
       stop_strings: texts that end an answer, or a turn of it; of a run by default those it was trained with.
       environment: what answers a finished turn, as of `rollout` in a training config; "" is none, and of a
         run the one it was trained with, unless this is `NO_ENVIRONMENT`.
+      dtype: of weights and activations; "auto" is of a run the type that it sampled in, else float32 on CPUs,
+        which are slower in bfloat16, and bfloat16 on accelerators.
       overlong: what happens to prompts that are too long, as of `data.overlong`.
       tokens: keep what every token was, with its log-probability.
       mesh: "p-t-d" of the devices, the first of those that are here; of several processes all of them.
@@ -70,7 +72,8 @@ class EvaluateConfig(EngineSettings):
     smallest_bucket: Annotated[int, count(1)] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Wider than the engine's own, which is made when model and devices are known.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     mesh: str = "1-1-1"
     stop_strings: tuple[str, ...] = ()
     environment: str = ""

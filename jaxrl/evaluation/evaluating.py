@@ -43,7 +43,7 @@ from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.user_environment import environment_of
-from jaxrl.serving.model_loading import build_generation_mesh
+from jaxrl.serving.model_loading import build_generation_mesh, dtype_on
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.types import Completions, Prompts
 
@@ -136,8 +136,9 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         max_prompt_tokens=config.max_prompt_tokens or found.context_tokens - 1,
         overlong=config.overlong,
     )
-    engine = _engine_config(config, found, prompts, task.stop_ids)
     mesh = _mesh(config, devices)
+    config = dataclasses.replace(config, dtype=_dtype(config, found, mesh))
+    engine = _engine_config(config, found, prompts, task.stop_ids)
     settings = _settings(config, found, prompts, engine, task)
     hosts.check_same("the evaluation", [json.dumps(settings, sort_keys=True)])
     folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
@@ -206,6 +207,12 @@ def _mesh(config: EvaluateConfig, devices: Sequence[Any] | None) -> Mesh:
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
     return mesh
+
+
+def _dtype(config: EvaluateConfig, found: FoundModel, mesh: Mesh) -> str:
+    """As asked; else a run's answers are those that it would have given, and another model's are fast."""
+    sampled_in = found.trained_with("rollout.dtype") if config.dtype == "auto" else None
+    return dtype_on(mesh, sampled_in or config.dtype)
 
 
 def _earlier_answers(

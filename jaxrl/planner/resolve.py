@@ -34,7 +34,7 @@ def resolved(config: Config, devices: Sequence[Any], *, needs: Needs) -> Config:
     """
     if is_settled(config):
         return config
-    with claimed(config):
+    with claimed(config) as config:
         config = with_searched_layout(config, devices)
         check_present(config, devices, [*ProblemReader(config.data).lookups, *needs(config)])
         return with_chosen_slots(config, devices)

@@ -42,7 +42,7 @@ class SamplingOptions:
 
     Attributes:
       num_samples: G.
-      seed, step: with a prompt's id and the sample's index they determine each sample.
+      seed, step: with a prompt's id and the sample's index they determine the noise of each sample.
       temperature: 0 is greedy.
       truncation: which tokens may be drawn, as scalars.
       stop_strings: texts that end a response as a stop id does; tokens after one are cut off.

@@ -1,9 +1,11 @@
-"""Sampling of one token per sequence, reproducible wherever it runs.
+"""Sampling of one token per sequence, with noise that is the same wherever it runs.
 
 A token is drawn by Gumbel-max: argmax(logits / temperature + noise). The noise is a function of (seed,
-step, prompt id, sample index, position, token id) and of nothing else, so a sample does not depend on slot,
-batch, mesh or restart. Gumbel-max rather than the inverse of the cumulative distribution because a
-rounding difference can then flip a token only where two candidates nearly tie, not at every boundary.
+step, prompt id, sample index, position, token id) and of nothing else: not of slot, batch, mesh or restart.
+The logits do depend on these, by rounding: in float32 that changes a token only where two candidates nearly
+tie, in bfloat16 it changes many samples (docs/numerics.md). Gumbel-max rather than the inverse of the
+cumulative distribution because a rounding difference can then flip a token only where two candidates nearly
+tie, not at every boundary.
 
     S slots   V vocabulary
 """

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrl.checks import MAX_TOKENS
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh, memory_bytes
+from jaxrl.mesh.devices import build_mesh, memory_bytes, platform_of
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
 from jaxrl.models.decoder import Params, decoder_graph
@@ -64,6 +64,7 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
         )
     model, tokenizer = read_model(directory)
     mesh = build_generation_mesh(config.mesh, devices)
+    config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
     graph, shapes, axes = decoder_graph(model)
@@ -78,6 +79,13 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     engine = engine_of(lengths_of(config, context_of(directory), fitting))
     params = load_params(directory, model, where, dtype=config.dtype)
     return Loaded(engine, params, tokenizer)
+
+
+def dtype_on(mesh: Mesh, asked: str) -> str:
+    """The type of weights and activations: as asked, and for "auto" what is fast on the devices of a mesh."""
+    if asked != "auto":
+        return asked
+    return "float32" if platform_of(mesh) == "cpu" else "bfloat16"
 
 
 class Lengths(NamedTuple):

@@ -29,7 +29,8 @@ _HELP = {
     "max_response_tokens": "longest response; 0 likewise",
     "tokens_per_dispatch": "tokens between two pieces of a streamed answer",
     "mesh": "p-t-d, pipeline, tensor and data parallel size",
-    "dtype": "of weights and activations, float32 or bfloat16",
+    "dtype": "of weights and activations: float32, bfloat16, or auto: float32 on CPUs, bfloat16 on "
+    "accelerators",
     "max_waiting": "samples that may wait for a slot",
     "max_body_bytes": "of a request",
     "max_connections": "open to the HTTP endpoint; more are answered with 503",

@@ -26,7 +26,8 @@ class ServeConfig(EngineSettings):
         the memory of the devices leave (`lengths_of`).
       tokens_per_dispatch: tokens decoded between two looks of the host, which is how often text is sent.
       mesh: "p-t-d" of the devices, the first of those that are here.
-      dtype: of weights and activations.
+      dtype: of weights and activations; "auto" is float32 on CPUs, which are slower in bfloat16, and bfloat16
+        on accelerators.
       max_waiting: samples that may wait for a slot; more are refused.
       max_body_bytes: of a request.
       max_connections: that may be open to the HTTP endpoint.
@@ -49,7 +50,8 @@ class ServeConfig(EngineSettings):
     max_response_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 8
     mesh: str = "1-1-1"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Wider than the engine's own, which is made when the devices are known.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     max_waiting: Annotated[int, count(1)] = 10_000
     max_body_bytes: Annotated[int, at_least(1)] = 1 << 20
     max_connections: Annotated[int, count(1)] = 1000

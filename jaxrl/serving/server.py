@@ -58,10 +58,12 @@ def serve(config: ServeConfig) -> int:
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        with running(config, load(config)) as server:
+        loaded = load(config)
+        with running(config, loaded) as server:
             print(f"{config.model_name}: http://{config.host}:{server.http_port}/v1", end="")
             print(f", gRPC {config.host}:{server.grpc_port}" if config.grpc else "", end="")
-            print(f", up to {server.context_tokens} tokens of prompt and response", flush=True)
+            print(f", up to {server.context_tokens} tokens of prompt and response", end="")
+            print(f", in {loaded.engine.config.dtype}", flush=True)
             while server.driver.alive and not ended.wait(timeout=1.0):
                 pass
             healthy = server.driver.alive

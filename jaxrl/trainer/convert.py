@@ -6,9 +6,10 @@
 
 The Orbax directory is the Hugging Face directory with `params/`, our parameter tree, in the place of the
 safetensors files: config.json, the tokenizer's files and generation_config.json come along. Of a run the
-newest intact checkpoint is exported; adapters are merged into the weights, or with --adapter_only saved
-alone in PEFT's layout. Conversion runs on the host, which must have room for the model. What the user can fix
-is one line on stderr and exit status 2; the output directory appears whole or not at all.
+newest intact checkpoint is exported; adapters are merged into the weights, or with --adapter_only saved alone
+in PEFT's layout. A run is written in bfloat16 unless --dtype says float32. Conversion runs on the host, which
+must have room for the model. What the user can fix is one line on stderr and exit status 2; the output
+directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ def convert(args: argparse.Namespace) -> str:
     elif (args.source, args.target) == ("orbax", "hf"):
         orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
     elif (args.source, args.target) == ("run", "hf"):
+        dtype = args.dtype or "bfloat16"
         step = export_run(
             args.path,
             args.out,
-            dtype=args.dtype or "bfloat16",
+            dtype=dtype,
             max_shard_bytes=args.max_shard_bytes,
             adapter_only=args.adapter_only,
         )
-        return f"{args.out} holds the weights of step {step}"
+        choice = "" if args.dtype else "; --dtype float32 writes what training keeps"
+        return f"{args.out} holds the weights of step {step} in {dtype}{choice}"
     else:
         raise UserError(
             f"--from {args.source} --to {args.target} converts nothing; hf goes to orbax, orbax and "

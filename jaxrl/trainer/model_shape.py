@@ -67,6 +67,17 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
     return config.model, f"config.model; {config.weights} is not here to compare it with"
 
 
+def with_stored_shape(config: Config) -> Config:
+    """The config with the shape of its checkpoint in `model`; as it is where no checkpoint is here.
+
+    Raises:
+      UserError: as `model_of`.
+    """
+    if not (config.weights and is_here(config.weights)):
+        return config
+    return dataclasses.replace(config, model=model_of(config)[0])
+
+
 def is_here(directory: str, file: str = "config.json") -> bool:
     """Whether a directory of Hugging Face's has the file that says what it holds."""
     return (pathlib.Path(directory) / file).is_file()

@@ -18,6 +18,7 @@ from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
+from jaxrl.trainer.model_shape import with_stored_shape
 from jaxrl.trainer.needs import (
     Needs,
     of_fine_tuning,
@@ -108,8 +109,11 @@ def is_settled(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def claimed(config: Config) -> Iterator[None]:
+def claimed(config: Config) -> Iterator[Config]:
     """Holds the folder of a run and watches its processes. Collective.
+
+    Yields:
+      The config with the shape of the model that is trained, where `weights` has it.
 
     Raises:
       UserError: the folder cannot be written or is in use, or holds a run that may not be resumed; or
@@ -120,8 +124,10 @@ def claimed(config: Config) -> Iterator[None]:
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+        # The run is compared, kept and reported with the shape that is trained, not the schema's default.
+        config = with_stored_shape(config)
         hosts.on_first(lambda: check_folder(config))
-        yield
+        yield config
 
 
 def _run(
@@ -140,7 +146,7 @@ def _run(
             "run; call it first, as every command does, or set mesh.layout to as_given and rollout.slots to "
             "a number"
         )
-    with claimed(config):
+    with claimed(config) as config:
         run = build_context(
             config,
             devices,

@@ -32,6 +32,7 @@ from jaxrl.models.huggingface.model_files import write_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
+from jaxrl.serving import model_loading
 from jaxrl.serving.model_loading import build_generation_mesh
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.tracking.checkpoints import Checkpoints
@@ -234,6 +235,23 @@ def test_the_folder_has_a_name_of_its_own_by_default(directory, problems, monkey
 
 
 # The folder of a run
+
+
+def test_by_default_a_run_keeps_its_type_and_another_model_takes_what_is_fast_here(
+    tmp_path, directory, tokenizer, problems, monkeypatch
+):
+    steps = {1: random_params(MODEL, 1)}
+    run = run_folder(tmp_path / "run", tokenizer, MODEL, steps, rollout__dtype="bfloat16")
+
+    def type_of(model, out, dtype="auto"):
+        planned = plan_evaluation(config_of(model, problems, tmp_path / out, dtype=dtype))
+        return planned.engine.dtype
+
+    assert EvaluateConfig(model="m", sets=("s",)).dtype == "auto"
+    assert [type_of(run, "a"), type_of(directory, "b")] == ["bfloat16", "float32"]
+    assert type_of(run, "c", dtype="float32") == "float32"
+    monkeypatch.setattr(model_loading, "platform_of", lambda mesh: "tpu")
+    assert type_of(directory, "d") == "bfloat16"
 
 
 def test_a_run_is_evaluated_by_its_newest_checkpoint(tmp_path, tokenizer, problems):

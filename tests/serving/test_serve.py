@@ -53,7 +53,6 @@ SIZES = {
     "max_prompt_tokens": 48,
     "max_response_tokens": 44,
     "tokens_per_dispatch": 4,
-    "dtype": "float32",
 }
 
 
@@ -85,6 +84,11 @@ def config_of(directory, **changes) -> ServeConfig:
 @pytest.fixture(scope="module")
 def loaded(directory):
     return load(config_of(directory))
+
+
+def test_on_a_cpu_the_type_is_the_one_that_is_fast_there(loaded):
+    assert loaded.engine.config.dtype == "float32"
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype("float32")}
 
 
 @pytest.fixture(scope="module")
@@ -598,7 +602,10 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
     ]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         line = process.stdout.readline()
-        form = r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, up to 92 tokens of prompt and.*"
+        form = (
+            r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, "
+            r"up to 92 tokens of prompt and response, in float32"
+        )
         port = re.fullmatch(form, line.strip())[1]
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         with contextlib.closing(connection):

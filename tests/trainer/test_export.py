@@ -24,6 +24,7 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, pools_of
+from jaxrl.trainer.convert import main as convert
 from jaxrl.trainer.export import export_run
 from jaxrl.trainer.model_shape import model_for
 from jaxrl.trainer.problems import Problems
@@ -84,6 +85,15 @@ def test_the_newest_weights_of_the_last_stage(tmp_path):
     assert read_config(tmp_path / "hf") == TINY
     assert_equal(load_params(tmp_path / "hf", TINY, shardings(TINY)), params[3])
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_the_command_says_which_type_it_writes(tmp_path, capsys):
+    run = finished_run(tmp_path / "run", TINY, {"rl": {3: random_params(TINY, seed=3)}})
+    command = ["convert", "--from", "run", "--path", str(run), "--to", "hf", "--out"]
+    assert convert([*command, str(tmp_path / "short")]) == 0
+    assert "step 3 in bfloat16; --dtype float32 writes" in capsys.readouterr().out
+    assert convert([*command, str(tmp_path / "long"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.endswith("step 3 in float32\n")
 
 
 def test_an_export_beside_a_run_at_work_changes_nothing(tmp_path):

@@ -231,6 +231,21 @@ def test_finished_run_is_left_alone(whole):
     assert curve(whole) == before
 
 
+def test_a_run_from_weights_keeps_and_shows_their_shape(tmp_path, problems, whole, caplog):
+    export_run(whole.run_folder.path, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
+    config = make_config(tmp_path, problems, model=ModelConfig(), weights=str(tmp_path / "hf"))
+    config = dataclasses.replace(
+        config,
+        warm_start=dataclasses.replace(config.warm_start, num_steps=2),
+    )
+    for _ in range(2):
+        assert program.fine_tune(config, devices=one_device()) == 0
+        kept = config.run_folder.config.read_text().splitlines()
+        assert {"model.num_layers = 2", "model.d_model = 32", "model.vocab_size = 288"} < set(kept)
+        assert "model.d_model = 32" in (config.run_folder.path / "report.html").read_text()
+    assert "other settings" not in caplog.text
+
+
 def test_eight_devices_sample_the_same_tokens(tmp_path, problems, whole):
     """Training 1-4-2, generation 1-2-2-2. Losses to rounding; tokens equal while weights are."""
     config = make_config(
