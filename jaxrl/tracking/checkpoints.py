@@ -30,6 +30,7 @@ from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.durable import sync
+from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
 from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
@@ -165,15 +166,16 @@ class Checkpoints:
         assert saved, f"Orbax did not save step {step}"
         self._saving = step
 
-    def commit(self, sound_steps: Collection[int] = ()) -> None:
+    def commit(self, sound_steps: Collection[int] = (), *, rows: RowChecksum | None = None) -> None:
         """Seals what `save` has begun, beside training, and then removes the oldest ones.
 
         Args:
           sound_steps: besides the newest `keep`, the newest checkpoint up to each of these stays.
+          rows: of the metrics up to the checkpoint's step; the first process needs them, if any are kept.
         """
         assert self._saving is not None, "save comes before commit"
         step, self._saving = self._saving, None
-        self._sealing = self._sealer.submit(self._commit, step, tuple(sound_steps))
+        self._sealing = self._sealer.submit(self._commit, step, tuple(sound_steps), rows)
 
     def wait(self) -> None:
         """Returns once everything that was committed is sealed.
@@ -250,12 +252,12 @@ class Checkpoints:
         for step in set(self.stored.seals.steps()) - set(self.stored.steps):
             self.stored.seals.remove(step)
 
-    def _commit(self, step: int, sound_steps: Collection[int]) -> None:
+    def _commit(self, step: int, sound_steps: Collection[int], rows: RowChecksum | None) -> None:
         """Runs beside training: waits for Orbax, seals, removes what is older."""
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
-        self.stored.seals.write(step)
+        self.stored.seals.write(step, rows)
         self._remove_older(step, sound_steps)
 
     def _remove_older(self, newest: int, sound_steps: Collection[int]) -> None:

@@ -13,16 +13,21 @@ import json
 import math
 import os
 import re
+import socket
+import struct
 import time
 import uuid
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.durable import ensure_writable, write_atomically
+from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
+from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import StageFolder
 
 if TYPE_CHECKING:
@@ -54,6 +59,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       UserError: there is no such file, or a line other than the last is not a row.
     """
     return [row for _, row in _read_lines(Path(path))]
+
+
+def readable_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What is left in a damaged metrics file, or one that is not there: rows of increasing steps."""
+    return [row for _, row in _readable_lines(Path(path))]
 
 
 def without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +102,7 @@ class MetricsWriter:
       directory: folder of the stage, a `StageFolder`.
       resume_step: last step that the restored checkpoint holds; rows after it are dropped. None for
         a run from the start, which drops all rows.
+      drops_damaged: drop lines that are no rows, and rows that are there twice, instead of refusing the file.
       wandb: also log to wandb (needs the extra `wandb`).
 
     Raises:
@@ -104,12 +115,13 @@ class MetricsWriter:
         directory: str | os.PathLike[str],
         *,
         resume_step: int | None = None,
+        drops_damaged: bool = False,
         wandb: WandbOptions | None = None,
     ):
         folder = StageFolder(Path(directory))
         ensure_writable(directory)
         with contextlib.ExitStack() as on_failure:
-            self._rows = _JsonlSink(folder.metrics, resume_step)
+            self._rows = _JsonlSink(folder.metrics, resume_step, drops_damaged=drops_damaged)
             self._sinks: list[_Sink] = [self._rows]
             on_failure.callback(self.close)
             self._sinks.append(_TensorBoardSink(folder.tensorboard, resume_step))
@@ -118,9 +130,9 @@ class MetricsWriter:
             on_failure.pop_all()
 
     @property
-    def last_step(self) -> int | None:
-        """Of the newest row; None without any."""
-        return self._rows.last_step
+    def checksum(self) -> RowChecksum:
+        """Of all rows that are there."""
+        return self._rows.checksum
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records `metrics` of `step`. Call once per step; steps increase."""
@@ -149,49 +161,72 @@ class _Sink(Protocol):
 class _JsonlSink:
     """One line per step; a line is on the disk before the next step begins."""
 
-    def __init__(self, path: Path, resume_step: int | None):
-        kept = _lines_up_to(path, resume_step)
-        self.last_step = kept[-1][1]["step"] if kept else None
+    def __init__(self, path: Path, resume_step: int | None, *, drops_damaged: bool):
+        kept = []
+        if resume_step is not None and path.exists():
+            lines = _readable_lines(path) if drops_damaged else _read_lines(path)
+            kept = [
+                (line + b"\n", row["step"]) for line, row in lines if row["step"] <= resume_step
+            ]
+        self.checksum = RowChecksum()
+        for line, step in kept:
+            self.checksum = self.checksum.extended_by(line, step)
         # The kept lines stay byte for byte; parsing and printing again could change them.
-        write_atomically(path, b"".join(line + b"\n" for line, _ in kept))
-        self._file = path.open("ab")
+        write_atomically(path, b"".join(line for line, _ in kept))
+        self._file = AppendedFile(path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        assert self.last_step is None or step > self.last_step, (
-            f"step {step} after step {self.last_step}: one row per step, in increasing order"
-        )
-        self.last_step = step
+        last = self.checksum.last_step
+        assert step > last, f"step {step} after step {last}: one row per step, in increasing order"
         row = {"step": step, "time_s": round(time.time(), 3)}
         row |= {key: _to_json(value) for key, value in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._file.append(line)
+        self.checksum = self.checksum.extended_by(line, step)
 
     def close(self) -> None:
         self._file.close()
 
 
 class _TensorBoardSink:
-    """Event files. TensorBoard shows `@` in a name as `_`."""
+    """Event files. TensorBoard shows `@` in a name as `_`.
+
+    tensorboardX encodes the events. Its own writer has a thread, which an error of the disk ends: the next
+    steps then wait for it for ever.
+    """
 
     def __init__(self, directory: Path, resume_step: int | None):
         directory.mkdir(exist_ok=True)
-        # The file name has a resolution of one second; without a number of its own, a run resumed
-        # within the second would overwrite the events of the run before.
+        # The time has a resolution of one second; a number of its own keeps a run that is resumed within
+        # the second apart from the one before.
         number = sum(1 for _ in directory.iterdir())
-        self._writer = SummaryWriter(
-            logdir=os.fspath(directory),
-            purge_step=0 if resume_step is None else resume_step + 1,
-            filename_suffix=f".{number}",
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
+        self._file = AppendedFile(directory / name)
+        start = SessionLog(status=SessionLog.START)
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._append(
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            # TensorBoard forgets what an earlier file has of steps from this one on.
+            Event(wall_time=time.time(), step=first_step, session_log=start),
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+        now_s = time.time()
+        summaries = (scalar(key, value) for key, value in values.items())
+        self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
+
+    def _append(self, *events: Any) -> None:
+        self._file.append(b"".join(_framed(event.SerializeToString()) for event in events))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+
+def _framed(event: bytes) -> bytes:
+    """A record of TensorFlow's: length, its checksum, content, its checksum."""
+    length = struct.pack("<Q", len(event))
+    sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
+    return length + next(sums) + event + next(sums)
 
 
 class _WandbSink:
@@ -239,12 +274,6 @@ def _wandb_run_id(path: Path, resume_step: int | None) -> str:
     return run_id
 
 
-def _lines_up_to(path: Path, last_step: int | None) -> list[tuple[bytes, dict[str, Any]]]:
-    if last_step is None or not path.exists():
-        return []
-    return [(line, row) for line, row in _read_lines(path) if row["step"] <= last_step]
-
-
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """(line without its newline, row) of every line; a last one cut short is left out."""
     try:
@@ -254,7 +283,7 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append((line, _parse_row(line)))
+            rows.append((line, parse_row(line)))
         except (TypeError, ValueError) as error:
             if number == len(lines):
                 warnings.warn(
@@ -268,7 +297,23 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return rows
 
 
-def _parse_row(line: bytes) -> dict[str, Any]:
+def _readable_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """(line without its newline, row) of the lines that are rows, of increasing steps."""
+    rows: list[tuple[bytes, dict[str, Any]]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(TypeError, ValueError):
+            row = parse_row(line)
+            if not rows or row["step"] > rows[-1][1]["step"]:
+                rows.append((line, row))
+    return rows
+
+
+def parse_row(line: bytes) -> dict[str, Any]:
+    """A line as `read_metrics` returns it.
+
+    Raises:
+      TypeError, ValueError: it is no row.
+    """
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError('expected an object with an integer "step"')

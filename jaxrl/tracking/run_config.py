@@ -20,7 +20,8 @@ class RunConfig:
       keep_checkpoints: how many of the newest stay, besides one from before a collapse.
       collapse: what counts as one.
       resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
-        none left; "or_restart" begins such a stage again, with what is there moved aside; "never" refuses a
+        none left, or has lost rows of its metrics; "or_restart" begins a stage without a checkpoint again,
+        with what is there moved aside; "accept_lost_rows" goes on without the lost rows; "never" refuses a
         folder that holds a run.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: evaluation problems whose answers the report shows before and after.
@@ -34,7 +35,7 @@ class RunConfig:
     save_every: Annotated[int, at_least(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
-    resume: Literal["auto", "or_restart", "never"] = "auto"
+    resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     wandb_project: str = ""
     report_samples: Annotated[int, count(0)] = 8
     rollouts_every: Annotated[int, at_least(0)] = 10

@@ -1,7 +1,8 @@
 """Seals: checksums of finished checkpoints, by which a reader knows that nothing has changed.
 
     checkpoints/20/...           what Orbax has written
-    checkpoints.seals/20.json    size and CRC-32 of every file of it, written last
+    metrics.jsonl                rows to step 20, and later ones
+    checkpoints.seals/20.json    size and CRC-32 of all its files and of those rows; written last
 
 A checkpoint without its seal was never finished, or not copied whole. A seal that cannot be read spoils its
 own checkpoint and no other; files with other names are nobody's and are ignored.
@@ -14,9 +15,12 @@ import pathlib
 import zlib
 
 from jaxrl.tracking.durable import sync, write_atomically
+from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
 
 UNSEALED = "it has no seal"
+# Where a seal has the checksum of the rows: their path from the checkpoint, which no file of it can have.
+_ROWS = "../../metrics.jsonl"
 _BLOCK_BYTES = 2**20
 
 
@@ -28,10 +32,17 @@ class Seals:
         self._checkpoints = checkpoints
         self.folder = checkpoints.seals
 
-    def write(self, step: int) -> None:
-        """Seals a checkpoint, whose files are on the disk before its seal is."""
+    def write(self, step: int, rows: RowChecksum | None = None) -> None:
+        """Seals a checkpoint, whose files are on the disk before its seal is.
+
+        Args:
+          step: of the checkpoint.
+          rows: of the metrics up to this step; None where no metrics are kept.
+        """
         checkpoint = self._checkpoints.step(step)
         checksums = _checksums(checkpoint)
+        if rows is not None:
+            checksums[_ROWS] = list(rows)
         for path in (*checkpoint.rglob("*"), checkpoint, self._checkpoints.path):
             sync(path)
         self.folder.mkdir(exist_ok=True)
@@ -51,11 +62,22 @@ class Seals:
         except OSError as error:
             return f"it cannot be read ({error})"
         for name, checksum in written.items():
+            if name == _ROWS:
+                continue
             if name not in found:
                 return f"{name} is missing"
             if found[name] != checksum:
                 return f"{name} has changed since it was written"
         return None
+
+    def rows(self, step: int) -> RowChecksum | None:
+        """The checksum of the metrics that a checkpoint was saved with; None if its seal has none."""
+        try:
+            written = _parse(self._checkpoints.seal(step).read_bytes())
+            return RowChecksum(*written[_ROWS])
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            # A seal that is damaged is told of as a fault of its checkpoint.
+            return None
 
     def remove(self, step: int) -> None:
         """Removes the seal of a checkpoint, if it has one."""

@@ -103,6 +103,7 @@ class Loop:
         keep_checkpoints: int,
         collapse: CollapseConfig,
         may_restart: bool = False,
+        accepts_lost_rows: bool = False,
         num_devices: int,
         waits: bool = True,
         stop: StopSignal,
@@ -120,6 +121,7 @@ class Loop:
             last. 0 evaluates never.
           collapse: when a checkpoint is kept besides.
           may_restart: begin again, with the old folder moved aside, where nothing is left to go on from.
+          accepts_lost_rows: go on with what is left of damaged metrics.
           num_devices: that it runs on.
           waits: phases end when their arrays are there.
           stop: signals to the run.
@@ -136,6 +138,7 @@ class Loop:
         self._log_every = log_every
         self._evaluate_every = evaluate_every
         self._may_restart = may_restart
+        self._accepts_lost_rows = accepts_lost_rows
         self._num_devices = num_devices
         self._waits = waits
         self._stop = stop
@@ -310,17 +313,14 @@ class Loop:
         """Opens the log; says whether it is empty."""
         resume_step = self.step if resumed else None
         self._writer = self._exit.enter_context(
-            MetricsWriter(self.folder.path, resume_step=resume_step, wandb=self._wandb)
-        )
-        last = self._writer.last_step
-        if self.step >= self._log_every and (last is None or self.step - last >= self._log_every):
-            logger.warning(
-                "%s has rows to step %s of the %s steps that the checkpoint holds; the others are lost",
-                self.folder.metrics,
-                last or 0,
-                self.step,
+            MetricsWriter(
+                self.folder.path,
+                resume_step=resume_step,
+                drops_damaged=self._accepts_lost_rows,
+                wandb=self._wandb,
             )
-        return last is None
+        )
+        return self._writer.checksum.num_rows == 0
 
     # The end of a step
 
@@ -397,7 +397,8 @@ class Loop:
         self._checkpoints.save(self.step, states, self._record)
 
     def _commit(self) -> None:
-        self._checkpoints.commit(self._detector.sound_steps)
+        rows = None if self._writer is None else self._writer.checksum
+        self._checkpoints.commit(self._detector.sound_steps, rows=rows)
         self._saved_step = self.step
 
     def _watch(self, metrics: Mapping[str, float]) -> None:
@@ -478,6 +479,7 @@ def open_loop(
         keep_checkpoints=config.run.keep_checkpoints,
         collapse=config.run.collapse,
         may_restart=config.run.resume == "or_restart",
+        accepts_lost_rows=config.run.resume == "accept_lost_rows",
         num_devices=run.placement.num_devices,
         waits=len(run.placement.pools) == 1,
         stop=stop,

@@ -15,7 +15,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.lost_rows import lost_rows
+from jaxrl.tracking.metrics import read_metrics, readable_rows
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
@@ -35,8 +36,10 @@ def check_folder(config: Config) -> None:
     """Says what differs from the config that the run in the folder was started with; changes nothing.
 
     Raises:
-      UserError: the folder holds a run and the config does not allow to go on with it.
+      UserError: the folder holds a run and the config does not allow to go on with it, or rows of its metrics
+        are lost.
     """
+    _check_rows(config)
     path = config.run_folder.config
     if not path.exists():
         return
@@ -56,6 +59,29 @@ def check_folder(config: Config) -> None:
     ]
     if changed:
         logger.warning("this run was started with other settings: %s", "; ".join(changed))
+
+
+def _check_rows(config: Config) -> None:
+    accepts = config.run.resume == "accept_lost_rows"
+    for folder in _stages(config).values():
+        fault = lost_rows(folder)
+        if fault is None:
+            continue
+        if not accepts:
+            raise UserError(
+                f"{fault}; what is lost cannot be made again: restore the file from a copy, or go on without "
+                "the lost rows with --config.run.resume=accept_lost_rows"
+            )
+        logger.warning("%s; going on without the lost rows", fault)
+
+
+def _stages(config: Config) -> dict[str, StageFolder]:
+    """The folders that the report reads, by the titles of their sections."""
+    return {
+        title_of(config): config.run_folder.rl,
+        "Preferences": config.run_folder.preference,
+        "Warm start (SFT)": config.warm_start_folder,
+    }
 
 
 def keep_run_files(run: RunContext) -> None:
@@ -99,11 +125,8 @@ def write_run_report(run: RunContext) -> pathlib.Path:
     from jaxrl.tracking import report
 
     config = run.config
-    rows = {
-        title_of(config): _rows(config.run_folder.rl),
-        "Preferences": _rows(config.run_folder.preference),
-        "Warm start (SFT)": _rows(config.warm_start_folder),
-    }
+    read = _rows if config.run.resume != "accept_lost_rows" else _readable_rows
+    rows = {title: read(folder) for title, folder in _stages(config).items()}
     sections = [report.Section(title, found) for title, found in rows.items() if found]
     path = config.run_folder.report
     report.write_report(
@@ -148,6 +171,10 @@ def _samples_of(path: pathlib.Path) -> list[dict[str, Any]]:
 def _rows(folder: StageFolder) -> Rows:
     path = folder.metrics
     return read_metrics(path) if path.exists() else []
+
+
+def _readable_rows(folder: StageFolder) -> Rows:
+    return readable_rows(folder.metrics)
 
 
 def _minutes(rows: Rows) -> float:

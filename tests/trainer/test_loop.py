@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import signal
@@ -15,7 +14,9 @@ from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.collapse import CollapseConfig
+from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.loop import Loop, TrainingStage
 
@@ -309,14 +310,16 @@ def test_a_log_that_cannot_be_read_is_refused_and_left_alone(tmp_path):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_rows_that_are_lost_are_told(tmp_path, caplog):
+def test_damaged_rows_are_dropped_if_their_loss_is_accepted(tmp_path):
     folder = tmp_path / "rl"
     run(folder)
-    (folder / "metrics.jsonl").write_text("")
-    with caplog.at_level(logging.WARNING):
-        run(folder, num_steps=8)
-    assert "has rows to step 0 of the 6 steps" in caplog.text
-    assert [row["step"] for row in rows_of(folder)] == [7, 8]
+    log = folder / "metrics.jsonl"
+    rows = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*rows[:2], b"\xff\n", rows[3], rows[3], *rows[4:]]))
+    run(folder, num_steps=8, accepts_lost_rows=True)
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 3, 4, 5, 6, 7, 8]
+    # What is left is what the next checkpoint was saved with.
+    assert lost_rows(StageFolder(folder)) is None
 
 
 def test_what_is_refused_has_written_nothing(tmp_path):

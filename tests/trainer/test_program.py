@@ -315,6 +315,63 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole)
     export_run(config.run_folder.path, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
 
 
+DAMAGED_ROWS = {
+    "removed": None,
+    "emptied": lambda rows: [],
+    "without its last row": lambda rows: rows[:-1],
+    "cut within a row": lambda rows: [*rows[:-1], rows[-1][:20]],
+    "with the last row twice": lambda rows: [*rows, rows[-1]],
+    "with a row twice": lambda rows: [*rows[:2], rows[1], *rows[2:]],
+    "with a changed bit": lambda rows: [rows[0], rows[1].replace(b": 0.", b": 8.", 1), *rows[2:]],
+}
+
+
+@pytest.mark.parametrize("num_steps", [4, 5], ids=["finished", "to go on"])
+@pytest.mark.parametrize("stage", ["rl", "sft"])
+def test_a_run_that_has_lost_rows_is_refused_and_left_as_it_was(
+    stage, num_steps, tmp_path, problems, whole
+):
+    # Other settings, so that a config.txt that is written again can be told.
+    config = make_config(tmp_path, problems, num_steps=num_steps, optim=OptimConfig(lr=2e-3))
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    log = config.run_folder.path / stage / "metrics.jsonl"
+    rows = log.read_bytes().splitlines(keepends=True)
+    for name, damage in DAMAGED_ROWS.items():
+        log.unlink(missing_ok=True)
+        if damage is not None:
+            log.write_bytes(b"".join(damage(rows)))
+        (config.run_folder.path / "lock").unlink()
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        with pytest.raises(
+            UserError, match=r"metrics\.jsonl .*go on without the lost rows"
+        ) as error:
+            program.train(config, devices=one_device())
+        assert f"/{stage}/" in str(error.value), name
+        (config.run_folder.path / "lock").unlink()
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before, name
+        (config.run_folder.path / "lock").touch()
+
+
+def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
+    config = make_config(tmp_path, problems)
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    rows = curve(whole)
+    for name in ("rl", "sft"):
+        log = config.run_folder.path / name / "metrics.jsonl"
+        lines = log.read_bytes().splitlines(keepends=True)
+        log.write_bytes(b"".join([*lines[:1], b"?\n", *lines[3:]]))
+    accepting = dataclasses.replace(config.run, resume="accept_lost_rows")
+    # A finished run has its report written again from what is left.
+    config = dataclasses.replace(config, run=accepting)
+    assert program.train(config, devices=one_device()) == 0
+    assert "sft/metrics.jsonl has a line 2 that is no row" in caplog.text
+    assert "<svg" in config.run_folder.report.read_text()
+    # Another one goes on.
+    config = dataclasses.replace(config, run=dataclasses.replace(accepting, num_steps=5))
+    assert program.train(config, devices=one_device()) == 0
+    assert curve(config)[:-1] == [rows[0], *rows[3:]]
+
+
 def test_a_second_run_in_the_folder_is_refused(whole):
     rows = curve(whole)
     with only_run_in(whole.run_folder.path), pytest.raises(UserError, match="is in use by process"):

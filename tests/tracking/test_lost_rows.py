@@ -1,0 +1,103 @@
+"""Rows of metrics that were lost or changed behind a checkpoint's back."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.roles.learner import TrainState
+from jaxrl.tracking.checkpoints import Checkpoints
+from jaxrl.tracking.lost_rows import lost_rows
+from jaxrl.tracking.metrics import MetricsWriter
+from jaxrl.tracking.run_folder import StageFolder
+
+STATE = TrainState({"w": jnp.zeros(3)}, {"m": jnp.zeros(3)}, jnp.int32(0))
+
+
+@pytest.fixture
+def stage(tmp_path) -> StageFolder:
+    """Rows of steps 0 to 5; checkpoints of steps 0, 2 and 4."""
+    folder = StageFolder(tmp_path / "rl")
+    checkpoints = Checkpoints(folder.checkpoints.path, keep=None)
+    checkpoints.prepare(None)
+    with MetricsWriter(folder.path) as writer:
+        for step in range(6):
+            if step:
+                writer.write(step, {"loss": 1 / step})
+            if step % 2 == 0:
+                checkpoints.save(step, {"actor": STATE}, {})
+                checkpoints.commit(rows=writer.checksum)
+            if not step:
+                # As the loop does: what was measured before training comes after the first checkpoint.
+                writer.write(0, {"loss": 2.0})
+    checkpoints.close()
+    return folder
+
+
+def lines(path: pathlib.Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def flipped(content: bytes) -> bytes:
+    """A digit of the loss of step 3 has changed; the row is still one."""
+    at = content.index(b"0.333") + 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES = {
+    "has none of the 5 rows to step 4, with which the checkpoint of step 4": lambda c, ls: b"",
+    "has 4 of the 5 rows to step 4, with": lambda c, ls: b"".join(ls[:4]),
+    "has a line 5 that is no row": lambda c, ls: b"".join(ls[:4]) + ls[4][:-9],
+    "has a second row of step 4 after the last": lambda c, ls: b"".join([*ls[:5], ls[4], ls[5]]),
+    "has a row of step 2 after that of step 2": lambda c, ls: b"".join([*ls[:3], *ls[2:]]),
+    "has other content than that of the 5 rows": lambda c, ls: flipped(c),
+    "has a line 2 that is no row": lambda c, ls: c.replace(b'"step": 1,', b'"step\xff: 1,'),
+}
+
+
+def test_rows_as_they_were_written(stage):
+    assert lost_rows(stage) is None
+    # Of step 5, which no checkpoint holds, nothing is known; a kill may cut its row.
+    content = stage.metrics.read_bytes()
+    for cut in (content[:-9], b"".join(lines(stage.metrics)[:5])):
+        stage.metrics.write_bytes(cut)
+        assert lost_rows(stage) is None
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_damage_is_told_and_nothing_changed(said, stage):
+    content = stage.metrics.read_bytes()
+    damaged = DAMAGES[said](content, lines(stage.metrics))
+    assert damaged != content
+    stage.metrics.write_bytes(damaged)
+    fault = lost_rows(stage)
+    assert fault is not None and said in fault and str(stage.metrics) in fault
+    assert stage.metrics.read_bytes() == damaged
+
+
+def test_a_file_that_is_missing(stage):
+    stage.metrics.unlink()
+    fault = lost_rows(stage)
+    assert fault is not None and "is missing and has none of the 5 rows to step 4" in fault
+
+
+def test_rows_of_a_checkpoint_that_is_not_gone_on_from_are_not_missed(stage):
+    """The steps after 2 are repeated, and with them their rows."""
+    stage.metrics.write_bytes(b"".join(lines(stage.metrics)[:4]))
+    (stage.checkpoints.step(4) / "record" / "metadata").write_bytes(b"")
+    assert lost_rows(stage) is None
+    stage.metrics.write_bytes(b"".join(lines(stage.metrics)[:2]))
+    fault = lost_rows(stage)
+    assert fault is not None and "the checkpoint of step 2" in fault
+
+
+def test_a_seal_without_rows_and_a_folder_without_seals(stage):
+    seal = stage.checkpoints.seal(4)
+    sums = json.loads(seal.read_text())
+    seal.write_text(json.dumps({name: sums[name] for name in sums if "metrics" not in name}))
+    stage.metrics.unlink()
+    assert lost_rows(stage) is None
+    shutil.rmtree(stage.checkpoints.seals)
+    assert lost_rows(stage) is None
