@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 from extras import import_extra
+from jaxrl.rewards.sandboxed_graders import program_of
 
 from jaxrl.rewards import Graders, Row, Sample
-from jaxrl.rewards.caged_graders import program_of
 
 
 def sample(text, answer, **row):
