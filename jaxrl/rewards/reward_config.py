@@ -56,8 +56,8 @@ class RewardConfig:
       grader_workers: processes on each host, for graders that need some (math, regex, code, your own); 0
         takes one for each core, and at most 8.
       grader_timeout_s: processor time that grading one response may take in such a process.
-      code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock", or
-        "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
+      code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock",
+        or "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.

@@ -72,9 +72,9 @@ def test_a_program_reads_and_prints(sandbox):
         "import collections, dataclasses, decimal, fractions, heapq, itertools, json, random, re\nprint(42)",
         "import numpy\nprint(int(numpy.arange(42).sum() - 819))",
         "async def f():\n    await asyncio.sleep(0.001)\n    print(42)\nimport asyncio\nasyncio.run(f())",
-        "import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(42))",
-        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\n"
-        "print(A(42).n)",
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(42))",
+        "from __future__ import annotations\nimport dataclasses\n"
+        "@dataclasses.dataclass\nclass A:\n    n: int\nprint(A(42).n)",
         "class A: pass\nimport copy, pickle\npickle.loads(pickle.dumps(A()))\nprint(42)",
         "print(42)\nimport sys\nsys.exit(0)",
     ],
@@ -112,7 +112,6 @@ def test_a_program_that_raises_has_a_status(sandbox):
         "while True: pass",
         "x = 9**9**9",
         "import time\ntime.sleep(600)",
-        "import threading\nthreading.Event().wait()",
     ],
 )
 def test_a_program_ends_when_its_time_is_over(sandbox, program):
@@ -173,7 +172,10 @@ def test_memory_that_it_may_have_it_gets(sandbox):
 
 
 def test_output_is_cut(sandbox):
-    program = "import sys\nfor _ in range(500):\n    sys.stdout.write('0' * 10000)\n    sys.stderr.write('1' * 10000)"
+    program = (
+        "import sys\nfor _ in range(500):\n    sys.stdout.write('0' * 10000)\n"
+        "    sys.stderr.write('1' * 10000)"
+    )
     outcome = sandbox.run(program, b"", SandboxLimits(seconds=20.0))
     assert len(outcome.stdout) <= 1 << 20 and len(outcome.stderr) <= 1 << 20
 
@@ -182,7 +184,7 @@ def test_output_is_cut(sandbox):
     "bomb",
     [
         "import os\nwhile True:\n    os.fork()",
-        "import os, subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)\nprint('reached')",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1'], check=True)\nprint('reached')",
         "import multiprocessing as m\nm.get_context('fork').Process(target=print, args=('reached',)).start()",
         "import os\nos.posix_spawn('/bin/echo', ['echo', 'reached'], {})",
         "import os\nos.execv('/bin/echo', ['echo', 'reached'])",
@@ -346,15 +348,16 @@ READS = {
     "any environment": "import glob\nfor p in glob.glob('/proc/*/environ'):\n    print(open(p).read())",
     "own environment": "print(os.environ)",
     "processes": "print([p for p in os.listdir('/proc') if p.isdigit()] and 'content')",
-    "descriptors": "for n in range(3, 2000):\n    try: print('content', n, os.fstat(n))\n    except OSError: pass",
     "getxattr": "print(os.getxattr(f, 'user.kept'), 'content')",
     "users": "print('content', open('/etc/passwd').read())",
     "accounts": "print('content', open('/etc/shadow').read())",
-    "home": "print('content', os.listdir(os.path.expanduser('~')))",
-    "disk": "import glob\nfor p in glob.glob('/dev/[svn][dv][a-z]*'):\n    print('content', open(p, 'rb').read(10))",
+    "home": "for name in os.listdir(os.path.expanduser('~')): print('content', name)",
+    "disk": "import glob\nprint('content', [open(p, 'rb').read(1) for p in glob.glob('/dev/[svn][dv]*')][0])",
     "kernel": "print('content', open('/proc/kallsyms').read(10), open('/sys/kernel/uevent_seqnum').read())",
-    "debug": LIBC
-    + "print('content' if libc.syscall(103, 3, ctypes.create_string_buffer(99), 99) >= 0 else '')",
+    "kernel's log": (
+        LIBC
+        + "b = ctypes.create_string_buffer(99)\nprint('content' if libc.klogctl(3, b, 99) > 0 else '')"
+    ),
 }
 
 
@@ -376,8 +379,11 @@ def test_inherited_descriptors_are_closed(sandbox, target):
     inherited = os.open(target / "file", os.O_RDONLY)
     os.set_inheritable(inherited, True)
     try:
-        program = "import os\nfor n in range(3, 4096):\n    try: print(n, os.read(n, 10))\n    except OSError: pass"
-        assert "content" not in printed(sandbox, program)
+        program = (
+            "import os\nfor n in range(3, 4096):\n    try: print('open', n, os.fstat(n), os.read(n, 9))\n"
+            "    except OSError: pass"
+        )
+        assert printed(sandbox, program) == ""
     finally:
         os.close(inherited)
 
@@ -396,8 +402,10 @@ SOCKETS = {
     "unix by its path": "s = socket.socket(socket.AF_UNIX)\ns.connect(path)\ns.send(b'x')",
     "unix, abstract": "s = socket.socket(socket.AF_UNIX)\ns.connect('\\0' + name)\ns.send(b'x')",
     "unix, datagrams": "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', datagrams)",
-    "a pair, datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', datagrams)",
-    "a pair, message": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendmsg([b'x'], (), 0, datagrams)",
+    "a pair, datagrams": "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', datagrams)",
+    "a pair, message": (
+        "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendmsg([b'x'], (), 0, datagrams)"
+    ),
     "a pair, connected anew": "s = socket.socketpair()[0]\ns.connect(path)",
     "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))",
     "packet": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
@@ -445,8 +453,6 @@ def servers(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", SOCKETS)
 def test_no_socket_leads_out(sandbox, servers, kind):
-    if sandbox.name == "bubblewrap":
-        pass
     program = f"import socket\n{servers}{SOCKETS[kind]}\nprint('reached')"
     assert printed(sandbox, program) == ""
 
@@ -553,8 +559,9 @@ def test_nothing_outlives_a_program(sandbox):
     """A daemon forks twice and leaves its session; there is no first fork."""
     mark = f"{os.getpid()}.75"
     program = (
-        "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork(): "
-        f"os._exit(0)\n        os.execv('/bin/sleep', ['sleep', '{mark}'])\nprint('reached')"
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork(): os._exit(0)\n"
+        f"        os.execv('/bin/sleep', ['sleep', '{mark}'])\nprint('reached')"
     )
     assert "reached" not in printed(sandbox, program)
     commands = (read_if_there(p) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline"))

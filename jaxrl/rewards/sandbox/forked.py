@@ -7,7 +7,6 @@ So limits of time and memory are enough where Landlock or libseccomp is missing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import selectors
@@ -49,16 +48,17 @@ def run_forked(
         _child(function, limits, [*READABLE, *readable], writing)
     os.close(writing)
     until = time.monotonic() + CLOCK_FACTOR * limits.seconds
+    found = None
     try:
         found = _read(reading, until)
     finally:
         os.close(reading)
-        # It cannot start others. What has closed the pipe has nothing more to say.
-        with contextlib.suppress(ProcessLookupError):
+        if found is None:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    by_limit = os.waitstatus_to_exitcode(status) == -signal.SIGXCPU
-    return None if found is None or by_limit else found
+    # The kernel kills it at its limit of processor time.
+    killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    return None if killed else found
 
 
 def _read(pipe: int, until: float) -> bytes | None:
