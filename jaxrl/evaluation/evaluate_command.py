@@ -36,6 +36,8 @@ _HELP = {
     "seed": "of the samples",
     "grader": "answer, math, choice, ... or your own: package.module:function or path/to/file.py:function",
     "grader_workers": "processes for graders that need them; 0 is one for each core",
+    "code_sandbox": "where the grader code runs programs: bubblewrap, webassembly, landlock or none; auto "
+    "takes the first of the three that works here",
     "template": 'text around a problem, with "{prompt}" where it goes (default: the problem alone; of a run '
     "what it was trained with)",
     "prompt_field": "of the files; by default recognised",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from jaxrl.checks import SEED, at_least, between, count, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
+from jaxrl.rewards.sandbox import SandboxChoice
 from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
@@ -28,7 +29,7 @@ class EvaluateConfig(EngineSettings):
       temperature: 0 is greedy.
       top_p, top_k, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
       seed: of the samples.
-      grader, grader_options, grader_workers: as of `reward` in a training config.
+      grader, grader_options, grader_workers, code_sandbox: as of `reward` in a training config.
       template: text around a problem, which stands for "{prompt}"; "" is that of the file's layout or the
         problem alone, and of a run the template that it was trained with.
       chat: send the prompt through the tokenizer's chat template; a run does if it was trained so.
@@ -59,6 +60,7 @@ class EvaluateConfig(EngineSettings):
     grader: str = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, at_least(0)] = 0
+    code_sandbox: SandboxChoice = "auto"
     template: str = ""
     chat: bool = False
     prompt_field: str = ""

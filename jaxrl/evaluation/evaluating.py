@@ -118,7 +118,11 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     Raises:
       UserError: something is missing, broken, or does not fit.
     """
-    graders = Graders((config.grader, config.grader_options), workers=config.grader_workers)
+    graders = Graders(
+        (config.grader, config.grader_options),
+        workers=config.grader_workers,
+        code_sandbox=config.code_sandbox,
+    )
     sets = read_sets(
         config.sets,
         prompt_field=config.prompt_field,

@@ -1,11 +1,11 @@
-"""Unit tests for code that a model wrote, and running them in a cage; the expected values never go in.
+"""Unit tests for code that a model wrote, run in a sandbox; the expected values never go in.
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       a program reads and prints
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}            a function is called
     ["assert add(1, 2) == 3", "assert not is_odd(2)"]                 calls, as asserts
 
 A program that is run beside its tests could read them, or change what "equal" means. So calls are made in
-the cage, their values come out as text, are read as literals, and are compared here.
+the sandbox, their values come out as text, are read as literals, and are compared here.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ import ast
 import dataclasses
 import json
 import math
-import os
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox import Cage, Report, run_caged
+from jaxrl.rewards.sandbox import Sandbox, SandboxLimits, sandbox_called
 
 MAX_TESTS = 200
 _MAX_CODE_CHARS = 100_000
 
-# In the cage: runs the program, then each call, and reports the values.
+# In the sandbox: runs the program, then each call, and writes the values to the error output.
 _CALLER = """
-import json, os, sys
+import io, json, os, sys
 given = json.load(sys.stdin)
-sys.stdin = open(os.devnull)
+sys.stdin, sys.stderr = io.StringIO(), io.StringIO()
 space = {"__name__": "solution"}
 exec(compile(given["program"], "solution.py", "exec"), space)
 if hasattr(space.get("Solution"), given["method"] or " "):
@@ -40,7 +36,7 @@ for call in given["calls"]:
         value = repr(eval(call, space))
     except Exception:
         value = ""
-    os.write(3, json.dumps(value[:100000]).encode() + b"\\n")
+    os.write(2, json.dumps(value[:100000]).encode() + b"\\n")
 """
 
 
@@ -138,32 +134,34 @@ def _assertion(line: str) -> CallTest:
     raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
 
 
-def run_tests(argument: tuple[str, str, float]) -> list[bool] | None:
+def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
     """Which tests a program passes; None where the time was over. Runs in a worker.
 
     Args:
-      argument: the program, the tests as text, and the seconds of processor time: of all calls, or of each
-        run of a program that prints, of which all together have four times as long.
+      argument: the program, the tests as text, the seconds of processor time, and the name of the sandbox.
+        The seconds are for all calls together, or for each run of a program that prints; all runs together
+        have four times as long.
     """
-    program, text, seconds = argument
+    program, text, seconds, name = argument
+    sandbox = sandbox_called(name)
     tests = read_tests(text)
     if len(program) > _MAX_CODE_CHARS:
         return [False] * len(tests)
     calls = [test for test in tests if isinstance(test, CallTest)]
     if calls:
-        return _run_calls(program, calls, seconds)
+        return _run_calls(sandbox, program, calls, seconds)
     passed = []
-    until = time.monotonic() + 4 * seconds
+    left = 4 * seconds
     for test in tests:
         assert isinstance(test, PrintTest), "the others are calls"
-        left = until - time.monotonic()
         if left <= 0:
             return None
-        cage = Cage(seconds=min(seconds, left / 2))
-        outcome = run_caged(_python(program), cage, stdin=test.stdin.encode())
+        outcome = sandbox.run(program, test.stdin.encode(), SandboxLimits(min(seconds, left)))
         if outcome.status is None:
             return None
-        printed = outcome.output.decode(errors="replace")
+        # Processor time: a right program is not wrong on a busy machine.
+        left -= outcome.seconds
+        printed = outcome.stdout.decode(errors="replace")
         passed.append(outcome.status == 0 and _lines(printed) == _lines(test.expected))
         if not passed[-1]:
             # What fails one test is wrong; the time of the others is saved.
@@ -171,26 +169,16 @@ def run_tests(argument: tuple[str, str, float]) -> list[bool] | None:
     return passed + [False] * (len(tests) - len(passed))
 
 
-def _run_calls(program: str, tests: list[CallTest], seconds: float) -> list[bool] | None:
+def _run_calls(
+    sandbox: Sandbox, program: str, tests: list[CallTest], seconds: float
+) -> list[bool] | None:
     given = {"program": program, "calls": [t.call for t in tests], "method": tests[0].method}
-    outcome = run_caged(_python(_CALLER), Cage(seconds=seconds), stdin=json.dumps(given).encode())
+    outcome = sandbox.run(_CALLER, json.dumps(given).encode(), SandboxLimits(seconds))
     if outcome.status is None:
         return None
-    values = outcome.report.splitlines()[: len(tests)]
+    values = outcome.stderr.splitlines()[: len(tests)]
     values += [b'""'] * (len(tests) - len(values))
     return [_has_value(v, t.expected) for v, t in zip(values, tests, strict=True)]
-
-
-def _python(program: str) -> Callable[[Report], None]:
-    def body(report: Report) -> None:
-        del report
-        # -I: nothing of the user's is imported; what it prints is not buffered away when it is ended.
-        os.set_inheritable(3, True)
-        with open("program.py", "w", encoding="utf-8", errors="replace") as file:
-            file.write(program)
-        os.execve(sys.executable, [sys.executable, "-I", "-B", "program.py"], {"LANG": "C.UTF-8"})
-
-    return body
 
 
 def _has_value(reported: bytes, expected: Any) -> bool:

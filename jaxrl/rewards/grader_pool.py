@@ -24,7 +24,7 @@ _PATIENCE = 6.0
 _START_S = 120.0
 _MEMORY_BYTES = 1 << 30
 
-_Job = tuple[str, Any, "concurrent.futures.Future[Any]"]
+_Job = tuple[str, Any, float, "concurrent.futures.Future[Any]"]
 
 
 class GraderPool:
@@ -61,12 +61,21 @@ class GraderPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, path: str, argument: Any) -> concurrent.futures.Future[Any]:
-        """Asks for what the function at `path` returns; the future may raise WorkerFault or UserError."""
+    def submit(
+        self, path: str, argument: Any, *, patience_s: float = 0.0
+    ) -> concurrent.futures.Future[Any]:
+        """Asks for what the function at `path` returns; the future may raise WorkerFault or UserError.
+
+        Args:
+          path: of the function.
+          argument: to it; it is pickled.
+          patience_s: clock time that the call may take; 0 is a multiple of its processor time.
+        """
+        patience_s = patience_s or self._limits.cpu_seconds * _PATIENCE
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             assert not self._closed, "it is closed"
-            self._jobs.put((path, argument, future))
+            self._jobs.put((path, argument, patience_s, future))
             if len(self._threads) < self._size:
                 thread = threading.Thread(target=self._serve, daemon=True)
                 self._threads.append(thread)
@@ -87,12 +96,13 @@ class GraderPool:
         """The life of one worker."""
         worker: Worker | None = None
         while (job := self._jobs.get()) is not None:
-            path, argument, future = job
+            path, argument, patience_s, future = job
             try:
                 if self._closed:
                     raise WorkerFault("died", "grading was ended")
                 if worker is None or worker.closed:
                     worker = self._started()
+                worker.timeout_s = patience_s
                 future.set_result(worker.call(path, argument, interrupted=lambda: self._closed))
             except BaseException as error:  # it is the caller's to see
                 future.set_exception(error)
@@ -100,8 +110,6 @@ class GraderPool:
             worker.close()
 
     def _started(self) -> Worker:
-        worker = Worker(
+        return Worker(
             self._paths, self._load, what="grader", timeout_s=_START_S, limits=self._limits
         )
-        worker.timeout_s = self._limits.cpu_seconds * _PATIENCE
-        return worker

@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -27,7 +28,6 @@ from typing import Any
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
-from jaxrl.rewards.caged_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import (
     FunctionGrader,
@@ -40,6 +40,8 @@ from jaxrl.rewards.grading import (
 )
 from jaxrl.rewards.math_grader import EQUAL, MathGrader
 from jaxrl.rewards.pool_functions import load_pool_function
+from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
+from jaxrl.rewards.sandboxed_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
 from jaxrl.rewards.worker import WorkerFault
 from jaxrl.types import GraderFailure
@@ -56,7 +58,7 @@ class GraderKind:
     """How a grader is made.
 
     Attributes:
-      build: of the pool, if it asks one, and options.
+      build: of the pool if it asks one, of the name of a sandbox if it runs code, and of options.
       asks: what it asks the pool for; "" asks nothing.
       package: that has to be installed.
       extra: of jaxrl, that installs it.
@@ -95,17 +97,20 @@ class Graders:
         *,
         workers: int = 0,
         cpu_seconds: float = 4.0,
+        code_sandbox: SandboxChoice | None = None,
     ):
-        """Builds them; no process is started yet.
+        """Builds them; no process of the pool is started yet.
 
         Args:
           default: of sources that are not in `by_source`.
           by_source: others, by the name of a data set.
           workers: processes for those that need them; 0 takes one for each core.
           cpu_seconds: processor time of one response in such a process.
+          code_sandbox: where programs run, if a source has the grader `code`. It is tried at once, and a
+            warning says what it does not protect. None is for graders that only read ground truths.
 
         Raises:
-          UserError: as of `check_grader`.
+          UserError: as of `check_grader`; or there is no such sandbox on this machine.
         """
         choices = {"": default, **(by_source or {})}
         asked = [_asks(name) for name, _ in choices.values()]
@@ -115,13 +120,16 @@ class Graders:
             workers=workers,
             cpu_seconds=cpu_seconds,
         )
+        self._sandbox = ""
+        if CODE in asked and code_sandbox is not None:
+            self._sandbox = _chosen_sandbox(code_sandbox)
         made: dict[str, Grader] = {}
         self._graders: dict[str, Grader] = {}
         self._names: dict[str, str] = {}
         for source, (name, options) in choices.items():
             key = json.dumps([name, dict(options)], sort_keys=True, default=str)
             if key not in made:
-                made[key] = _built(name, options, self._pool)
+                made[key] = _built(name, options, self._pool, self._sandbox)
             self._graders[source], self._names[source] = made[key], name
         self._shown: set[str] = set()
         self._aside: concurrent.futures.ThreadPoolExecutor | None = None
@@ -260,7 +268,21 @@ def _asks(name: str) -> str:
     return name if ":" in name else GRADERS[name].asks if name in GRADERS else ""
 
 
-def _built(name: str, options: Mapping[str, Any], pool: GraderPool | None) -> Grader:
+@functools.cache
+def _chosen_sandbox(choice: SandboxChoice) -> str:
+    """The name of the sandbox that works here. A warning says once what it does not protect."""
+    sandbox = choose_sandbox(choice)
+    logger.warning(
+        "the grader 'code' runs programs in the sandbox %r, which has these limits: %s",
+        sandbox.name,
+        "; ".join(sandbox.gaps),
+    )
+    return sandbox.name
+
+
+def _built(
+    name: str, options: Mapping[str, Any], pool: GraderPool | None, sandbox: str = ""
+) -> Grader:
     """The grader; without a pool one that is not asked anything."""
     pool = pool or GraderPool((), load_pool_function, workers=1, cpu_seconds=1.0)
     if ":" in name:
@@ -284,6 +306,8 @@ def _built(name: str, options: Mapping[str, Any], pool: GraderPool | None) -> Gr
             f"pip install 'jaxrl[{kind.extra}]', or use the grader 'answer'"
         )
     _check_options(name, kind, options)
+    if kind.asks == CODE:
+        return kind.build(pool, sandbox, **options)
     return kind.build(pool, **options) if kind.asks else kind.build(**options)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.rewards.answer_reader.answer_equality import equal
-from jaxrl.rewards.caged_graders import CODE, TASK
 from jaxrl.rewards.code_tests import run_tests
 from jaxrl.rewards.math_grader import EQUAL
-from jaxrl.rewards.sandbox import Cage, run_caged
+from jaxrl.rewards.sandbox import SandboxLimits, run_forked
+from jaxrl.rewards.sandboxed_graders import CODE, TASK
 from jaxrl.rewards.simple_graders import SEARCH, search
 from jaxrl.user_code import load_function
 
@@ -30,9 +30,12 @@ def load_pool_function(name: str) -> Callable[[Any], Any]:
 
 
 def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
+    import reasoning_gym
     from reasoning_gym import factory
 
     scorer_of: Any = factory.get_score_answer_fn
+    # It reads its word lists, wherever it is installed.
+    readable = list(reasoning_gym.__path__)
 
     def score(argument: tuple[str, str, dict, float]) -> float | str:
         task, answer, entry, seconds = argument
@@ -42,17 +45,17 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
             return 0.0
         scorer = scorer_of(task)
 
-        def body(report: Callable[[bytes], None]) -> None:
-            # What it raises is about the answer, as often as not; the cage says that there was no mark.
-            report(json.dumps(float(scorer(answer, entry))).encode())
+        def marked() -> bytes:
+            # What it raises is about the answer, as often as not; no mark comes back then.
+            return json.dumps(float(scorer(answer, entry))).encode()
 
-        outcome = run_caged(body, Cage(seconds=seconds))
-        if outcome.status is None:
+        mark = run_forked(marked, SandboxLimits(seconds=seconds), readable)
+        if mark is None:
             return f"timeout: the scorer of {task} has taken more than {seconds:g} s"
         try:
-            return float(json.loads(outcome.report))
+            return float(json.loads(mark))
         except ValueError:
-            return f"raised: the scorer of {task} gave no mark (status {outcome.status})"
+            return f"raised: the scorer of {task} gave no mark"
 
     return score
 

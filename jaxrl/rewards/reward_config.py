@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from jaxrl.checks import at_least, check_fields, check_value, count, finite, positive, token_count
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.rewards.sandbox import SandboxChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,8 @@ class RewardConfig:
       grader_workers: processes on each host, for graders that need some (math, regex, code, your own); 0
         takes one for each core, and at most 8.
       grader_timeout_s: processor time that grading one response may take in such a process.
+      code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock",
+        or "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
       grader_weight: of its +1 or -1 in the reward.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
@@ -73,6 +76,7 @@ class RewardConfig:
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, count(0)] = 0
     grader_timeout_s: Annotated[float, positive(at_most=3600)] = 4.0
+    code_sandbox: SandboxChoice = "auto"
     grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0

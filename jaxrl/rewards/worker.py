@@ -6,7 +6,7 @@
                              <-------    its result, or what went wrong; either within the time limit
 
 The process starts once, from nothing: a fork would take along threads and devices in the midst of their work.
-It is no cage. The functions are trusted code, which may nevertheless hang or crash, or be asked for more
+It is no sandbox. The functions are trusted code, which may nevertheless hang or crash, or be asked for more
 than they can
 do: `Limits` has the kernel end a call by its processor time, which a busy machine does not use up, and
 refuse memory.

@@ -56,7 +56,8 @@ def of_reinforcement(config: Config) -> list[Lookup]:
 def of_evaluation(config: Config) -> list[Lookup]:
     """A run that answers problems: who grades, and who answers its turns."""
     lookups = of_training(config)
-    lookups.append(Lookup("reward.grader", functools.partial(graders_of, config)))
+    sources = config.data.training_sources | config.data.evaluation_sources
+    lookups.append(Lookup("reward.grader", functools.partial(graders_of, config, sources)))
     path = config.rollout.environment
     if path:
         lookups.append(Lookup("rollout.environment", functools.partial(load_environment, path)))

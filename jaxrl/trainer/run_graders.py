@@ -17,7 +17,7 @@ def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None
       sources: the settings of each data set, by the name that its problems carry.
 
     Raises:
-      UserError: a grader is not known, lacks a package, or refuses its options.
+      UserError: a grader is not known, lacks a package, or refuses its options; or no sandbox works for code.
     """
     reward = config.reward
     return Graders(
@@ -25,6 +25,7 @@ def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None
         choices_of(sources or {}),
         workers=reward.grader_workers,
         cpu_seconds=reward.grader_timeout_s,
+        code_sandbox=reward.code_sandbox,
     )
 
 

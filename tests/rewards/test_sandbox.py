@@ -1,131 +1,731 @@
-"""The cage: what runs in it works, ends in time, and reaches nothing outside."""
+"""Attacks on every sandbox that works on this machine, and which sandbox is chosen.
 
+Each attack is a program that tries to get out and prints "reached" where it has. Without a sandbox the same
+programs do get out, which shows that they can; with one, nothing outside changes.
+"""
+
+import dataclasses
 import os
 import pathlib
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
-from jaxrl.rewards.sandbox import Cage, protections, run_caged
+from jaxrl.errors import UserError
+from jaxrl.rewards import Graders
+from jaxrl.rewards.sandbox import (
+    SANDBOXES,
+    SandboxLimits,
+    SandboxUnavailable,
+    choose_sandbox,
+    lockdown,
+    run_forked,
+)
+from jaxrl.rewards.sandbox import choose as choosing
 
-CAGE = Cage(seconds=1.0)
+LIMITS = SandboxLimits(seconds=2.0)
+REAL = [name for name in SANDBOXES if name != "none"]
+
+
+def works(name):
+    try:
+        SANDBOXES[name]().check()
+    except SandboxUnavailable as reason:
+        return str(reason)
+    return ""
+
+
+@pytest.fixture(scope="module", params=REAL)
+def sandbox(request):
+    if reason := works(request.param):
+        pytest.skip(reason)
+    yield (made := SANDBOXES[request.param]())
+    getattr(made, "close", lambda: None)()
+
+
+@pytest.fixture
+def none():
+    return SANDBOXES["none"]()
+
+
+def printed(sandbox, program, stdin=b"", limits=LIMITS):
+    """What the program prints; it may end as it likes."""
+    return sandbox.run(program, stdin, limits).stdout.decode()
+
+
+# What programs can do
+
+
+def test_a_program_reads_and_prints(sandbox):
+    program = "import sys\nprint(input().upper(), __name__)\nprint('why', file=sys.stderr)"
+    outcome = sandbox.run(program, b"hello\n", LIMITS)
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (0, b"HELLO __main__\n", b"why\n")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import collections, dataclasses, decimal, fractions, heapq, itertools, json, random, re\nprint(42)",
+        "import numpy\nprint(int(numpy.arange(42).sum() - 819))",
+        "async def f():\n    await asyncio.sleep(0.001)\n    print(42)\nimport asyncio\nasyncio.run(f())",
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(42))",
+        "from __future__ import annotations\nimport dataclasses\n"
+        "@dataclasses.dataclass\nclass A:\n    n: int\nprint(A(42).n)",
+        "class A: pass\nimport copy, pickle\npickle.loads(pickle.dumps(A()))\nprint(42)",
+        "print(42)\nimport sys\nsys.exit(0)",
+    ],
+)
+def test_usual_programs_run(sandbox, program):
+    if sandbox.name == "webassembly" and "asyncio" in program:
+        pytest.skip("WASI has no pair of sockets")
+    outcome = sandbox.run(program, b"", SandboxLimits(seconds=20.0))
+    assert (outcome.status, outcome.stdout) == (0, b"42\n"), outcome
+
+
+def test_threads_with_a_large_stack_run(sandbox):
+    """Programs for contests are written so, for deep recursion."""
+    if sandbox.name == "webassembly":
+        pytest.skip("WASI has no threads")
+    program = (
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\n"
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+        "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()"
+    )
+    assert printed(sandbox, program) == "20000\n"
+
+
+def test_a_program_that_raises_has_a_status(sandbox):
+    outcome = sandbox.run("raise KeyError('lost')", b"", LIMITS)
+    assert outcome.status == 1 and b"KeyError: 'lost'" in outcome.stderr
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "x = 9**9**9",
+        "import time\ntime.sleep(600)",
+    ],
+)
+def test_a_program_ends_when_its_time_is_over(sandbox, program):
+    outcome = sandbox.run(program + "\nprint('went on')", b"", SandboxLimits(seconds=1.0))
+    assert outcome.status != 0 and outcome.stdout == b""
+
+
+def test_its_processor_time_is_counted(sandbox):
+    outcome = sandbox.run("import time\nwhile time.process_time() < 0.5: pass", b"", LIMITS)
+    if sandbox.name == "webassembly":
+        outcome = sandbox.run("for n in range(10**7): pass", b"", SandboxLimits(seconds=60.0))
+    assert outcome.status == 0 and outcome.seconds > 0.2
+
+
+def test_signals_cannot_be_ignored(sandbox):
+    program = (
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except Exception: pass\nwhile True: pass"
+    )
+    assert sandbox.run(program, b"", SandboxLimits(seconds=1.0)).status != 0
+
+
+def test_memory_is_limited_in_one_process_and_in_sum(sandbox):
+    """Five processes of 400 MB have more than the one limit of 512 MB."""
+    one = "x = bytearray(1 << 30)\nprint('reached')"
+    forks = """
+import os
+ends = []
+for _ in range(5):
+    r, w = os.pipe()
+    if os.fork() == 0:
+        x = bytearray(b"1") * (400 << 20)
+        os.write(w, b"reached")
+        os._exit(0)
+    ends.append(r)
+    os.close(w)
+print(*(os.read(r, 100).decode() for r in ends))
+"""
+    mapped = """
+import mmap, os
+maps = [mmap.mmap(-1, 100 << 20) for _ in range(10)]
+print("reached")
+"""
+    kept_elsewhere = """
+import ctypes, os
+held = []
+for n in range(12):
+    held.append(os.memfd_create("x"))
+    os.truncate(held[-1], 100 << 20)
+print("reached")
+"""
+    for program in (one, forks, mapped, kept_elsewhere):
+        assert "reached" not in printed(sandbox, program), program
+
+
+def test_memory_that_it_may_have_it_gets(sandbox):
+    assert printed(sandbox, "x = bytearray(100 << 20)\nprint('reached')") == "reached\n"
+
+
+def test_output_is_cut(sandbox):
+    program = (
+        "import sys\nfor _ in range(500):\n    sys.stdout.write('0' * 10000)\n"
+        "    sys.stderr.write('1' * 10000)"
+    )
+    outcome = sandbox.run(program, b"", SandboxLimits(seconds=20.0))
+    assert len(outcome.stdout) <= 1 << 20 and len(outcome.stderr) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "import os\nwhile True:\n    os.fork()",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1'], check=True)\nprint('reached')",
+        "import multiprocessing as m\nm.get_context('fork').Process(target=print, args=('reached',)).start()",
+        "import os\nos.posix_spawn('/bin/echo', ['echo', 'reached'], {})",
+        "import os\nos.execv('/bin/echo', ['echo', 'reached'])",
+        "import threading\nthreading.stack_size(32768)\nwhile True:\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    ],
+)
+def test_bombs_of_processes_and_threads(sandbox, bomb):
+    outcome = sandbox.run(bomb, b"", LIMITS)
+    assert outcome.status != 0 and b"reached" not in outcome.stdout
+    assert printed(sandbox, "print('still here')") == "still here\n"
+
+
+# Attacks. `target` is a folder outside with a file, `{target}` in a program.
+
+LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+# Each changes content or metadata of the file, or the names in its folder.
+CHANGES = {
+    "open to write": "open(f, 'w').write('x')",
+    "open to append": "open(f, 'a').write('x')",
+    "open with O_TRUNC": "os.open(f, os.O_RDONLY | os.O_TRUNC)",
+    "truncate": "os.truncate(f, 0)",
+    "ftruncate": "os.ftruncate(os.open(f, os.O_RDWR), 0)",
+    "fallocate": "os.posix_fallocate(os.open(f, os.O_RDWR), 0, 10000)",
+    "copy_file_range": "os.copy_file_range(os.open(d + '/other', 0), os.open(f, os.O_RDWR), 2)",
+    "sendfile": "os.sendfile(os.open(f, os.O_RDWR), os.open(d + '/other', 0), 0, 2)",
+    "mmap": "import mmap\nm = mmap.mmap(os.open(f, os.O_RDWR), 2)\nm[0] = 0",
+    "create": "open(d + '/new', 'x')",
+    "O_TMPFILE": "os.link(f'/proc/self/fd/{os.open(d, os.O_TMPFILE | os.O_RDWR)}', d + '/new')",
+    "rename": "os.rename(f, d + '/new')",
+    "replace": "os.replace(d + '/other', f)",
+    "link": "os.link(f, d + '/new')",
+    "symlink": "os.symlink(f, d + '/new')",
+    "unlink": "os.unlink(f)",
+    "mkdir": "os.mkdir(d + '/new')",
+    "rmdir": "os.rmdir(d + '/empty')",
+    "mkfifo": "os.mkfifo(d + '/new')",
+    "mknod": "os.mknod(d + '/new')",
+    "chmod": "os.chmod(f, 0o777)",
+    "fchmod": "os.fchmod(os.open(f, os.O_RDONLY), 0o777)",
+    "fchmodat2": LIBC + "libc.syscall(452, -100, f.encode(), 0o777, 0)",
+    "chown": "os.chown(f, 12345, 12345)",
+    "fchown": "os.fchown(os.open(f, os.O_RDONLY), 12345, 12345)",
+    "lchown": "os.lchown(f, 12345, 12345)",
+    "utime": "os.utime(f, (1, 1))",
+    "utimensat": LIBC + "libc.utimes(f.encode(), None)",
+    "setxattr": "os.setxattr(f, 'user.x', b'1')",
+    "removexattr": "os.removexattr(f, 'user.kept')",
+    "io_uring": LIBC
+    + "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0; os.unlink(f)",
+    "by a link of its own": "os.symlink(d, 'way')\nopen('way/file', 'w')",
+    "by the root of another": "open(f'/proc/{os.getppid()}/root' + f, 'w')",
+    "by /proc/self/cwd": "open('/proc/self/cwd/' + '../' * 20 + f, 'w')",
+    "chroot": "os.chroot(d)\nos.unlink('/file')",
+}
+# What the machine's rights or file system may forbid anyway.
+NEEDS_RIGHTS = {
+    "chown",
+    "fchown",
+    "lchown",
+    "chroot",
+    "setxattr",
+    "removexattr",
+    "O_TMPFILE",
+    "io_uring",
+    "fchmodat2",
+    "by a link of its own",
+    "copy_file_range",
+    "open with O_TRUNC",
+    # In a process without a limit of file sizes they write; this one has it.
+    "open to write",
+    "open to append",
+    "fallocate",
+    "sendfile",
+    "by the root of another",
+    "by /proc/self/cwd",
+    "utimensat",
+}
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "outside"
+    folder.mkdir(mode=0o777)
+    (folder / "file").write_text("content")
+    (folder / "other").write_text("others")
+    (folder / "empty").mkdir()
+    try:
+        os.setxattr(folder / "file", "user.kept", b"1")
+    except OSError:
+        NEEDS_RIGHTS.add("removexattr")
+    return folder
+
+
+def state(folder):
+    """Names, content and metadata of a folder; reading changes the access time alone."""
+    found = {}
+    for path in sorted([folder, *folder.iterdir()]):
+        stat = path.lstat()
+        try:
+            attributes = {n: os.getxattr(path, n) for n in os.listxattr(path)}
+        except OSError:
+            attributes = {}
+        found[path.name] = (
+            stat.st_mode,
+            stat.st_uid,
+            stat.st_gid,
+            stat.st_size,
+            stat.st_nlink,
+            stat.st_mtime_ns,
+            stat.st_ctime_ns,
+            attributes,
+            path.read_bytes() if path.is_file() else b"",
+        )
+    return found
+
+
+def change(attempt, target):
+    return f"import os\nd = {str(target)!r}\nf = d + '/file'\n{CHANGES[attempt]}\nprint('tried')"
+
+
+@pytest.mark.parametrize("attempt", CHANGES)
+def test_nothing_outside_changes(sandbox, attempt, target):
+    before = state(target)
+    printed(sandbox, change(attempt, target))
+    assert state(target) == before
+
+
+@pytest.mark.parametrize("attempt", sorted(CHANGES.keys() - NEEDS_RIGHTS))
+def test_without_a_sandbox_the_same_programs_change_it(none, attempt, target):
+    before = state(target)
+    outcome = none.run(change(attempt, target), b"", LIMITS)
+    assert state(target) != before, outcome
+
+
+def test_it_has_no_place_to_fill(sandbox):
+    """Wherever a file could be made, none can: the sum of files is 0 bytes."""
+    program = """
+import os, tempfile
+places = [".", "/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/run", "/usr", os.path.expanduser("~")]
+for place in places:
+    try:
+        with open(place + "/filled", "wb") as file:
+            print("reached", place)
+    except OSError:
+        pass
+for folder in (None, *places):
+    try:
+        print("reached", tempfile.TemporaryFile(dir=folder))
+    except OSError:
+        pass
+"""
+    assert "reached" not in printed(sandbox, program)
+
+
+READS = {
+    "open": "print(open(f).read())",
+    "relative": "print(open('..' + '/..' * 20 + f).read())",
+    "list": "print(os.listdir(d))",
+    "parent's environment": "print(open(f'/proc/{os.getppid()}/environ').read())",
+    "any environment": "import glob\nfor p in glob.glob('/proc/*/environ'):\n    print(open(p).read())",
+    "own environment": "print(os.environ)",
+    "processes": "print([p for p in os.listdir('/proc') if p.isdigit()] and 'content')",
+    "getxattr": "print(os.getxattr(f, 'user.kept'), 'content')",
+    "users": "print('content', open('/etc/passwd').read())",
+    "accounts": "print('content', open('/etc/shadow').read())",
+    "home": "for name in os.listdir(os.path.expanduser('~')): print('content', name)",
+    "disk": "import glob\nprint('content', [open(p, 'rb').read(1) for p in glob.glob('/dev/[svn][dv]*')][0])",
+    "kernel": "print('content', open('/proc/kallsyms').read(10), open('/sys/kernel/uevent_seqnum').read())",
+    "kernel's log": (
+        LIBC
+        + "b = ctypes.create_string_buffer(99)\nprint('content' if libc.klogctl(3, b, 99) > 0 else '')"
+    ),
+}
+
+
+@pytest.mark.parametrize("attempt", READS)
+def test_nothing_outside_is_read(sandbox, attempt, target, monkeypatch):
+    monkeypatch.setenv("JAXRL_TEST_SECRET", "content")
+    program = f"import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
+    found = printed(sandbox, program)
+    assert "content" not in found and "'file'" not in found
+
+
+def test_without_a_sandbox_the_same_programs_read_it(none, target):
+    for attempt in ("open", "relative", "list", "users"):
+        program = f"import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
+        assert "content" in (found := printed(none, program)) or "'file'" in found, attempt
+
+
+def test_inherited_descriptors_are_closed(sandbox, target):
+    inherited = os.open(target / "file", os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    try:
+        program = (
+            "import os\nfor n in range(3, 4096):\n    try: print('open', n, os.fstat(n), os.read(n, 9))\n"
+            "    except OSError: pass"
+        )
+        assert printed(sandbox, program) == ""
+    finally:
+        os.close(inherited)
+
+
+def test_existence_of_outside_paths(sandbox, target):
+    """Landlock cannot hide it, and says so."""
+    program = f"import os\nprint(os.path.exists({str(target / 'file')!r}))"
+    visible = printed(sandbox, program) == "True\n"
+    assert visible == any("which files exist" in gap for gap in sandbox.gaps)
+
+
+SOCKETS = {
+    "inet": "socket.create_connection(('127.0.0.1', port), timeout=5)",
+    "inet, datagrams": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', port))",
+    "inet6": "socket.socket(socket.AF_INET6).connect(('::1', port6))",
+    "unix by its path": "s = socket.socket(socket.AF_UNIX)\ns.connect(path)\ns.send(b'x')",
+    "unix, abstract": "s = socket.socket(socket.AF_UNIX)\ns.connect('\\0' + name)\ns.send(b'x')",
+    "unix, datagrams": "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', datagrams)",
+    "a pair, datagrams": "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', datagrams)",
+    "a pair, message": (
+        "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendmsg([b'x'], (), 0, datagrams)"
+    ),
+    "a pair, connected anew": "s = socket.socketpair()[0]\ns.connect(path)",
+    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))",
+    "packet": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "raw": "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "vsock": "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
+    "algorithms": "socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)",
+    "bluetooth": "socket.socket(31, socket.SOCK_RAW, 1)",
+    "bind": "s = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()",
+}
+# These reach a server of the test, on any machine with these kinds of sockets.
+CERTAIN = ("inet", "unix by its path", "unix, abstract", "unix, datagrams", "a pair, datagrams")
 
 
 @pytest.fixture(scope="module")
-def granted():
-    return protections()
-
-
-def test_what_it_prints_and_reports_comes_out():
-    def body(report):
-        os.write(1, os.read(0, 100).upper())
-        report(f"{sorted(os.environ)} {len(os.listdir('.'))}".encode())
-
-    outcome = run_caged(body, CAGE, stdin=b"hello")
-    assert (outcome.status, outcome.output, outcome.report) == (0, b"HELLO", b"[] 0")
-
-
-def test_an_exception_ends_it():
-    def body(report):
-        raise KeyError
-
-    assert run_caged(body, CAGE).status == 1
-
-
-def spin(report):
-    while True:
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    made = {
+        "port": socket.create_server(("127.0.0.1", 0)),
+        "path": socket.socket(socket.AF_UNIX),
+        "name": socket.socket(socket.AF_UNIX),
+        "datagrams": socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+    }
+    made["path"].bind(str(folder / "stream"))
+    name = f"jaxrl-test-{os.getpid()}"
+    made["name"].bind("\0" + name)
+    made["datagrams"].bind(str(folder / "datagrams"))
+    for kind in ("path", "name"):
+        made[kind].listen()
+    addresses = {
+        "port": made["port"].getsockname()[1],
+        "port6": 1,
+        "path": str(folder / "stream"),
+        "name": name,
+        "datagrams": str(folder / "datagrams"),
+    }
+    try:
+        made["port6"] = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        addresses["port6"] = made["port6"].getsockname()[1]
+    except OSError:
         pass
+    yield "".join(f"{name} = {value!r}\n" for name, value in addresses.items())
+    for server in made.values():
+        server.close()
 
 
-def sleep(report):
-    time.sleep(600)
+@pytest.mark.parametrize("kind", SOCKETS)
+def test_no_socket_leads_out(sandbox, servers, kind):
+    program = f"import socket\n{servers}{SOCKETS[kind]}\nprint('reached')"
+    assert printed(sandbox, program) == ""
 
 
-def ignore(report):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(600)
+@pytest.mark.parametrize("kind", CERTAIN)
+def test_without_a_sandbox_sockets_lead_out(none, servers, kind):
+    program = f"import socket\n{servers}{SOCKETS[kind]}\nprint('reached')"
+    assert printed(none, program) == "reached\n"
 
 
-@pytest.mark.parametrize("body", [spin, sleep, ignore])
-def test_it_ends_when_its_time_is_over(body):
-    started = time.monotonic()
-    assert run_caged(body, CAGE).status != 0
-    assert time.monotonic() - started < 10
+SIGNALS = {
+    "kill": "os.kill(pid, 9)",
+    "to its group": "os.killpg(group, 9)",
+    "to all": "os.kill(-1, 9)",
+    "pidfd": "signal.pidfd_send_signal(os.pidfd_open(pid), 9)",
+    "tgkill": LIBC + "assert libc.syscall(234, pid, pid, 9) == 0",
+    "queue": LIBC + "assert libc.sigqueue(pid, 9, 0) == 0",
+    "as owner of a pipe": (
+        "import fcntl\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, pid)\nfcntl.fcntl(r, 10, 9)\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')"
+    ),
+    "ptrace": LIBC + "assert libc.ptrace(16, pid, 0, 0) == 0",
+    "process_vm_readv": (
+        LIBC + "b = ctypes.create_string_buffer(8)\n"
+        "class V(ctypes.Structure): _fields_ = [('a', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+        "there = int(open(f'/proc/{pid}/maps').read().split('-')[0], 16)\n"
+        "assert libc.process_vm_readv(pid, ctypes.byref(V(ctypes.addressof(b), 8)), 1, "
+        "ctypes.byref(V(there, 8)), 1, 0) == 8"
+    ),
+    "memory": "os.open(f'/proc/{pid}/mem', os.O_RDWR)",
+    "limits": "import resource\nresource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
+    "priority": "os.setpriority(os.PRIO_PROCESS, pid, 19)",
+    "cores": "os.sched_setaffinity(pid, [0])",
+}
 
 
-def test_nothing_that_it_started_outlives_it(granted):
-    if not granted["own_processes"]:
-        pytest.skip("the kernel grants no PID namespace here")
-
-    def body(report):
-        for _ in range(3):
-            if os.fork() == 0:
-                os.setsid()
-                os.execvp("sleep", ["sleep", "600.75"])
-        time.sleep(0.3)
-        report(b"started")
-
-    assert run_caged(body, CAGE).report == b"started"
-    time.sleep(0.2)
-    commands = (p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline"))
-    assert not any(b"600.75" in command for command in commands)
+@pytest.fixture
+def bystander():
+    """A process of ours outside, in a session of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
+    yield process
+    process.kill()
+    process.wait()
 
 
-def test_memory_files_and_output_are_limited():
-    def eat(report):
-        report(bytes(bytearray(1 << 34))[:1])
-
-    def write(report):
-        pathlib.Path("file").write_bytes(b"0" * (1 << 23))
-        report(b"written")
-
-    def say(report):
-        for _ in range(64):
-            os.write(1, b"0" * (1 << 16))
-
-    assert run_caged(eat, CAGE).report == b""
-    assert run_caged(write, CAGE).report == b""
-    assert len(run_caged(say, CAGE).output) < 1 << 21
+def against(process, attempt):
+    names = f"pid = {process.pid}\ngroup = {process.pid}\n"
+    return f"import os, signal\n{names}{SIGNALS[attempt]}\nprint('reached')"
 
 
-def test_it_reaches_no_file_of_ours(granted, tmp_path):
-    if not granted["own_files"]:
-        pytest.skip("the kernel has no Landlock here")
+@pytest.mark.parametrize("attempt", SIGNALS)
+def test_other_processes_are_out_of_reach(sandbox, bystander, attempt):
+    assert "reached" not in printed(sandbox, against(bystander, attempt))
+    assert bystander.poll() is None
+
+
+def test_without_a_sandbox_signals_arrive(none, bystander):
+    assert "reached" in printed(none, against(bystander, "kill"))
+    assert bystander.wait() == -signal.SIGKILL
+
+
+KERNEL = {
+    "unshare": "assert libc.unshare(0x10000000) == 0",
+    "new user namespace": "assert libc.syscall(56, 0x10000011, 0, 0, 0, 0) >= 0",
+    "clone3": "a = (ctypes.c_uint64 * 11)()\na[4] = 17\nassert libc.syscall(435, a, 88) >= 0",
+    "mount": "assert libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0",
+    "new mount": "assert libc.syscall(430, b'tmpfs', 0) >= 0",
+    "bpf": "assert libc.syscall(321, 0, ctypes.create_string_buffer(72), 72) >= 0",
+    "perf": "assert libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0) >= 0",
+    "userfaultfd": "assert libc.syscall(323, 1) >= 0",
+    "keys": "assert libc.syscall(250, 0, -3, 0) >= 0",
+    "add a key": "assert libc.syscall(248, b'user', b'x', b'y', 1, -3) >= 0",
+    "io_uring": "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0",
+    "shared memory": "assert libc.shmget(0, 4096, 0o1600) >= 0",
+    "message queue": "assert libc.msgget(0, 0o1600) >= 0",
+    "semaphores": "assert libc.semget(0, 1, 0o1600) >= 0",
+    "host name": "assert libc.sethostname(b'x', 1) == 0",
+    "clock": "import time\ntime.clock_settime(time.CLOCK_REALTIME, 1)",
+    "new session": "import os\nos.setsid()",
+    "its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "its limits, softly": "import resource\nresource.prlimit(0, resource.RLIMIT_CPU, (9, 9))",
+    "its filter": "assert libc.prctl(22, 2, 0, 0, 0) == 0",
+    "its dumps": "assert libc.prctl(4, 1, 0, 0, 0) == 0",
+    "its rights": "assert libc.prctl(8, 1, 0, 0, 0) == 0",
+    "its user": "import os\nos.setuid(0)\nos.setuid(12345)",
+    "its terminal": "import fcntl\nfcntl.ioctl(0, 0x5412, b'x')",
+    "32-bit calls": (
+        "import mmap\ncode = bytes.fromhex('b814000000cd80c3')\n"
+        "m = mmap.mmap(-1, 4096, prot=7)\nm.write(code)\n"
+        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
+        "assert f() > 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("attempt", KERNEL)
+def test_the_kernel_offers_no_way_out(sandbox, attempt):
+    assert "reached" not in printed(sandbox, f"{LIBC}{KERNEL[attempt]}\nprint('reached')")
+
+
+def test_nothing_outlives_a_program(sandbox):
+    """A daemon forks twice and leaves its session; there is no first fork."""
+    mark = f"{os.getpid()}.75"
+    program = (
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork(): os._exit(0)\n"
+        f"        os.execv('/bin/sleep', ['sleep', '{mark}'])\nprint('reached')"
+    )
+    assert "reached" not in printed(sandbox, program)
+    commands = (read_if_there(p) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline"))
+    assert not any(b"\0" + mark.encode() in command for command in commands)
+
+
+def read_if_there(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
+    """A worker is killed when its own time is over, or with the run."""
+    if sandbox.name == "webassembly":
+        pytest.skip("its process follows the worker's lifeline; tests/rewards/test_worker.py")
+    mark = f"mark-{os.getpid()}-{sandbox.name}"
+    waiter = (
+        "from jaxrl.rewards.sandbox import SANDBOXES, SandboxLimits\n"
+        f"SANDBOXES[{sandbox.name!r}]().run('# {mark}\\nimport sys, time\\nsys.stderr.flush()\\n"
+        "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", waiter], env=os.environ)
+    try:
+        wait_for(lambda: children_of(process.pid), "a program")
+        (child, *_) = children_of(process.pid)
+        time.sleep(0.5)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not pathlib.Path(f"/proc/{child}").exists() or is_dead(child), "its end")
+
+
+def children_of(pid):
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        fields = read_if_there(path).rpartition(b")")[2].split()
+        if fields and int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def is_dead(pid):
+    return read_if_there(pathlib.Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()[:1] in (
+        [],
+        [b"Z"],
+    )
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not come"
+        time.sleep(0.05)
+
+
+# Which sandbox
+
+
+@dataclasses.dataclass
+class Fake:
+    name: str
+    reason: str = ""
+
+    def __call__(self):
+        return self
+
+    def check(self):
+        if self.reason:
+            raise SandboxUnavailable(self.reason)
+
+
+def test_the_first_that_works_is_chosen(monkeypatch):
+    fakes = {"bubblewrap": Fake("bubblewrap", "is old"), "landlock": Fake("landlock")}
+    monkeypatch.setattr(choosing, "SANDBOXES", {**fakes, "none": Fake("none")})
+    assert choose_sandbox("auto").name == "landlock"
+    assert choose_sandbox("none").name == "none"
+    with pytest.raises(
+        UserError, match=r"'bubblewrap' has tried bubblewrap: is old; install bubblewrap"
+    ):
+        choose_sandbox("bubblewrap")
+
+
+def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
+    fakes = {name: Fake(name, f"lacks {name[0]}") for name in REAL}
+    monkeypatch.setattr(choosing, "SANDBOXES", {**fakes, "none": SANDBOXES["none"]})
+    with pytest.raises(UserError) as error:
+        Graders(("code", {}), code_sandbox="auto")
+    message = str(error.value)
+    assert "\n" not in message and "set reward.code_sandbox='none'" in message
+    assert all(f"{name}: lacks {name[0]}" in message for name in REAL)
+    with pytest.raises(UserError):
+        Graders(("answer", {}), {"programs": ("code", {})}, code_sandbox="auto")
+    # Other graders need none, and nor does reading ground truths.
+    Graders(("answer", {}), code_sandbox="auto").close()
+    Graders(("code", {})).close()
+
+
+def test_the_log_says_which_and_what_it_does_not_protect(caplog):
+    from jaxrl.rewards import graders
+
+    graders._chosen_sandbox.cache_clear()
+    Graders(("code", {}), code_sandbox="none").close()
+    Graders(("code", {}), code_sandbox="none").close()
+    (record,) = caplog.records
+    assert "'none'" in record.getMessage()
+    assert "programs can do all that this user can" in record.getMessage()
+
+
+def test_bubblewrap_that_is_not_installed_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt install bubblewrap" in works("bubblewrap")
+
+
+def test_a_kernel_without_landlock_is_named(monkeypatch):
+    for version, words in ((0, "has no Landlock"), (2, "has version 2")):
+        monkeypatch.setattr("jaxrl.rewards.sandbox.landlock.landlock_version", lambda v=version: v)
+        assert words in works("landlock")
+
+
+def test_landlock_takes_every_right_that_the_kernel_knows():
+    version = lockdown.landlock_version()
+    if not version:
+        pytest.skip("this kernel has no Landlock")
+    files, network, scopes = lockdown._known_rights()
+    expected = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    assert files.bit_count() >= expected
+    assert network.bit_count() >= (2 if version >= 4 else 0)
+    assert scopes.bit_count() >= (2 if version >= 6 else 0)
+
+
+# Functions in a forked process, for the scorers of reasoning-gym
+
+
+def test_a_function_in_a_forked_process():
+    assert run_forked(lambda: b"42", LIMITS) == b"42"
+    assert run_forked(lambda: bytes(1 // 0), LIMITS) == b""
+    assert run_forked(lambda: f"{sorted(os.environ)}".encode(), LIMITS) == b"[]"
+
+    def spin():
+        while True:
+            pass
+
+    assert run_forked(spin, SandboxLimits(seconds=1.0)) is None
+    assert run_forked(lambda: bytes(bytearray(1 << 34)), LIMITS) == b""
+
+
+def test_a_function_in_a_forked_process_is_locked_down(tmp_path):
+    if works("landlock"):
+        pytest.skip("this machine has no Landlock or no libseccomp")
     ours = tmp_path / "ours"
     ours.write_text("42")
 
-    def body(report):
-        for attempt in (ours.read_text, ours.unlink, lambda: (tmp_path / "new").mkdir()):
+    def attempts():
+        found = []
+        for attempt in (ours.read_bytes, ours.unlink, socket.socket, os.fork):
             try:
                 attempt()
-                report(b"x")
+                found.append(b"x")
             except OSError:
-                report(b".")
-        pathlib.Path("mine").write_text("1")
-        report(pathlib.Path("mine").read_bytes())
+                found.append(b".")
+        return b"".join(found)
 
-    assert run_caged(body, CAGE).report == b"...1"
+    assert run_forked(attempts, LIMITS) == b"...."
+    assert run_forked(ours.read_bytes, LIMITS, [str(tmp_path)]) == b"42"
     assert ours.read_text() == "42"
-
-
-def test_it_has_no_network(granted):
-    if not granted["no_network"]:
-        pytest.skip("the kernel grants no network namespace here")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-        def body(report):
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=0.5)
-                report(b"connected")
-            except OSError:
-                report(b"none")
-
-        assert run_caged(body, CAGE).report == b"none"
-
-
-def test_its_folder_is_gone_afterwards():
-    folder = run_caged(lambda report: report(os.getcwd().encode()), CAGE).report.decode()
-    assert folder and not pathlib.Path(folder).exists()

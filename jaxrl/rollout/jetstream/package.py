@@ -67,8 +67,8 @@ def _importable() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-# A process that closes what it has inherited and forks again, as that of graders in a cage, would be aborted
-# by gRPC, which looks after its own in every child. None of ours goes on with gRPC.
+# A process that closes what it has inherited, as that of a grader in a sandbox, would be aborted by gRPC,
+# which looks after its own in every child. None of ours goes on with gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 with _importable():
     import grpc

