@@ -22,8 +22,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.tokenizer_growth import check_growth
 from jaxrl.errors import UserError
-from jaxrl.files import read_json_object, read_text
+from jaxrl.files import json_object, read_bytes, read_json_object, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ EOS_TOKEN = "<eos>"
 
 # Encoded side by side; enough to keep many cores at work.
 _TEXTS_AT_ONCE = 8192
+# Gemma 3's tokenizer.json has 33 MB.
+_MAX_TOKENIZER_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,13 +225,15 @@ def _int32(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist; put the tokenizer.json that was published with the model "
-            "there, or name the directory that has it"
-        )
+    content = read_bytes(
+        path,
+        absent="put the tokenizer.json that was published with the model there, or name the directory "
+        "that has it",
+        max_bytes=_MAX_TOKENIZER_BYTES,
+    )
+    check_growth(json_object(content, path), path)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and nothing narrower
         raise UserError(
             f"{path} is no readable tokenizer ({error}); copy the published file again, it may be "
@@ -273,7 +278,7 @@ def _id_of(backend: tokenizers.Tokenizer, token: str, path: pathlib.Path) -> int
 
 
 def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
-    if not path.is_file():
+    if not path.exists():
         return []
     ids = _read_json(path).get("eos_token_id")
     if ids is None:
@@ -296,7 +301,7 @@ def _read_chat_template(
     directory: pathlib.Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if path.exists():
         source = read_text(path, absent="put the model's template there")
     else:
         path = directory / "tokenizer_config.json"
