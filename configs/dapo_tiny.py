@@ -18,7 +18,6 @@ def get_config():
 
     # Sums of three one-digit numbers from reasoning-gym, for instance "5 + 9 - 7 =": two written steps.
     for split, seed, size in ((config.data.train, 1, 20_000), (config.data.evaluation, 2, 128)):
-        split.source = "chain_sum"
         split.task = "chain_sum"
         split.seed = seed
         split.size = size

@@ -11,7 +11,7 @@ policy and what a critic learn from them.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -77,6 +77,13 @@ class Prompts:
         )
 
 
+class TurnText(NamedTuple):
+    """A turn of a response: who wrote it, the policy or its environment, and what, without special tokens."""
+
+    by_policy: bool
+    text: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Completions:
     """G sampled answers to each of N prompts; row b answers prompt b // G and is its sample b % G.
@@ -95,9 +102,10 @@ class Completions:
         (temperature applied, before any truncation of the vocabulary).
       entropy: B float32 arrays, entropy in nats of the same distribution.
       truncated_B: bool, the response limit came before end-of-sequence.
-      texts: B decoded responses, without special tokens.
+      texts: B decoded responses, whole, without special tokens.
       mask: B float32 arrays, 1 on tokens that the policy drew, 0 on those that an environment inserted; if
         not given, all were drawn.
+      turns: of B responses, turn by turn; if not given, the policy wrote each in one.
     """
 
     prompts: Prompts
@@ -108,11 +116,16 @@ class Completions:
     truncated_B: np.ndarray
     texts: tuple[str, ...]
     mask: tuple[np.ndarray, ...] = ()
+    turns: tuple[tuple[TurnText, ...], ...] = ()
 
     def __post_init__(self):
         if not self.mask:
             ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
+        if not self.turns:
+            # Whoever grades would take an environment's words for the policy's.
+            assert all(mask.all() for mask in self.mask), "an environment spoke: give the turns"
+            object.__setattr__(self, "turns", tuple((TurnText(True, t),) for t in self.texts))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -121,6 +134,13 @@ class Completions:
     def lengths_B(self) -> np.ndarray:
         """Response tokens of each row, int64."""
         return np.array([len(t) for t in self.tokens], np.int64)
+
+    @property
+    def policy_texts(self) -> tuple[str, ...]:
+        """What the policy wrote in each row, its turns a line apart."""
+        return tuple(
+            "\n".join(turn.text for turn in turns if turn.by_policy) for turns in self.turns
+        )
 
     @property
     def prompt_index_B(self) -> np.ndarray:
@@ -144,6 +164,7 @@ class Completions:
             truncated_B=self.truncated_B[rows],
             texts=_pick(self.texts, rows),
             mask=_pick(self.mask, rows),
+            turns=_pick(self.turns, rows),
         )
 
     @staticmethod
@@ -158,6 +179,7 @@ class Completions:
             truncated_B=np.concatenate([p.truncated_B for p in parts]),
             texts=_join([p.texts for p in parts]),
             mask=_join([p.mask for p in parts]),
+            turns=_join([p.turns for p in parts]),
         )
 
 

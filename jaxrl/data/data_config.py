@@ -17,8 +17,8 @@ class SourceConfig:
     """Where problems come from: a file, a function that makes them, or a procedural task of reasoning-gym.
 
     Attributes:
-      source: name under which metrics are kept; "" takes what the rows say (data_source), else the file's
-        name.
+      source: name under which metrics are kept; "" takes what the rows say (data_source), else the name of
+        the file, the function or the task.
       path: JSONL, JSON, Parquet, Arrow or ArrayRecord, or a folder of these; or a function that makes rows,
         "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
       prompt_field, answer_field: its fields, dotted where one lies in another; "" recognises them.

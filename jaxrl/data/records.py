@@ -220,12 +220,14 @@ def _task_record(task: str, item: dict[str, Any], item_seed: int) -> Record:
     if task == "chain_sum":
         rng = random.Random(f"worked sum {item_seed}")
         solution = worked_sums.solve(item["metadata"]["expression"], rng)
-    return Record(item["question"], str(item["answer"]), task, solution, _extra_of(item))
+    return Record(item["question"], str(item["answer"]), task, solution, _extra_of(task, item))
 
 
-def _extra_of(item: dict[str, Any]) -> dict[str, Any]:
+def _extra_of(task: str, item: dict[str, Any]) -> dict[str, Any]:
     """What a scorer looks at, as a file would have it: it is checked between processes, and kept, as JSON."""
     try:
-        return {"metadata": json.loads(json.dumps(item["metadata"], default=str))}
+        # Its scorer is found by the task, and the record's source may have another name.
+        metadata = {"source_dataset": task, **item["metadata"]}
+        return {"metadata": json.loads(json.dumps(metadata, default=str))}
     except (TypeError, ValueError):  # keys that are no text, or rings; the scorer's grader says so
         return {}

@@ -209,7 +209,8 @@ def read_source(
             **settings.options,
         )
         limit = settings.limit or len(records)
-        return Source(name, settings, _origin(settings), len(records), tuple(records[:limit]))
+        named = tuple(_named(record, settings) for record in records[:limit])
+        return Source(name, settings, _origin(settings), len(records), named)
     keep_duplicates = keep_duplicates or settings.has_function
     return _Reader(settings, name, refuse=refuse_bad_rows, keep_duplicates=keep_duplicates).read()
 
@@ -219,7 +220,11 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool) -> Source:
     layout = None
     if settings.task:
         task = TaskProblems(settings.task, seed=settings.seed, **settings.options)
-        made = MadeProblems(task.record, lambda n: f"{settings.task} problem {n}", refuse=refuse)
+        made = MadeProblems(
+            lambda n: _named(task.record(n), settings),
+            lambda n: f"{settings.task} problem {n}",
+            refuse=refuse,
+        )
     else:
         rows = _function_rows(settings)
         layout = _recognised([rows[n] for n in range(NUM_FIRST)], settings)
@@ -243,6 +248,11 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool) -> Source:
         own_template=layout.template if layout else "",
         made=made,
     )
+
+
+def _named(record: Record, settings: SourceConfig) -> Record:
+    """A task's problem under the name that the settings give its source, if they do."""
+    return dataclasses.replace(record, source=settings.source) if settings.source else record
 
 
 def _maker(

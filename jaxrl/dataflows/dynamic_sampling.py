@@ -130,7 +130,7 @@ class GroupBuffer:
         """Args.
 
         num_prompts: groups of a step.
-        max_generation_batches: how many generation batches a step may take.
+        max_generation_batches: how many generation batches a step may take; 0 as many as it takes.
         keeps: which groups count.
         fills_up: a step that stays short of groups after the last batch is completed with the others, as if
           they had not been dropped.
@@ -139,8 +139,11 @@ class GroupBuffer:
         self._max_batches = max_generation_batches
         self._keeps = keeps
         self._fills_up = fills_up
-        self._sampled: list[Scored] = []
+        self._correct_NG: list[np.ndarray] = []
+        self._response_tokens = 0
         self._kept: list[Scored] = []
+        # Kept only where something may come of them: without a limit there is no end to them.
+        self._sampled: list[Scored] = []
         self._dropped: list[Scored] = []
 
     def add(self, scored: Scored) -> bool:
@@ -150,12 +153,16 @@ class GroupBuffer:
           NotEnoughGroups: the last allowed batch is in and the step is still not full.
         """
         kept_N = self._keeps(scored)
-        self._sampled.append(scored)
+        self._correct_NG.append(scored.correct_NG)
+        self._response_tokens += int(scored.completions.lengths_B.sum())
         self._kept.append(scored.take(np.flatnonzero(kept_N)))
-        self._dropped.append(scored.take(np.flatnonzero(~kept_N)))
+        if self._max_batches:
+            self._sampled.append(scored)
+        if self._fills_up:
+            self._dropped.append(scored.take(np.flatnonzero(~kept_N)))
         if self.missing <= 0:
             return True
-        if len(self._sampled) < self._max_batches:
+        if not self._max_batches or len(self._sampled) < self._max_batches:
             return False
         if self._fills_up and self.missing <= _num_groups(self._dropped):
             return True
@@ -170,20 +177,21 @@ class GroupBuffer:
         """The first groups of the full buffer, and what it took to find them; empties the buffer."""
         stats = self._stats()
         groups = Scored.concatenate([*self._kept, *self._dropped])
+        self._correct_NG, self._response_tokens = [], 0
         self._sampled, self._kept, self._dropped = [], [], []
         return groups.take(np.arange(self._num_prompts)), stats
 
     def _stats(self) -> SamplingStats:
-        correct_NG = np.concatenate([s.correct_NG for s in self._sampled])
+        correct_NG = np.concatenate(self._correct_NG)
         return SamplingStats(
-            generation_batches=len(self._sampled),
+            generation_batches=len(self._correct_NG),
             prompts=len(correct_NG),
             accuracy=float(correct_NG.mean()),
             all_correct=float(correct_NG.all(axis=1).mean()),
             all_wrong=float((~correct_NG).all(axis=1).mean()),
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),
-            response_tokens=int(sum(s.completions.lengths_B.sum() for s in self._sampled)),
+            response_tokens=self._response_tokens,
         )
 
     def _too_few(self) -> str:

@@ -6,13 +6,12 @@
 
 These are verl's names, and its definitions: best@k, worst@k and maj@k draw k of the n answers *with*
 replacement, and std@n divides by n. verl draws 1,000 times; here best@k and worst@k are the expectation of
-such draws, computed exactly, and only maj@k draws (1,000 times from a fixed seed). pass@k is not verl's: it
-is the unbiased estimate of Chen et al. 2021, which draws *without* replacement, so best@k of right and wrong
-lies below it.
+such draws, computed exactly, and only maj@k draws: verl's very draws, so that the numbers are the same.
+pass@k is not verl's: it is the unbiased estimate of Chen et al. 2021, which draws *without* replacement, so
+best@k of right and wrong lies below it.
 
-Majorities differ from verl's in two points. A response without an answer does not vote, and where nobody
-votes the score is 0. Answers with equally many votes count by the mean of their scores, as if one of them
-were picked at random; verl takes the one that comes first.
+As in verl, a majority is the answer that was drawn most often, of several the one that was drawn first, and
+its score is that of its first response in the draw; to have no answer is an answer like any other.
 
 A value is the mean over prompts. Its standard error is that of this mean, s / sqrt(N) with the prompts as the
 sample: how far the value would move with other prompts of the kind. It is not a number for a single prompt.
@@ -22,7 +21,6 @@ N prompts   G answers to each (n)
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -109,48 +107,42 @@ def maj_at_k(
     """Mean and standard deviation of the score of the majority among k answers drawn with replacement.
 
     Args:
-      score_NG: of each answer. An answer that has several scores in one prompt counts by their mean.
-      answers: what each response says, in one spelling; None abstains.
+      score_NG: of each answer.
+      answers: what each response says, in one spelling; None, which says nothing, votes as well.
       k: votes.
 
     Returns:
       Two arrays [N].
     """
     found = [
-        _majority(_classes(scores, said), k)
+        _majority(scores, said, k)
         for scores, said in zip(np.asarray(score_NG, np.float64), answers, strict=True)
     ]
     mean_N, std_N = np.array(found, np.float64).reshape(-1, 2).T
     return mean_N, std_N
 
 
-def _classes(
-    scores: np.ndarray, answers: Sequence[Hashable | None]
-) -> tuple[tuple[float, int, bool], ...]:
-    """(score, count, votes) of each different answer to a prompt, in an order of these alone."""
-    of_answer = collections.defaultdict(list)
-    for score, answer in zip(scores.tolist(), answers, strict=True):
-        of_answer[answer].append(score)
-    return tuple(
-        sorted(
-            (sum(x) / len(x) if answer is not None else 0.0, len(x), answer is not None)
-            for answer, x in of_answer.items()
-        )
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _majority(classes: tuple[tuple[float, int, bool], ...], k: int) -> tuple[float, float]:
-    """Of one prompt. Most prompts have one of few patterns, such as all right."""
-    score_C, count_C, votes_C = (np.array(x) for x in zip(*classes, strict=True))
-    if len(classes) == 1:
-        return float(score_C[0]), 0.0
-    rng = np.random.default_rng(_SEED)
-    drawn_DC = rng.multinomial(k, count_C / count_C.sum(), size=_DRAWS) * votes_C
-    most_D1 = drawn_DC.max(axis=1, keepdims=True)
-    won_DC = (drawn_DC == most_D1) & (most_D1 > 0)
-    score_D = won_DC @ score_C / np.maximum(won_DC.sum(axis=1), 1)
+def _majority(
+    score_G: np.ndarray, answers: Sequence[Hashable | None], k: int
+) -> tuple[float, float]:
+    """Of one prompt."""
+    if (score_G == score_G[0]).all():  # most prompts: all right, or all wrong
+        return float(score_G[0]), 0.0
+    number_of = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+    answer_G = np.array([number_of[answer] for answer in answers])
+    drawn_DK = _draws(len(answers), k)
+    # The votes of each draw, counted at once: every draw has numbers of its own.
+    ballot_DK = answer_G[drawn_DK] + len(number_of) * np.arange(_DRAWS)[:, None]
+    votes_DK = np.bincount(ballot_DK.reshape(-1), minlength=len(number_of) * _DRAWS)[ballot_DK]
+    first_D = votes_DK.argmax(axis=1)
+    score_D = score_G[drawn_DK[np.arange(_DRAWS), first_D]]
     return float(score_D.mean()), float(score_D.std())
+
+
+@functools.lru_cache(maxsize=16)
+def _draws(n: int, k: int) -> np.ndarray:
+    """Which k of n responses are drawn each time, [1,000, k], by the generator that verl draws with."""
+    return np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
 
 
 def sizes(n: int) -> tuple[int, ...]:

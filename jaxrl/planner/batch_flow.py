@@ -23,7 +23,7 @@ class BatchFlow:
 
     Attributes:
       generation_prompts: prompts of one generation batch.
-      max_generation_batches: how many of these a step may take.
+      max_generation_batches: how many of these a step may take; 0 as many as it takes.
       num_prompts: groups a step learns from.
       num_samples: G, samples of each prompt.
       shape: [U, M, R, T] of the packed sequences.
@@ -59,7 +59,8 @@ def _describe_sampling(
     flow: BatchFlow, engine: EngineConfig, *, replicas: int
 ) -> Iterator[tuple[str, str]]:
     sampled = flow.generation_prompts * flow.num_samples
-    batches = f"; at most {flow.max_generation_batches} batches a step"
+    limit = flow.max_generation_batches
+    batches = f"; at most {limit} batches a step" if limit else "; as many batches as a step takes"
     greedy = f", and {flow.generation_prompts:,} greedy ones"
     yield (
         "generation batch",

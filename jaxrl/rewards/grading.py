@@ -36,10 +36,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response with the row that it answers.
+    """What the policy wrote of a response, with the row that it answers.
+
+    What an environment wrote is left out: an answer that a tool gives is not the policy's.
 
     Attributes:
-      text: without special tokens.
+      text: without special tokens, turns a line apart.
       tokens: int32, end-of-sequence included.
       row: of the prompt.
     """

@@ -99,7 +99,7 @@ class JudgeTemplate:
 
 
 def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[str, ...]:
-    """The judge's prompts for B responses, before any chat template."""
+    """The judge's prompts for B responses, before any chat template; it sees the policy's turns alone."""
     prompts = completions.prompts
     clean = _cleaner(template)
     limit = template.max_response_chars
@@ -115,7 +115,7 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
         return _FIELD.sub(lambda match: clean(fields[match[1]]), template.text)
 
     indices = completions.prompt_index_B
-    return tuple(prompt(text, n) for text, n in zip(completions.texts, indices, strict=True))
+    return tuple(prompt(text, n) for text, n in zip(completions.policy_texts, indices, strict=True))
 
 
 def score_parser(*, low: float, high: float, pattern: str = SCORE_PATTERN) -> Parser:

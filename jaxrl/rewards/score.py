@@ -24,12 +24,16 @@ def rows_of(prompts: Prompts) -> list[Row]:
 
 
 def samples_of(completions: Completions) -> list[Sample]:
-    """What graders see of B responses."""
+    """What graders see of B responses: what the policy wrote, and nothing of an environment."""
     rows = rows_of(completions.prompts)
     return [
-        Sample(text, tokens, rows[n])
-        for text, tokens, n in zip(
-            completions.texts, completions.tokens, completions.prompt_index_B, strict=True
+        Sample(text, tokens[mask > 0], rows[n])
+        for text, tokens, mask, n in zip(
+            completions.policy_texts,
+            completions.tokens,
+            completions.mask,
+            completions.prompt_index_B,
+            strict=True,
         )
     ]
 

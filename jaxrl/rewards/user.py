@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.rewards.terms import checked_scores
 from jaxrl.rewards.worker import Worker, WorkerFault
-from jaxrl.types import Completions
+from jaxrl.types import Completions, TurnText
 from jaxrl.user_code import load_function
 
 Of = TypeVar("Of")
@@ -26,25 +26,36 @@ Of = TypeVar("Of")
 class Responses:
     """What a user's function scores: B responses, each with what it answers.
 
-    A prompt's `num_samples` responses lie side by side.
+    A prompt's `num_samples` responses lie side by side. Where an environment answers the policy's turns,
+    texts and tokens are those of the whole conversation; what the policy itself wrote is in `policy_texts`.
+
+        texts         "6 * 7 is <ask>42 Answer: 42"
+        turns         (True, "6 * 7 is <ask>"), (False, "42"), (True, " Answer: 42")
+        policy_texts  "6 * 7 is <ask>\\n Answer: 42"
 
     Attributes:
       prompts: B texts, as the model saw them, template included.
       texts: B responses, without special tokens.
+      policy_texts: B texts, the policy's turns alone, a line apart: what graders see.
+      turns: of B responses, turn by turn, each with `by_policy` and `text`.
       answers: B ground truths.
       sources: B names of data sets.
       extras: B mappings, what else the rows of the data hold (`types.Prompts.extras`).
       tokens: B int32 arrays, the responses' tokens, end-of-sequence included.
+      mask: B float32 arrays, 1 on tokens that the policy drew, 0 on those of an environment.
       truncated_B: bool, the length limit came before end-of-sequence.
       num_samples: G, responses to each prompt.
     """
 
     prompts: tuple[str, ...]
     texts: tuple[str, ...]
+    policy_texts: tuple[str, ...]
+    turns: tuple[tuple[TurnText, ...], ...]
     answers: tuple[str, ...]
     sources: tuple[str, ...]
     extras: tuple[Mapping[str, Any], ...]
     tokens: tuple[np.ndarray, ...]
+    mask: tuple[np.ndarray, ...]
     truncated_B: np.ndarray
     num_samples: int
 
@@ -62,10 +73,13 @@ class Responses:
         return Responses(
             prompts=repeated(prompts.texts),
             texts=completions.texts,
+            policy_texts=completions.policy_texts,
+            turns=completions.turns,
             answers=repeated(prompts.answers),
             sources=repeated(prompts.sources),
             extras=repeated(prompts.extras),
             tokens=completions.tokens,
+            mask=completions.mask,
             truncated_B=completions.truncated_B,
             num_samples=completions.num_samples,
         )

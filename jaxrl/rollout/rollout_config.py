@@ -21,7 +21,7 @@ class RolloutConfig(EngineSettings):
       num_prompts: prompts of a step.
       num_samples: G, answers to each.
       generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
-      max_generation_batches: how many of these a step may take to find enough groups.
+      max_generation_batches: how many of these a step may take to find enough groups; 0 as many as it takes.
       keep_groups: what dynamic sampling keeps, groups with right and wrong answers ("correctness") or whose
         scores differ ("score"), as rewards without right and wrong need it.
       min_spread: of the latter, how far apart a group's best and worst score must be, and more.
@@ -47,7 +47,7 @@ class RolloutConfig(EngineSettings):
     num_prompts: Annotated[int, count(1)] = 32
     num_samples: Annotated[int, count(1)] = 8
     generation_prompts: Annotated[int, count(1)] = 48
-    max_generation_batches: Annotated[int, count(1)] = 10
+    max_generation_batches: Annotated[int, count(0)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
     min_spread: Annotated[float, at_least(0)] = 0.0
     if_too_few: Literal["error", "fill"] = "error"
@@ -71,6 +71,12 @@ class RolloutConfig(EngineSettings):
             raise ValueError(
                 f"min_response_tokens {self.min_response_tokens} leaves no room below max_response_tokens "
                 f"{self.max_response_tokens}, and every response would be cut; make it smaller"
+            )
+        if not self.max_generation_batches and self.if_too_few == "fill":
+            raise ValueError(
+                "if_too_few 'fill' completes a step after its last generation batch, and "
+                "max_generation_batches 0 says that there is no last one; set it to 1 or more, or if_too_few "
+                "to error"
             )
         if "" in self.stop_strings:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, Prompts, TurnText
 
 
 class _Piece(NamedTuple):
@@ -222,6 +222,8 @@ def completions_of(
 ) -> Completions:
     """Completions of N prompts from their N * G samples, in order."""
     tokens = tuple(sample.tokens for sample in samples)
+    mask = tuple(sample.mask for sample in samples)
+    texts = tuple(decode_text(t) for t in tokens)
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
@@ -229,6 +231,22 @@ def completions_of(
         rollout_logprob=tuple(sample.logprob for sample in samples),
         entropy=tuple(sample.entropy for sample in samples),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
-        texts=tuple(decode_text(t) for t in tokens),
-        mask=tuple(sample.mask for sample in samples),
+        texts=texts,
+        mask=mask,
+        turns=tuple(
+            _turns(*of_sample, decode_text) for of_sample in zip(tokens, mask, texts, strict=True)
+        ),
+    )
+
+
+def _turns(
+    tokens: np.ndarray, mask: np.ndarray, text: str, decode_text: Callable[[np.ndarray], str]
+) -> tuple[TurnText, ...]:
+    """The turns of a response whose text is known."""
+    if mask.all():
+        return (TurnText(True, text),)
+    starts = np.flatnonzero(np.diff(mask)) + 1
+    return tuple(
+        TurnText(bool(by_policy[0]), decode_text(turn))
+        for turn, by_policy in zip(np.split(tokens, starts), np.split(mask, starts), strict=True)
     )

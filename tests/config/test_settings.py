@@ -124,6 +124,7 @@ MEANT = {
             "reward.model_weight",
             "reward.overlong_buffer_tokens",
             "reward.overlong_penalty",
+            "rollout.max_generation_batches",
             "run.collapse.reward_loss",
             "rollout.min_p",
             "rollout.min_response_tokens",

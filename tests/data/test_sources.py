@@ -1,5 +1,6 @@
 """Sources of problems: every row is a problem, or is counted and named."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -135,6 +136,19 @@ def test_a_limit_takes_the_first(tmp_path):
     source = read(path, limit=2)
     assert [record.answer for record in source.records] == ["2", "3"]
     assert source.num_rows == 3
+
+
+@pytest.mark.parametrize("size", [3, 0])
+def test_a_task_has_the_name_that_its_settings_give_it(size):
+    settings = SourceConfig(task="countdown", size=size)
+    for name in ("", "puzzles"):
+        named = dataclasses.replace(settings, source=name)
+        source = read_source(named, "data.train", may_be_endless=True)
+        assert source.source_names == (name or "countdown",)
+        # The scorer goes by the task.
+        assert source.records[0].extra["metadata"]["source_dataset"] == "countdown"
+    if source.made is not None:
+        assert source.made.problem(99).source == "puzzles"
 
 
 def test_neither_file_nor_task_and_both_are_refused():

@@ -161,6 +161,18 @@ def test_stats_are_of_everything_sampled(make_scored):
     assert metrics["train/num_response_tokens_sampled"] == tokens
 
 
+def test_without_a_limit_a_step_takes_as_many_batches_as_it_takes(make_scored):
+    buffer = buffer_of(2, 0)
+    assert fill(buffer, *[make_scored([0, 15])] * 40, make_scored([5, 0])) == [False] * 41
+    # What came to nothing is not held, however long it takes.
+    assert not buffer._sampled and not buffer._dropped
+    assert buffer.add(make_scored([6]))
+    groups, stats = buffer.take()
+    assert ids_of(groups) == [5, 6]
+    assert (stats.generation_batches, stats.prompts) == (42, 83)
+    assert stats.all_correct == pytest.approx(40 / 83)
+
+
 def test_too_few_groups_end_with_what_was_seen_and_what_to_do(make_scored):
     buffer = buffer_of(3, 2)
     fill(buffer, make_scored([0, 15, 0, 0]))

@@ -16,7 +16,7 @@ from jaxrl.rewards import (
     parse_verdicts,
     score_parser,
 )
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, Prompts, TurnText
 
 OUT_OF_TEN = score_parser(low=0, high=10)
 
@@ -28,8 +28,18 @@ def completions(make_scored):
 
 def prompt(completions, response: str, template: JudgeTemplate) -> str:
     """The prompt for a response of this text."""
-    texts = (response, *completions.texts[1:])
-    return judge_prompts(dataclasses.replace(completions, texts=texts), template)[0]
+    return prompt_of_turns(completions, (TurnText(True, response),), template)
+
+
+def prompt_of_turns(completions, turns, template: JudgeTemplate) -> str:
+    """The prompt for a response of these turns."""
+    text = "".join(turn.text for turn in turns)
+    changed = dataclasses.replace(
+        completions,
+        texts=(text, *completions.texts[1:]),
+        turns=(turns, *completions.turns[1:]),
+    )
+    return judge_prompts(changed, template)[0]
 
 
 # ---- what a judge is asked
@@ -47,6 +57,12 @@ def test_braces_in_a_response_are_braces(completions):
     template = JudgeTemplate("<r>{response}</r> right: {answer}")
     text = r"{answer} {response} {0} \g<0> \1 {question"
     assert prompt(completions, text, template) == f"<r>{text}</r> right: answer 5"
+
+
+def test_what_an_environment_writes_is_not_judged(completions):
+    turns = (TurnText(True, "I do not know."), TurnText(False, "Score: 10"), TurnText(True, "So?"))
+    template = JudgeTemplate("<r>{response}</r>")
+    assert prompt_of_turns(completions, turns, template) == "<r>I do not know.\nSo?</r>"
 
 
 def test_a_long_response_keeps_its_end(completions):

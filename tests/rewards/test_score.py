@@ -1,5 +1,7 @@
 """Completions -> Scored."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,12 @@ from jaxrl.rewards import (
     Grade,
     Graders,
     grade_answer,
+    samples_of,
     score_completions,
     verdicts_of,
 )
+from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Completions, Prompts
 
 
@@ -64,6 +69,53 @@ def test_a_grader_is_any_function_of_two_texts():
     scored = scored_by(lambda response, answer: Grade(response == answer, response), completions)
     assert scored.correct_B.tolist() == [True, False]
     assert scored.predictions == ("ab", "ba")
+
+
+def conversation(*turns: tuple[bool, str]) -> Completions:
+    """A response to a prompt whose answer is 5, as a rollout hands it over; characters are tokens."""
+    sample = Sample(prompt=0, index=0, step=1)
+    for by_policy, text in turns:
+        tokens = np.array([ord(character) for character in text], np.int32)
+        zeros = np.zeros(len(tokens), np.float32)
+        if by_policy:
+            # In two dispatches.
+            sample.add_decoded(tokens[:2], zeros[:2], zeros[:2], 1)
+            sample.add_decoded(tokens[2:], zeros[2:], zeros[2:], 1)
+        else:
+            sample.add_given(tokens, 1)
+    sample.finished = True
+    prompts = completions_of(["5"], ["?"], [1]).prompts
+    return sampled(prompts, [sample], 1, lambda tokens: "".join(map(chr, tokens)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "correct"),
+    [
+        ([(True, "I do not know."), (False, "Answer: 5"), (True, "\nBye.")], False),
+        ([(True, "I do not know."), (False, "Answer: 5")], False),
+        ([(True, "Answer: "), (False, "5"), (True, "hm")], False),
+        ([(True, "Answer: 5"), (False, "Answer: 6"), (True, "\nSo it is.")], True),
+        ([(True, "What is 2 + 3?"), (False, "5"), (True, "\nAnswer: 5")], True),
+    ],
+)
+def test_the_words_of_an_environment_are_not_graded(turns, correct):
+    completions = conversation(*turns)
+    assert completions.turns == (tuple(turns),)
+    assert completions.texts == ("".join(text for _, text in turns),)
+    (verdict,) = verdicts_of(Graders(("answer", {})), completions)
+    assert verdict.correct is correct
+    # Tokens neither, for graders that look at them.
+    (sample,) = samples_of(completions)
+    said = "".join(text for by_policy, text in turns if by_policy)
+    assert sample.tokens.tolist() == [ord(character) for character in said]
+    both = Completions.concatenate([completions, completions]).take([1])
+    assert both.turns == completions.turns
+
+
+def test_completions_that_an_environment_spoke_in_have_turns():
+    completions = conversation((True, "I do not know."), (False, "Answer: 5"))
+    with pytest.raises(AssertionError, match="give the turns"):
+        dataclasses.replace(completions, turns=())
 
 
 @pytest.mark.parametrize("answer", ["", "  ", r"\boxed{}"])

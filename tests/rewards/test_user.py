@@ -1,5 +1,6 @@
 """Reward functions by path, from modules and files that tests write."""
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Responses, UserRewards, user_reward
+from jaxrl.types import TurnText
 
 BREVITY = """
     def brevity(responses):
@@ -103,7 +105,31 @@ def test_a_function_sees_each_response_with_what_it_answers(completions):
     assert responses.texts == ("response 5.0", "response 5.1", "response 9.0", "response 9.1")
     assert responses.num_samples == 2
     np.testing.assert_array_equal(responses.truncated_B, completions.truncated_B)
-    assert responses.tokens is completions.tokens
+    assert responses.tokens is completions.tokens and responses.mask is completions.mask
+    assert responses.policy_texts == responses.texts
+
+
+def test_a_function_sees_who_wrote_what(written, completions):
+    path = written(
+        """
+        def honest(responses):
+            assert all("Answer: 5" in text for text in responses.texts)
+            for turns, said in zip(responses.turns, responses.policy_texts):
+                assert said == "\\n".join(turn.text for turn in turns if turn.by_policy)
+            drawn = [mask.sum() for mask in responses.mask]
+            return [n * ("Answer: 5" in said) for n, said in zip(drawn, responses.policy_texts)]
+        """
+    )
+    tool = (TurnText(True, "I do not know."), TurnText(False, "Answer: 5"), TurnText(True, "Ah"))
+    policy = (TurnText(True, "Answer: 5"),)
+    turns = (tool, tool, policy, policy)
+    completions = dataclasses.replace(
+        completions, turns=turns, texts=tuple("".join(t.text for t in one) for one in turns)
+    )
+    with contextlib.closing(UserRewards([f"{path}:honest"], timeout_s=60)) as rewards:
+        scores = rewards.scores(f"{path}:honest", completions)
+    assert scores[:2].tolist() == [0, 0]
+    assert scores[2:].tolist() == [len(tokens) for tokens in completions.tokens[2:]]
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,11 @@ def test_an_environment_answers_turns_and_its_tokens_are_masked():
         assert tokens[given].tolist() == answer.tolist() * (len(given) // 3)
         assert (talk.rollout_logprob[b][given] == 0).all()
         said_more += len(given) > 0
+        # The turns say who wrote which of the tokens, each of which is spelled by one character.
+        of_turns = [(t.by_policy, character) for t in talk.turns[b] for character in t.text]
+        assert [by_policy for by_policy, _ in of_turns] == mask.astype(bool).tolist()
+        assert "".join(character for _, character in of_turns) == talk.texts[b] == spell(tokens)
+        assert len(talk.turns[b]) == 2 * (len(given) // 3) + 1
         # Every answer follows a stop.
         assert all(tokens[at - 1] == 1 for at in given[::3])
     assert said_more > 3

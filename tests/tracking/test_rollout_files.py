@@ -19,7 +19,7 @@ from jaxrl.tracking.sample_rows import (
     sample_rows,
     to_line,
 )
-from jaxrl.types import Completions, GraderFailure, Prompts, Scored
+from jaxrl.types import Completions, GraderFailure, Prompts, Scored, TurnText
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
         truncated_B=np.arange(len(texts)) == len(texts) - 1,
         texts=tuple(map(tokenizer.decode, tokens)),
         mask=changes.pop("mask", ()),
+        turns=changes.pop("turns", ()),
     )
     B = len(texts)
     return Scored(
@@ -123,7 +124,8 @@ def test_tokens_of_an_environment_are_marked(tokenizer):
     text = "two 🦜"
     mask = np.ones(len(tokenizer.encode(text)), np.float32)
     mask[1] = 0
-    (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,)))
+    turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
+    (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,), turns=turns))
     assert row[PIECES]["given"] == [1]
 
 
