@@ -29,7 +29,7 @@ LINES = (
     ("config", "evaluation"),
     ("trainer",),
     ("cli",),
-    ("launch", "configs"),
+    ("launch", "configs", "__main__"),
 )
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 

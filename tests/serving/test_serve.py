@@ -602,7 +602,10 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
     ]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         line = process.stdout.readline()
-        form = r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, up to 92 tokens of prompt and response, in float32"
+        form = (
+            r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, "
+            "up to 92 tokens of prompt and response, in float32"
+        )
         port = re.fullmatch(form, line.strip())[1]
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         with contextlib.closing(connection):
