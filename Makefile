@@ -1,13 +1,14 @@
 # Two commands: `make demo` trains a model with DAPO on this machine's CPU, `make test` runs the tests.
-# Both make their own virtual environment in .venv; nothing but Python 3.11 or newer and make is needed.
+# Both use one virtual environment in .venv; nothing but Python 3.11 or newer and make is needed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
-# What is installed besides jaxrl itself. EXTRAS=dev,parity adds torch and Transformers, which some
-# tests compare with; they skip without them, and fail where their extra is named but not there.
-EXTRAS ?= dev
+# What is installed besides jaxrl itself: for the demo its tasks, for all else what tests and checks need, which
+# adds to the same environment. EXTRAS=dev,parity adds torch and Transformers, which some tests compare with;
+# they skip without them, and fail where their extra is named but not there.
+EXTRAS ?= $(if $(filter-out demo,$(MAKECMDGOALS)),dev,demo)
 comma := ,
 # A stamp per extra, so that one named later is installed then, and one that is there is not again.
 INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))
@@ -50,8 +51,12 @@ $(INSTALLED) &: pyproject.toml
 	  wrong and sys.exit(f"error: EXTRAS names {sorted(wrong)}; known are {sorted(known)}")' '$(EXTRAS)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
-	@touch $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+# pip would compile one file after the other, for more than half of its time. Files that are no Python of this
+# version are left as they are, as pip leaves them.
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+# The extra dev has the demo's packages.
+	@touch $(INSTALLED) $(if $(filter dev,$(subst $(comma), ,$(EXTRAS))),$(VENV)/.installed-demo)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -31,7 +31,7 @@ LINES = (
     ("planner",),
     ("training_commands",),
     ("cli",),
-    ("launch", "configs"),
+    ("launch", "configs", "__main__"),
 )
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 

@@ -74,6 +74,17 @@ def test_the_package_installs_the_command():
     assert settings["project"]["scripts"] == {"jaxrl": "jaxrl.cli:main"}
 
 
+def test_the_package_runs_as_a_module():
+    def run(*arguments):
+        command = [sys.executable, "-m", "jaxrl", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    status, out, _ = run("--help")
+    assert status == 0 and out.startswith("usage: jaxrl COMMAND")
+    assert run("no-such")[0] == 2 and "near: " in run("trian")[2]
+
+
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 
 

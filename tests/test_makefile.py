@@ -48,9 +48,21 @@ def make(tmp_path):
     return run
 
 
-def test_an_extra_named_later_is_installed_then_and_once(make):
-    assert make("demo")[0] == [".[dev]"]
+def test_the_demo_installs_what_it_needs_and_tests_add_the_rest(make):
+    assert make()[0] == [".[demo]"]
     assert make("demo")[0] == []
+    assert make("test")[0] == [".[dev]"]
+    assert make("demo")[0] == make("test")[0] == []
+
+
+def test_the_tests_environment_has_what_the_demo_needs(make):
+    assert make("test", "EXTRAS=dev,aot")[0] == [".[dev,aot]"]
+    assert make("demo")[0] == []
+
+
+def test_an_extra_named_later_is_installed_then_and_once(make):
+    assert make("test")[0] == [".[dev]"]
+    assert make("test")[0] == []
     assert make("test", "EXTRAS=dev,parity,aot")[0] == [".[dev,parity,aot]"]
     for extras in ("dev,parity,aot", "parity,dev", "dev", ""):
         installed, ran, _ = make("test", f"EXTRAS={extras}")
@@ -60,7 +72,7 @@ def test_an_extra_named_later_is_installed_then_and_once(make):
 def test_nothing_but_jaxrl_itself_can_be_installed(make):
     assert make("demo", "EXTRAS=")[0] == [".[]"]
     assert make("demo", "EXTRAS=")[0] == []
-    assert make("demo")[0] == [".[dev]"]
+    assert make("demo")[0] == [".[demo]"]
 
 
 def test_tests_are_given_the_extras_that_must_not_skip(make):

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from ml_collections import config_dict as ml_config_dict
 
 from jaxrl import checks
+from jaxrl.config.synonyms import synonyms_of
 from jaxrl.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -111,7 +112,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     """The error for a setting that does not exist.
 
     Nearness looks at the whole dotted name and at its last part alone, so that a right leaf in a
-    wrong group is found too.
+    wrong group is found too. Words of other libraries come before both (`synonyms`).
 
     Args:
       name: what the user wrote, dotted.
@@ -120,9 +121,11 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     Returns:
       An error naming up to three near settings, nearest first.
     """
+    known = set(known)
     # The whole name settles ties of a leaf that several groups have.
     ranked = sorted(((*_likeness(name, other), other) for other in known), reverse=True)
-    near = [other for likeness, _, other in ranked if likeness >= _NEAR_RATIO]
+    alike = (other for likeness, _, other in ranked if likeness >= _NEAR_RATIO)
+    near = list(dict.fromkeys([*synonyms_of(name, known), *alike]))
     hint = "near: " + ", ".join(near[:_NUM_NEAR]) if near else "none is near, --help lists them all"
     return UserError(f'unknown setting "{name}"; {hint}')
 

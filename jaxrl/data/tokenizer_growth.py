@@ -1,9 +1,9 @@
 """Bounds how much longer a tokenizer.json can make a text, before the library reads the file.
 
-A tokenizer is code of a stranger too: its normalizer, pre-tokenizer and decoder are lists of steps, and forty
-steps that each write every "a" twice make a terabyte of one letter. The library is compiled code that cannot be
-interrupted and ends the process when memory does; added tokens are even normalised while the file is read. So
-the steps are judged by what they are. Each multiplies a text's bytes by no more than:
+A tokenizer is a stranger's code: its normalizer, pre-tokenizer and decoder are lists of steps, and forty
+steps that each write every "a" twice make a terabyte of one letter. The library is compiled code: it cannot
+be interrupted, it ends the process when memory runs out, and it normalises added tokens while the file is
+read. So the steps are checked before it sees them. Each multiplies a text's bytes by no more than:
 
     Replace        new / old; of a pattern, which may match between letters, 1 + 2 x new
     Prepend        1 + its text
@@ -13,7 +13,7 @@ the steps are judged by what they are. Each multiplies a text's bytes by no more
     ByteLevel      2, and twice as much with a space in front
     Metaspace      twice its replacement
 
-Not covered: regular expressions that search for very long. Oniguruma, the library's engine, gives up after ten
+Not covered: regular expressions that search for very long. Oniguruma, the library's engine, gives up after 10
 million steps at one place.
 """
 

@@ -55,7 +55,7 @@ def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
         "find_spec",
         lambda name, *rest: None if name == "libtpu" else found(name, *rest),
     )
-    assert "pip install 'jaxrl[aot]'" in refused(capsys, "--topology", "v5e:2x2")
+    assert "pip install -e '.[aot]' in jaxrl's folder" in refused(capsys, "--topology", "v5e:2x2")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "many"])

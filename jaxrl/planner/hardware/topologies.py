@@ -137,7 +137,7 @@ def _tpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {name} needs the package libtpu, which is not installed; run "
-            "pip install 'jaxrl[aot]'"
+            "pip install -e '.[aot]' in jaxrl's folder"
         )
     # Without these libtpu looks for the metadata of a real TPU host, and complains that there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -151,7 +151,7 @@ def _tpu_devices(name: str) -> Sequence[Any]:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"topology {name!r} cannot be compiled for ({reason}); name a slice that exists, for example "
-            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U 'jaxrl[aot]'"
+            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U libtpu"
         ) from error
 
 
