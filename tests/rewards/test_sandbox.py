@@ -16,7 +16,7 @@ import time
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Graders
+from jaxrl.rewards import Graders, graders
 from jaxrl.rewards.sandbox import (
     SANDBOXES,
     SandboxLimits,
@@ -647,6 +647,7 @@ def test_the_first_that_works_is_chosen(monkeypatch):
 
 
 def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
+    graders._chosen_sandbox.cache_clear()
     fakes = {name: Fake(name, f"lacks {name[0]}") for name in REAL}
     monkeypatch.setattr(choosing, "SANDBOXES", {**fakes, "none": SANDBOXES["none"]})
     with pytest.raises(UserError) as error:
@@ -662,8 +663,6 @@ def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
 
 
 def test_the_log_says_which_and_what_it_does_not_protect(caplog):
-    from jaxrl.rewards import graders
-
     graders._chosen_sandbox.cache_clear()
     Graders(("code", {}), code_sandbox="none").close()
     Graders(("code", {}), code_sandbox="none").close()

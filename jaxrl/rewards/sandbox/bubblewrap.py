@@ -6,8 +6,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jaxrl.rewards.sandbox.interface import SandboxUnavailable
 from jaxrl.rewards.sandbox.native import READABLE, NativeSandbox
+from jaxrl.rewards.sandbox.sandbox_interface import SandboxUnavailable
 
 
 class Bubblewrap(NativeSandbox):

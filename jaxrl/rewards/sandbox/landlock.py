@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxrl.rewards.sandbox.interface import SandboxUnavailable
 from jaxrl.rewards.sandbox.lockdown import LANDLOCK_FILES, landlock_version
 from jaxrl.rewards.sandbox.native import NativeSandbox
+from jaxrl.rewards.sandbox.sandbox_interface import SandboxUnavailable
 
 
 class Landlock(NativeSandbox):

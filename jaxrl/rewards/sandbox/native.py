@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.interface import (
+from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     Outcome,
