@@ -14,10 +14,7 @@ class Bubblewrap(NativeSandbox):
     """Mount, process, network, IPC, host name and user namespaces, and the seccomp filter."""
 
     name = "bubblewrap"
-    gaps = (
-        "programs can read Python, its packages and the system's libraries",
-        "the kernel's memory for threads is not counted",
-    )
+    gaps = ("programs can read Python, its packages and the system's libraries",)
     direct = False
 
     def command(self, python: Sequence[str]) -> list[str]:

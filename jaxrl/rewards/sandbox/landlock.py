@@ -15,7 +15,6 @@ class Landlock(NativeSandbox):
         "programs can see which files exist, with size, owner and time, but read none outside Python, "
         "its packages and the system's libraries",
         "programs can see the names and numbers of this user and machine",
-        "the kernel's memory for threads is not counted",
     )
     landlock = True
 
