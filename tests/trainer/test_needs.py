@@ -14,6 +14,8 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards import graders
+from jaxrl.rewards.sandbox import SandboxUnavailable, choose
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
@@ -148,6 +150,20 @@ JUDGE = {"reward__judge__chat": False}
 def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):
     monkeypatch.setattr("jaxrl.trainer.needs.importlib.util.find_spec", lambda name: None)
     assert message in run(**changes)
+
+
+@pytest.mark.parametrize("setting", ["reward__grader", "data__train__grader"])
+def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
+    class Absent:
+        def check(self):
+            raise SandboxUnavailable("is not installed")
+
+    Absent.name = "bubblewrap"
+    monkeypatch.setattr(choose, "SANDBOXES", {"bubblewrap": Absent})
+    graders._chosen_sandbox.cache_clear()
+    line = run(**{setting: "code"})
+    assert "no sandbox for them works on this machine" in line
+    assert "bubblewrap: is not installed; install bubblewrap, or set reward.code_sandbox" in line
 
 
 def test_everything_is_told_at_once(run):

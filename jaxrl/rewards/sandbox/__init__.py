@@ -16,7 +16,7 @@ from jaxrl.rewards.sandbox.choose import (
     sandbox_called,
 )
 from jaxrl.rewards.sandbox.forked import run_forked
-from jaxrl.rewards.sandbox.interface import (
+from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
     Outcome,
     Sandbox,

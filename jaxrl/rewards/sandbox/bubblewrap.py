@@ -6,18 +6,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jaxrl.rewards.sandbox.interface import SandboxUnavailable
 from jaxrl.rewards.sandbox.native import READABLE, NativeSandbox
+from jaxrl.rewards.sandbox.sandbox_interface import SandboxUnavailable
 
 
 class Bubblewrap(NativeSandbox):
     """Mount, process, network, IPC, host name and user namespaces, and the seccomp filter."""
 
     name = "bubblewrap"
-    gaps = (
-        "programs can read Python, its packages and the system's libraries",
-        "the kernel's memory for threads is not counted",
-    )
+    gaps = ("programs can read Python, its packages and the system's libraries",)
     direct = False
 
     def command(self, python: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.sandbox.bubblewrap import Bubblewrap
-from jaxrl.rewards.sandbox.interface import Sandbox, SandboxUnavailable
 from jaxrl.rewards.sandbox.landlock import Landlock
+from jaxrl.rewards.sandbox.sandbox_interface import Sandbox, SandboxUnavailable
 from jaxrl.rewards.sandbox.unconfined import Unconfined
 from jaxrl.rewards.sandbox.webassembly import WebAssembly
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxrl.rewards.sandbox.interface import SandboxUnavailable
 from jaxrl.rewards.sandbox.lockdown import LANDLOCK_FILES, landlock_version
 from jaxrl.rewards.sandbox.native import NativeSandbox
+from jaxrl.rewards.sandbox.sandbox_interface import SandboxUnavailable
 
 
 class Landlock(NativeSandbox):
@@ -15,7 +15,6 @@ class Landlock(NativeSandbox):
         "programs can see which files exist, with size, owner and time, but read none outside Python, "
         "its packages and the system's libraries",
         "programs can see the names and numbers of this user and machine",
-        "the kernel's memory for threads is not counted",
     )
     landlock = True
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.interface import (
+from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     Outcome,
@@ -55,6 +55,10 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+# The kernel's memory of a thread (26 KB) is not in the address space of its process, and 60,000 threads start
+# in a second. RLIMIT_NPROC counts all processes of a user and does not hold for root, so they are watched.
+_MAX_THREADS = 128
+_LOOK_EVERY_S = 0.05
 # Of a limit that a machine with a load of a hundred does not reach, for a program of a few milliseconds.
 CHECK_LIMITS = SandboxLimits(seconds=10.0)
 
@@ -125,11 +129,8 @@ def _supervised(
         start_new_session=True,
     )
     with process:
-        status = None
         try:
-            found = _read(process, until)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(timeout=max(0.0, until - time.monotonic()))
+            found, status = _followed(process, until)
         finally:
             # Without a sandbox it may have started others, which are in its session unless they left it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -141,19 +142,38 @@ def _supervised(
     return Outcome(status, *found, seconds)
 
 
-def _read(process: subprocess.Popen[bytes], until: float) -> tuple[bytes, bytes]:
-    """What comes out of both pipes until they are closed or the time is over."""
+def _followed(
+    process: subprocess.Popen[bytes], until: float
+) -> tuple[tuple[bytes, bytes], int | None]:
+    """Both outputs and the status of a process; None if its time is over or it has too many threads."""
     assert process.stdout is not None and process.stderr is not None, "both are pipes"
     output, errors = process.stdout.fileno(), process.stderr.fileno()
     found = {output: bytearray(), errors: bytearray()}
     with selectors.DefaultSelector() as selector:
         for pipe in found:
             selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        status = None
+        while selector.get_map() or (status := process.poll()) is None:
+            if time.monotonic() > until or _num_threads(process.pid) > _MAX_THREADS:
+                break
+            # Once both are closed it ends within a millisecond, or goes on without them.
+            for key, _ in selector.select(_LOOK_EVERY_S if selector.get_map() else 0.002):
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
                     selector.unregister(key.fd)
                 kept = found[key.fd]
                 kept += piece[: MAX_OUTPUT_BYTES - len(kept)]
-    return bytes(found[output]), bytes(found[errors])
+    return (bytes(found[output]), bytes(found[errors])), status
+
+
+def _num_threads(pid: int) -> int:
+    """The threads of a process and of its children, as bwrap has one; what has ended has none."""
+    count = 0
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            pids = [pid, *map(int, file.read().split())]
+        for each in pids:
+            with open(f"/proc/{each}/stat", encoding="utf-8", errors="replace") as file:
+                # The name stands in brackets and may have blanks; it is the second of the fields.
+                count += int(file.read().rpartition(")")[2].split()[17])
+    return count

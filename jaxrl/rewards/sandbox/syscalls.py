@@ -12,7 +12,7 @@ import errno
 import functools
 import tempfile
 
-from jaxrl.rewards.sandbox.interface import SandboxUnavailable
+from jaxrl.rewards.sandbox.sandbox_interface import SandboxUnavailable
 
 _ALLOWED = """
 read readv pread64 preadv preadv2 write writev pwrite64 pwritev lseek close close_range dup dup2 dup3

