@@ -1,9 +1,9 @@
 """Bounds how much longer a tokenizer.json can make a text, before the library reads the file.
 
-A tokenizer is code of a stranger too: its normalizer, pre-tokenizer and decoder are lists of steps, and forty
-steps that each write every "a" twice make a terabyte of one letter. The library is compiled code that cannot be
-interrupted and ends the process when memory does; added tokens are even normalised while the file is read. So
-the steps are judged by what they are. Each multiplies a text's bytes by no more than:
+A tokenizer comes from a stranger and holds lists of steps: normalizer, pre-tokenizer and decoder. Forty
+steps that each write every "a" twice make a terabyte of one letter. The library cannot be interrupted and
+takes the process down with it, and it normalises added tokens while it reads the file. So the steps are
+checked before. Each multiplies a text's bytes by no more than:
 
     Replace        new / old; of a pattern, which may match between letters, 1 + 2 x new
     Prepend        1 + its text
@@ -13,8 +13,8 @@ the steps are judged by what they are. Each multiplies a text's bytes by no more
     ByteLevel      2, and twice as much with a space in front
     Metaspace      twice its replacement
 
-Not covered: regular expressions that search for very long. Oniguruma, the library's engine, gives up after ten
-million steps at one place.
+Not covered: regular expressions that search for very long. The library's engine, Oniguruma, gives up after
+ten million steps at one place.
 """
 
 from __future__ import annotations

@@ -30,14 +30,25 @@ def ensure_writable(directory: str | os.PathLike[str]) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one."""
+    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one.
+
+    Raises:
+      UserError: `path` is a folder.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        os.replace(temporary, path)
+    except IsADirectoryError as error:
+        temporary.unlink()
+        raise UserError(
+            f"{path} is a folder, and a file has to be written there; remove it, or choose another output "
+            "folder"
+        ) from error
     sync(path.parent)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import StageFolder
 
@@ -175,7 +176,7 @@ class _TensorBoardSink:
     """Event files. TensorBoard shows `@` in a name as `_`."""
 
     def __init__(self, directory: Path, resume_step: int | None):
-        directory.mkdir(exist_ok=True)
+        ensure_writable(directory)
         # The file name has a resolution of one second; without a number of its own, a run resumed
         # within the second would overwrite the events of the run before.
         number = sum(1 for _ in directory.iterdir())
@@ -247,10 +248,8 @@ def _lines_up_to(path: Path, last_step: int | None) -> list[tuple[bytes, dict[st
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """(line without its newline, row) of every line; a last one cut short is left out."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError as error:
-        raise UserError(f"there is no metrics file {os.fspath(path)!r}; check the path") from error
+    # A long run's may be large.
+    lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
