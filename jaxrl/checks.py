@@ -3,6 +3,7 @@
     lr: Annotated[float, positive(at_most=10)] = 1e-6
     clip: Annotated[float, positive(or_inf=True)] = 0.5
     remat: Annotated[str, one_of("full", "none")] = "none"
+    weights: Annotated[str, PATH] = ""
     stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
 
 A settings dataclass calls `check_fields` first of all in its `__post_init__`; keywords of a function are
@@ -19,6 +20,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
 import sys
 import types
 import typing
@@ -105,6 +107,38 @@ class OneOf:
         return f"is not one of {', '.join(map(str, self.choices))}"
 
 
+@dataclasses.dataclass(frozen=True)
+class PathRule:
+    """Texts that a file system takes for a path, and that leave room for the names of files in it.
+
+    Attributes:
+      max_bytes: of a path; the system takes 4,095, and a run adds the names of its own files.
+      max_name_bytes: of each name in it, which is the system's limit.
+    """
+
+    max_bytes: int = 3500
+    max_name_bytes: int = 255
+
+    def fault(self, value: str) -> str | None:
+        """What is wrong with `value`, with the remedy; None if nothing is."""
+        if "\0" in value:
+            return "has a NUL character, which no path has; name another path"
+        names = [len(name.encode("utf-8", "surrogatepass")) for name in value.split("/")]
+        size = sum(names) + len(names) - 1
+        if size > self.max_bytes:
+            return f"has {size:,} bytes; a path has at most {self.max_bytes:,}: name another path"
+        if max(names) > self.max_name_bytes:
+            return (
+                f"has a name of {max(names):,} bytes in it; names of files and folders have at most "
+                f"{self.max_name_bytes}: name another path"
+            )
+        return None
+
+
+PATH = PathRule()
+"""Files, folders, and functions named by the file that they are in."""
+
+
 def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
     """Numbers from `low` on."""
     return Range(low, at_most, or_inf=or_inf)
@@ -177,8 +211,8 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         kind, *rules = arguments
         check_value(name, value, kind)
         for rule in rules:
-            if isinstance(rule, Range | OneOf) and (fault := rule.fault(value)):
-                raise UserError(f"{name} {value!r} {fault}")
+            if isinstance(rule, Range | OneOf | PathRule) and (fault := rule.fault(value)):
+                raise UserError(f"{name} {_cut(repr(value))} {fault}")
     elif origin in (typing.Union, types.UnionType):
         _check_union(name, value, arguments)
     elif origin is Literal:
@@ -190,6 +224,11 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         _check_dict(name, value, arguments or (str, Any))
     elif annotation in _KINDS and not is_a(value, annotation):
         raise _wrong(name, value, _KINDS[annotation])
+
+
+def check_path(name: str, value: str | os.PathLike[str]) -> None:
+    """Raises UserError unless an argument of a command keeps `PATH`; the name is for the message."""
+    check_value(name, os.fspath(value), Annotated[str, PATH])
 
 
 def is_a(value: Any, kind: type) -> bool:
@@ -260,6 +299,10 @@ class _WrongTypeError(UserError):
 
 def _wrong(name: str, value: Any, expected: str) -> UserError:
     return _WrongTypeError(f"{name} = {value!r}: expected {expected}", expected)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:80]}..."
 
 
 def _shown(number: float) -> str:

@@ -27,6 +27,7 @@ from ml_collections import config_dict as ml_config_dict
 from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
+from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
@@ -124,6 +125,7 @@ def load_recipe(
       UserError: there is no such file, or it failed; the message has file and line.
     """
     path, _, argument = str(recipe).partition(":")
+    check_path("--config", path)
     if not pathlib.Path(path).is_file():
         raise UserError(f'no recipe file "{path}"; {_recipes_near(path)}')
     try:

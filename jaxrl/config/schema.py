@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-from jaxrl.checks import SEED, check_fields
+from jaxrl.checks import PATH, SEED, check_fields, check_path
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, WarmStartConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
@@ -41,10 +41,10 @@ class Config:
         all of them on all devices.
     """
 
-    name: str = "run"
+    name: Annotated[str, PATH] = "run"
     seed: Annotated[int, SEED] = 0
-    weights: str = ""
-    adapter: str = ""
+    weights: Annotated[str, PATH] = ""
+    adapter: Annotated[str, PATH] = ""
     hardware: str = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
@@ -66,6 +66,8 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
+        check_path("run.output with name", self.run_folder.path)
+        check_path("run.output with warm_start.run", self.warm_start_folder.path)
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
                 f"adapter {self.adapter} sits on the weights of a base model and is trained as model.lora; "

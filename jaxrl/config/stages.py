@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options, lookup
-from jaxrl.checks import at_least, between, check_fields, count
+from jaxrl.checks import PATH, at_least, between, check_fields, count
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
@@ -31,11 +31,11 @@ class WarmStartConfig:
     """
 
     num_steps: Annotated[int, at_least(0)] = 0
-    path: str = ""
+    path: Annotated[str, PATH] = ""
     prompt_field: str = "prompt"
     response_field: str = "response"
     messages_field: str = "messages"
-    run: str = ""
+    run: Annotated[str, PATH] = ""
     examples_per_step: Annotated[int, count(1)] = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     save_every: Annotated[int, at_least(1)] = 200
@@ -69,8 +69,8 @@ class PreferenceConfig:
       optim: the optimiser.
     """
 
-    path: str = ""
-    evaluation_path: str = ""
+    path: Annotated[str, PATH] = ""
+    evaluation_path: Annotated[str, PATH] = ""
     made: str = "right_or_wrong"
     margin_field: str = ""
     harm_fields: tuple[str, ...] = ()

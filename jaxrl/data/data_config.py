@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import SEED, at_least, between, check_fields, positive, token_count
+from jaxrl.checks import PATH, SEED, at_least, between, check_fields, positive, token_count
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
@@ -35,7 +35,7 @@ class SourceConfig:
     """
 
     source: str = ""
-    path: str = ""
+    path: Annotated[str, PATH] = ""
     prompt_field: str = ""
     answer_field: str = ""
     solution_field: str | None = None
@@ -45,7 +45,7 @@ class SourceConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     limit: Annotated[int, at_least(0)] = 0
     weight: Annotated[float, positive()] = 1.0
-    grader: str = ""
+    grader: Annotated[str, PATH] = ""
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     template: str = ""
     chat: bool | None = None
@@ -191,7 +191,7 @@ class TokenizerConfig:
       vocab_size: upper bound of the small one, at least 258.
     """
 
-    path: str = ""
+    path: Annotated[str, PATH] = ""
     vocab_size: Annotated[int, between(258, 2**20)] = 320
 
     def __post_init__(self):

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import bisect
 import codecs
+import collections
 import datetime
 import decimal
 import functools
 import itertools
 import json
+import math
 import mmap
 import os
 import pathlib
@@ -32,18 +34,28 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jaxrl.data.jsonl import BadRow, object_of
 from jaxrl.errors import UserError
-from jaxrl.files import read_json_object
+from jaxrl.files import check_file, open_file, read_bytes, read_json_object
 
 Row = dict[str, Any]
 
 _REMEDY = "copy the published file again"
+_WANTED = (
+    'put one JSON object a line, such as {"problem": ..., "answer": ...}, or a Parquet, Arrow or '
+    "ArrayRecord file there"
+)
 _LFS = b"version https://git-lfs"
-# Rows that are turned from columns into objects at once.
-_ROWS_AT_ONCE = 1024
+# Rows that are turned from columns into objects at once, and the bytes that they may have together.
+_ROWS_AT_ONCE = 256
+_MAX_BLOCK_BYTES = 1 << 27
+# Of a row group, which is read as a whole; texts that repeat count once.
+_MAX_GROUP_BYTES = 1 << 29
+# A list of objects is parsed as a whole, and takes up to ten times as much memory.
+_MAX_LIST_BYTES = 1 << 28
 # Bytes of a mapped file that are looked through for line ends at once.
 _CHUNK_BYTES = 1 << 24
 
@@ -84,12 +96,7 @@ def open_rows(path: str | pathlib.Path) -> RowFile:
       UserError: there is no such thing, it is empty, or it cannot be read as what it begins as.
     """
     path = pathlib.Path(path)
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist; put one JSON object a line, such as "
-            '{"problem": ..., "answer": ...}, or a Parquet, Arrow or ArrayRecord file there'
-        )
-    rows = _open_folder(path) if path.is_dir() else _open_file(path)
+    rows = _open_folder(path) if os.path.isdir(path) else _open_file(path)
     if not len(rows):
         raise UserError(
             f"{path} is empty; put one JSON object a line there, such as "
@@ -132,7 +139,10 @@ class JsonList:
 
     def __init__(self, path: pathlib.Path):
         try:
-            rows = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+            content = read_bytes(path, absent=_REMEDY, max_bytes=_MAX_LIST_BYTES)
+            rows = json.loads(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is no JSON list ({error}); {_REMEDY}") from error
         self._path = path
@@ -199,12 +209,14 @@ class Tables:
 
     def _keys(self, fields: Sequence[str]) -> Iterator[Hashable]:
         for piece in range(len(self._starts) - 1):
-            table = self._load_piece(piece)
-            columns = _columns(table, fields)
-            if columns is None:  # unlike the first piece: no row is known to equal another
-                yield from (object() for _ in range(table.num_rows))
-            else:
-                yield from zip(*columns, strict=True)
+            rows = self._load_piece(piece).num_rows
+            for block in range(math.ceil(rows / _ROWS_AT_ONCE)):
+                table = self._load_block(piece, block)
+                columns = _columns(table, fields)
+                if columns is None:  # unlike the first piece: no row is known to equal another
+                    yield from (object() for _ in range(table.num_rows))
+                else:
+                    yield from zip(*columns, strict=True)
 
     def place(self, index: int) -> str:
         """File and row, counted from 0."""
@@ -218,12 +230,23 @@ class Tables:
                 f"{self._path} is broken from row {self._starts[piece]} on ({_short(error)}); {_REMEDY}"
             ) from error
 
+    def _load_block(self, piece: int, block: int) -> pa.Table:
+        """Some rows of a piece, if they are not too large to be made objects of."""
+        table = self._load_piece(piece).slice(block * _ROWS_AT_ONCE, _ROWS_AT_ONCE)
+        size = sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
+        if size > _MAX_BLOCK_BYTES:
+            raise UserError(
+                f"{self._path} has {size:,} bytes of text in {table.num_rows} rows from row "
+                f"{self._starts[piece] + block * _ROWS_AT_ONCE} on; at most {_MAX_BLOCK_BYTES:,} are read: "
+                "shorten the rows, or leave out columns that are not needed"
+            )
+        return table
+
     def _load_rows(self, piece: int, block: int) -> list[Row | BadRow]:
+        first = self._starts[piece] + block * _ROWS_AT_ONCE
         try:
-            table = self._load_piece(piece).slice(block * _ROWS_AT_ONCE, _ROWS_AT_ONCE)
-            return _row_by_row(table)
+            return _row_by_row(_in_microseconds(self._load_block(piece, block)))
         except pa.ArrowException as error:
-            first = self._starts[piece] + block * _ROWS_AT_ONCE
             raise UserError(
                 f"{self._path} is broken from row {first} on ({_short(error)}); {_REMEDY}"
             ) from error
@@ -300,10 +323,10 @@ _SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", ".array_record
 
 
 def _open_folder(folder: pathlib.Path) -> RowFile:
-    if (folder / "state.json").is_file():
+    if (folder / "state.json").exists():
         return _open_saved(folder)
     splits = folder / "dataset_dict.json"
-    if splits.is_file():
+    if splits.exists():
         names = read_json_object(splits, absent="").get("splits", [])
         raise UserError(
             f"{folder} holds the splits {', '.join(map(str, names))}; name the folder of one, such as "
@@ -339,11 +362,8 @@ def _open_saved(folder: pathlib.Path) -> RowFile:
 
 
 def _open_file(path: pathlib.Path) -> RowFile:
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    with open_file(path, absent=_WANTED) as file:
+        start = file.read(64)
     if start.startswith(_LFS):
         raise UserError(
             f"{path} is a pointer of Git LFS and not the file itself; run git lfs pull where it lies"
@@ -365,14 +385,40 @@ def _open_file(path: pathlib.Path) -> RowFile:
 
 def _open_parquet(path: pathlib.Path) -> RowFile:
     try:
-        file = pq.ParquetFile(path, memory_map=True)
-        lengths = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        metadata = pq.read_metadata(path, memory_map=True)
+        _check_names(metadata.schema.to_arrow_schema(), path)
+        lengths = [_check_group(metadata, i, path) for i in range(metadata.num_row_groups)]
+        # A text that repeats is kept once, as in the file: a megabyte there may be gigabytes of rows.
+        texts = [
+            column.path
+            for column in map(metadata.schema.column, range(metadata.num_columns))
+            if column.physical_type == "BYTE_ARRAY"
+        ]
+        file = pq.ParquetFile(path, memory_map=True, read_dictionary=texts, metadata=metadata)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is no whole Parquet file ({_short(error)}); {_REMEDY}") from error
     return Tables(path, "Parquet", lengths, file.read_row_group)
 
 
+def _check_group(metadata: pq.FileMetaData, number: int, path: pathlib.Path) -> int:
+    """The rows of a row group; UserError if it is too large to be read."""
+    group, size = metadata.row_group(number), 0
+    for i in range(group.num_columns):
+        column = group.column(i)
+        # Values that repeat take no room in the file, and their own in memory.
+        width = max(8, metadata.schema.column(i).length or 0)
+        size += max(column.total_uncompressed_size, column.num_values * width)
+    if size > _MAX_GROUP_BYTES:
+        raise UserError(
+            f"{path} has {size:,} bytes in row group {number} of {metadata.num_row_groups}; at most "
+            f"{_MAX_GROUP_BYTES:,} are read at once: write it again with smaller ones, such as "
+            "pyarrow.parquet.write_table(table, file, row_group_size=10_000)"
+        )
+    return group.num_rows
+
+
 def _open_arrow(path: pathlib.Path) -> RowFile:
+    check_file(path, absent=_WANTED)
     try:
         source = pa.memory_map(str(path))
         try:
@@ -383,21 +429,26 @@ def _open_arrow(path: pathlib.Path) -> RowFile:
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is no whole Arrow file ({_short(error)}); {_REMEDY}") from error
+    for batch in batches[:1]:  # all have one schema
+        _check_names(batch.schema, path)
     lengths = [batch.num_rows for batch in batches]
     return Tables(path, "Arrow", lengths, lambda i: pa.Table.from_batches([batches[i]]))
+
+
+def _check_names(schema: pa.Schema, path: pathlib.Path) -> None:
+    twice = [name for name, times in collections.Counter(schema.names).items() if times > 1]
+    if twice:
+        raise UserError(f"{path} has several columns named {twice[0][:80]!r}; rename all but one")
 
 
 # Rows
 
 
 def _mapped(path: pathlib.Path) -> mmap.mmap | bytes:
-    try:
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    with open_file(path, absent=_WANTED) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _lines(content: mmap.mmap | bytes) -> Iterator[tuple[int, int, int]]:
@@ -418,14 +469,67 @@ def _line_ends(content: mmap.mmap | bytes) -> Iterator[int]:
 
 
 def _row_by_row(table: pa.Table) -> list[Row | BadRow]:
-    """The rows of a table; a text that is not UTF-8 spoils its own row alone."""
+    """The rows of a table; a text that is not UTF-8, or a time beyond Python's, spoils its own row alone."""
     try:
         return table.to_pylist()
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, pa.ArrowException):
+            raise
         if table.num_rows == 1:
-            return [BadRow(f"text that is not UTF-8 ({error})")]
+            is_text = isinstance(error, UnicodeDecodeError)
+            kind = "text that is not UTF-8" if is_text else "a value that cannot be read"
+            return [BadRow(f"{kind} ({_short(error)})")]
     half = table.num_rows // 2
     return _row_by_row(table.slice(0, half)) + _row_by_row(table.slice(half))
+
+
+def _in_microseconds(table: pa.Table) -> pa.Table:
+    """A table without nanoseconds, which Python's times do not have."""
+    fields = [field.with_type(_without_nanoseconds(field.type)) for field in table.schema]
+    schema = pa.schema(fields)
+    return table if schema.equals(table.schema) else table.cast(schema, safe=False)
+
+
+def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_time64(kind):
+        return pa.time64("us")
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_nanoseconds(field.type)) for field in kind])
+    for is_kind, make in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_without_nanoseconds(kind.value_type)))
+    return kind
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """The bytes of all texts in an array, at any depth, each as often as it stands there."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        lengths = pc.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
+        return 0 if lengths is None else pc.sum(lengths.take(array.indices)).as_py() or 0
+    if _is_binary(kind):
+        return pc.sum(pc.binary_length(array)).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(map(_text_bytes, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _text_bytes(array.flatten())
+    return 0
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
+    )
 
 
 def _columns(table: pa.Table, fields: Sequence[str]) -> list[list[Any]] | None:
@@ -435,7 +539,12 @@ def _columns(table: pa.Table, fields: Sequence[str]) -> list[list[Any]] | None:
     if len(known) < len(leaves):
         return None
     try:
-        return [leaf.to_pylist() for of_field in known for leaf in of_field]
+        # Arrow makes Python's texts of a dictionary much more slowly than of an array.
+        return [
+            (leaf.dictionary_decode() if pa.types.is_dictionary(leaf.type) else leaf).to_pylist()
+            for of_field in known
+            for leaf in of_field
+        ]
     except UnicodeDecodeError:
         return None
 
@@ -457,13 +566,19 @@ def _leaves(table: pa.Table, field: str) -> list[pa.Array] | None:
             return None
         column = column.flatten()
     leaves = column.flatten() if pa.types.is_struct(column.type) else [column]
+    return leaves if all(_is_plain(leaf.type) for leaf in leaves) else None
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
     plain = (
         pa.types.is_string,
         pa.types.is_large_string,
         pa.types.is_integer,
         pa.types.is_floating,
     )
-    return leaves if all(any(is_(leaf.type) for is_ in plain) for leaf in leaves) else None
+    return any(is_kind(kind) for is_kind in plain)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import RATIO_FREE
-from jaxrl.checks import at_least, check_fields, count, finite, one_of, positive
+from jaxrl.checks import PATH, at_least, check_fields, count, finite, one_of, positive
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import Estimator
@@ -85,11 +85,11 @@ class AlgorithmConfig:
         of its own.
     """
 
-    dataflow: str = "dapo"
-    advantage: str = "grpo"
+    dataflow: Annotated[str, PATH] = "dapo"
+    advantage: Annotated[str, PATH] = "grpo"
     advantage_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     whiten: bool = False
-    loss: str = "clipped"
+    loss: Annotated[str, PATH] = "clipped"
     loss_options: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     )
@@ -137,7 +137,7 @@ class CriticConfig:
       epochs: times that a step goes through its minibatches.
     """
 
-    weights: str = ""
+    weights: Annotated[str, PATH] = ""
     optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
     clip: Annotated[float, positive(or_inf=True)] = 0.5
     warmup_steps: Annotated[int, at_least(0)] = 0
@@ -160,7 +160,7 @@ class CostConfig:
         updates; 0 leaves it out.
     """
 
-    model: str = ""
+    model: Annotated[str, PATH] = ""
     limit: Annotated[float, finite()] = 0.0
     multiplier: Annotated[float, positive()] = 1.0
     multiplier_lr: Annotated[float, at_least(0)] = 0.1

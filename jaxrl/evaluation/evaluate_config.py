@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import SEED, at_least, between, count, token_count
+from jaxrl.checks import PATH, SEED, at_least, between, count, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.rewards.sandbox import SandboxChoice
@@ -48,16 +48,16 @@ class EvaluateConfig(EngineSettings):
       hosts: the processes of the evaluation, as in a training config.
     """
 
-    model: str
-    sets: tuple[str, ...]
-    out: str = ""
+    model: Annotated[str, PATH]
+    sets: tuple[Annotated[str, PATH], ...]
+    out: Annotated[str, PATH] = ""
     n: Annotated[int, count(1)] = 1
     temperature: Annotated[float, between(0, 1000)] = 1.0
     top_p: Annotated[float, TOP_P] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     min_p: Annotated[float, MIN_P] = 0.0
     seed: Annotated[int, SEED] = 0
-    grader: str = "answer"
+    grader: Annotated[str, PATH] = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, at_least(0)] = 0
     code_sandbox: SandboxChoice = "auto"
@@ -78,7 +78,7 @@ class EvaluateConfig(EngineSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     mesh: str = "1-1-1"
     stop_strings: tuple[str, ...] = ()
-    environment: str = ""
+    environment: Annotated[str, PATH] = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
 
     def __post_init__(self):

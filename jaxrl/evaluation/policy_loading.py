@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.files import read_bytes, read_text
+from jaxrl.files import open_file, read_bytes, read_text
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
@@ -132,7 +132,7 @@ def _fingerprint(directory: pathlib.Path) -> str:
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
-        with path.open("rb") as file:
+        with open_file(path, absent="put the model's there") as file:
             for start in (0, size // 2, max(size - _LOOK_BYTES, 0)):
                 file.seek(start)
                 crc = zlib.crc32(file.read(_LOOK_BYTES), crc)

@@ -24,6 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import jax
 from rich.console import Console
 
+from jaxrl.checks import check_path
 from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
@@ -61,6 +62,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> PodPlan:
     """Compiles, prints, and writes what was asked for."""
+    check_path("--topology", args.topology)
+    for name, path in (("--html", args.html), ("--save", args.save)):
+        if path is not None:
+            check_path(name, path)
     kind, shape = check_topology(args.topology)
     if args.search or config.mesh.layout == "auto":
         cluster = Cluster(kind, shape)

@@ -6,7 +6,16 @@ import dataclasses
 import threading
 from typing import Annotated, Any
 
-from jaxrl.checks import at_least, check_fields, check_value, count, finite, positive, token_count
+from jaxrl.checks import (
+    PATH,
+    at_least,
+    check_fields,
+    check_value,
+    count,
+    finite,
+    positive,
+    token_count,
+)
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.sandbox import SandboxChoice
@@ -28,7 +37,7 @@ class JudgeConfig:
       slots: verdicts decoded side by side.
     """
 
-    model: str = ""
+    model: Annotated[str, PATH] = ""
     weight: Annotated[float, finite()] = 1.0
     template: str = SCORE_TEMPLATE
     chat: bool = True
@@ -72,7 +81,7 @@ class RewardConfig:
         group's baseline.
     """
 
-    grader: str = "answer"
+    grader: Annotated[str, PATH] = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, count(0)] = 0
     grader_timeout_s: Annotated[float, positive(at_most=3600)] = 4.0
@@ -80,7 +89,7 @@ class RewardConfig:
     grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
-    model: str = ""
+    model: Annotated[str, PATH] = ""
     model_weight: Annotated[float, finite()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
@@ -100,5 +109,5 @@ class RewardConfig:
                 raise ValueError(
                     f"functions.{name} is {function!r}; give each function its path and its weight"
                 )
-            check_value(f"functions.{name}.path", function["path"], str)
+            check_value(f"functions.{name}.path", function["path"], Annotated[str, PATH])
             check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import at_least, count, positive, token_count
+from jaxrl.checks import PATH, at_least, count, positive, token_count
 from jaxrl.rollout.drivers import check_driver
 from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
@@ -60,9 +60,9 @@ class RolloutConfig(EngineSettings):
     repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
     stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
     stop_strings: tuple[str, ...] = ()
-    environment: str = ""
+    environment: Annotated[str, PATH] = ""
     partial: bool = False
-    driver: str = "offline"
+    driver: Annotated[str, PATH] = "offline"
 
     def __post_init__(self):
         super().__post_init__()

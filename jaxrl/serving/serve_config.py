@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
-from jaxrl.checks import at_least, between, count, token_count
+from jaxrl.checks import PATH, at_least, between, count, token_count
 from jaxrl.rollout.settings import EngineSettings
 
 
@@ -34,7 +34,7 @@ class ServeConfig(EngineSettings):
       grace_s: how long open requests may go on after SIGTERM.
     """
 
-    model: str
+    model: Annotated[str, PATH]
     name: str = ""
     host: str = "127.0.0.1"
     http_port: Annotated[int, between(0, 65_535)] = 8000

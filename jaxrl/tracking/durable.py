@@ -54,7 +54,11 @@ def disk_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one."""
+    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one.
+
+    Raises:
+      UserError: `path` is a folder.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -62,6 +66,12 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             _write_all(file.fileno(), content)
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except IsADirectoryError as error:
+        temporary.unlink()
+        raise UserError(
+            f"{path} is a folder, and a file has to be written there; remove it, or choose another output "
+            "folder"
+        ) from error
     except OSError as error:
         # A full disk shall not be filled by what is of no use.
         temporary.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from typing import IO
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,12 @@ def only_run_in(folder: pathlib.Path) -> Iterator[None]:
     """Keeps other runs out of a run's folder. With several processes the first one holds it. Collective.
 
     Raises:
-      UserError: another process trains in there; it is named.
+      UserError: another process trains in there, which is named; or no lock can be made there.
     """
     held: list[IO[str]] = []
 
     def take() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        ensure_writable(folder)
         held.append(_take(folder))
 
     hosts.on_first(take)
@@ -50,7 +51,20 @@ def only_run_in(folder: pathlib.Path) -> Iterator[None]:
 
 def _take(folder: pathlib.Path) -> IO[str]:
     """The open file that is the lock. It is not inherited by programs that this one starts."""
-    file = RunFolder(folder).lock.open("a+", errors="replace")
+    path = RunFolder(folder).lock
+    # A pipe in its place would be waited for.
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"{path} is no file, and the lock of a run has to be one; remove it, or give this run another "
+            "--config.name"
+        )
+    try:
+        file = path.open("a+", errors="replace")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be opened ({error.strerror}); grant write permission, or give this run another "
+            "--config.name"
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:  # the second is how NFS says it

@@ -26,6 +26,7 @@ from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
 from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import StageFolder
@@ -196,7 +197,7 @@ class _TensorBoardSink:
     """
 
     def __init__(self, directory: Path, resume_step: int | None):
-        directory.mkdir(exist_ok=True)
+        ensure_writable(directory)
         # The time has a resolution of one second; a number of its own keeps a run that is resumed within
         # the second apart from the one before.
         number = sum(1 for _ in directory.iterdir())
@@ -276,10 +277,8 @@ def _wandb_run_id(path: Path, resume_step: int | None) -> str:
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """(line without its newline, row) of every line; a last one cut short is left out."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError as error:
-        raise UserError(f"there is no metrics file {os.fspath(path)!r}; check the path") from error
+    # A long run's may be large.
+    lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import at_least, check_fields, count
+from jaxrl.checks import PATH, at_least, check_fields, count
 from jaxrl.tracking.collapse import CollapseConfig
 
 
@@ -30,7 +30,7 @@ class RunConfig:
       rollouts_prompts: how many prompts of such a step are kept, with all their samples; 0 keeps all.
     """
 
-    output: str = "runs"
+    output: Annotated[str, PATH] = "runs"
     num_steps: Annotated[int, at_least(1)] = 100
     save_every: Annotated[int, at_least(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2

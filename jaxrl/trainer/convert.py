@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
@@ -48,6 +49,8 @@ def convert(args: argparse.Namespace) -> str:
     Raises:
       UserError: there is no such conversion, or its source cannot be used.
     """
+    check_path("--path", args.path)
+    check_path("--out", args.out)
     check_shard_bytes(args.max_shard_bytes)
     if (args.source, args.target) == ("hf", "orbax"):
         hf_to_orbax(args.path, args.out, dtype=args.dtype)

@@ -18,6 +18,7 @@ import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxrl.checks import check_path
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
@@ -43,6 +44,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         overrides, rest = take_overrides(arguments, leaf_types(Config))
         args = parser.parse_args(rest)
+        for name, path in (
+            ("--tokenizer", args.tokenizer),
+            ("--to", args.to),
+            ("--grader", args.grader),
+        ):
+            check_path(name, path)
+        for path in args.files:
+            check_path("FILE", path)
         if bool(args.files) == bool(args.config):
             raise UserError("name files of problems, or a recipe with --config, and not both")
         if args.config:

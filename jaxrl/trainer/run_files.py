@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.files import read_text
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.lost_rows import lost_rows
@@ -49,8 +50,8 @@ def check_folder(config: Config) -> None:
             "this run another --config.name or --config.run.output"
         )
     try:
-        before = _parse(path.read_text())
-    except ValueError as error:  # also for bytes that are no text
+        before = _parse(read_text(path, absent="remove it"))
+    except ValueError as error:  # also of what is no file, or no text
         logger.warning("%s cannot be read (%s): settings are not compared", path, error)
         return
     now = _parse(format_config(config))

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ import safetensors.numpy
 from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
-from jaxrl.files import read_json_object
+from jaxrl.files import open_file, read_json_object
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
 from jaxrl.models.huggingface.weight_table import (
@@ -56,6 +57,11 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 _MAX_NAMES_LISTED = 4
+
+# Of all files of a directory together. DeepSeek-V3's 92,000 tensors have 12 MB; safetensors takes 4 s and a
+# gigabyte for the 100 MB that it would read itself.
+_MAX_HEADER_BYTES = 1 << 25
+_ABSENT = "copy the files again"
 
 
 def load_params(
@@ -138,6 +144,7 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
     path = directory / ADAPTER_FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; name a directory that PEFT or jaxrl saved")
+    _check_header_sizes([path])
     stored = _read_header(path)
     _check_headers(stored, adapter_table(config), dimension_sizes(config), {}, directory)
     return stored
@@ -168,17 +175,21 @@ class Stored:
 def _read_headers(directory: pathlib.Path) -> dict[str, Stored]:
     """All tensors of a directory, by name; no data is read."""
     if (directory / SINGLE_FILE).is_file():
+        _check_header_sizes([directory / SINGLE_FILE])
         return _read_header(directory / SINGLE_FILE)
     if not (directory / INDEX_FILE).is_file():
         raise UserError(_why_no_weights(directory))
     file_of = _read_index(directory / INDEX_FILE)
-    stored: dict[str, Stored] = {}
-    for file in sorted(set(file_of.values())):
+    files = sorted(set(file_of.values()))
+    for file in files:
         if not (directory / file).is_file():
             raise UserError(
                 f"{directory / file} does not exist, but {INDEX_FILE} names it; copy the missing "
                 "file, the directory may have been downloaded in part"
             )
+    _check_header_sizes([directory / file for file in files])
+    stored: dict[str, Stored] = {}
+    for file in files:
         for name, tensor in _read_header(directory / file).items():
             if name in stored:
                 raise UserError(
@@ -212,7 +223,8 @@ def _why_no_weights(directory: pathlib.Path) -> str:
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """The file of each tensor, as an index says."""
-    file_of = read_json_object(path, absent="copy the published file").get("weight_map")
+    index = read_json_object(path, absent="copy the published file", max_bytes=_MAX_HEADER_BYTES)
+    file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{path} has no weight_map of names; copy the published file again")
     for file in file_of.values():
@@ -223,6 +235,24 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
                 "published file again"
             )
     return file_of
+
+
+def _check_header_sizes(paths: Sequence[pathlib.Path]) -> None:
+    """Refuses files whose headers would take long to read; each begins with its header's size."""
+    total = 0
+    for path in paths:
+        with open_file(path, absent=_ABSENT) as file:
+            size = int.from_bytes(file.read(8), "little")
+            # What a file that is cut short says is not to be believed: safetensors refuses it.
+            total += size if size <= os.fstat(file.fileno()).st_size else 0
+        if total > _MAX_HEADER_BYTES:
+            files = (
+                "a header" if len(paths) == 1 else f"with the {len(paths)} files beside it headers"
+            )
+            raise UserError(
+                f"{path} has {files} of {total:,} bytes; at most {_MAX_HEADER_BYTES:,} are read, which is "
+                "several times as much as the largest published models have: copy the files again"
+            )
 
 
 def _read_header(path: pathlib.Path) -> dict[str, Stored]:

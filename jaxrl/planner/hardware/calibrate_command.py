@@ -11,6 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.devices import simulate
 from jaxrl.planner.hardware.calibration import calibrate
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--simulated-devices", type=int, default=0, help="that share this CPU")
     args = parser.parse_args(arguments)
     try:
+        check_path("--out", args.out)
         for name, value in (("--side", args.side), ("--megabytes", args.megabytes)):
             if not 1 <= value <= 100_000:
                 raise UserError(

@@ -25,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 from rich.console import Console
 
+from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.groupings import GROUPINGS
@@ -56,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Compares, prints, and draws if there is a folder for it."""
+    for name, path in (("--model", args.model), ("--topology", args.topology), ("--out", args.out)):
+        if path is not None:
+            check_path(name, path)
     layout = ParallelLayout.from_config(
         LayoutConfig(train=args.train, generate=args.generate, fsdp=args.fsdp)
     )

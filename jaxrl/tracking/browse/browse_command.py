@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.tracking.browse.sample_index import SampleIndex
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
@@ -51,6 +52,7 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     Raises:
       UserError: there are no samples, the extra is not installed, or the port cannot be had.
     """
+    check_path("the folder", path)
     files = sample_files(path)
     _require_extra()
     from jaxrl.serving.http_server import HttpServer
