@@ -55,8 +55,9 @@ class PreferenceConfig:
     """Learning from pairs of answers, of which one was chosen: reward models, cost models, DPO.
 
     Attributes:
-      path, evaluation_path: JSONL files of pairs, as of `data.preferences.read_preferences`; "" makes pairs
-        of the problems of `data` instead.
+      path: JSONL file of pairs, as of `data.preferences.read_preferences`; "" makes pairs of the problems of
+        `data` instead, to train on and to evaluate with.
+      evaluation_path: JSONL file of pairs to measure the accuracy on; "" measures none, where path is set.
       made: how, a name of `data.made_pairs.MADE_PAIRS`.
       margin_field: field of the files with margins; "" has none.
       harm_fields: the two fields that say which answer does harm; () has none.
@@ -87,8 +88,11 @@ class PreferenceConfig:
         lookup(MADE_PAIRS, self.made, "made")
         loss = lookup(PREFERENCE_LOSSES, self.loss, "preference loss")
         check_options(loss, self.options, f"preference loss {self.loss!r}")
-        if bool(self.path) != bool(self.evaluation_path):
-            raise ValueError("path and evaluation_path go together: set both, or neither")
+        if self.evaluation_path and not self.path:
+            raise ValueError(
+                f"evaluation_path {self.evaluation_path!r} is a file of pairs, and path names none to train "
+                "on; set path, or leave evaluation_path empty to make pairs of problems"
+            )
         if len(self.harm_fields) not in (0, 2):
             raise ValueError(
                 f"harm_fields {self.harm_fields}: name the fields of the chosen and of the rejected answer"

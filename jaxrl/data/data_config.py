@@ -101,7 +101,8 @@ class DataConfig:
     """Prompts.
 
     Attributes:
-      train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on.
+      train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on. A
+        run without problems to evaluate with reports no accuracy.
       sources, evaluations: further ones, by names of your own.
       template: text around a problem, which stands for "{prompt}"; as it is here, words that a file has
         around each problem stay there.
@@ -149,12 +150,15 @@ class DataConfig:
     @property
     def training_sources(self) -> dict[str, SourceConfig]:
         """Every source to train on, by the name of its setting."""
-        return _named("train", self.train, "sources", self.sources)
+        # A recipe may have all of its sources in the group.
+        first = {"data.train": self.train} if self.train.is_named or not self.sources else {}
+        return first | _further("sources", self.sources)
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:
-        """Every source to evaluate with, by the name of its setting."""
-        return _named("evaluation", self.evaluation, "evaluations", self.evaluations)
+        """Every source to evaluate with, by the name of its setting; none where none is named."""
+        first = {"data.evaluation": self.evaluation} if self.evaluation.is_named else {}
+        return first | _further("evaluations", self.evaluations)
 
     def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
         """How problems of a source become prompts.
@@ -174,12 +178,8 @@ class DataConfig:
         )
 
 
-def _named(
-    name: str, source: SourceConfig, group: str, further: dict[str, SourceConfig]
-) -> dict[str, SourceConfig]:
-    # A recipe may have all of its sources in the group.
-    first = {f"data.{name}": source} if source.is_named or not further else {}
-    return first | {f"data.{group}.{key}": value for key, value in further.items()}
+def _further(group: str, sources: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
+    return {f"data.{group}.{name}": source for name, source in sources.items()}
 
 
 @dataclasses.dataclass(frozen=True)

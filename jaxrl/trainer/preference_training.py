@@ -73,7 +73,8 @@ class PairStage(TrainingStage, abc.ABC):
         self._begin_weights(resumed=record is not None)
         if record is not None:
             self._stream.restore(record["stream"])
-        self._evaluation_pairs = self._read_evaluation_pairs()
+        if _evaluates(self._run):
+            self._evaluation_pairs = self._read_evaluation_pairs()
 
     def step(self) -> Metrics:
         """One optimiser update on the next pairs."""
@@ -242,9 +243,15 @@ def _open_loop(run: RunContext, stop: StopSignal):
         run.config.run_folder.preference,
         num_steps=options.num_steps,
         save_every=run.config.run.save_every,
-        evaluate_every=options.every,
+        evaluate_every=options.every if _evaluates(run) else 0,
         stop=stop,
     )
+
+
+def _evaluates(run: RunContext) -> bool:
+    """There are pairs to measure the accuracy on."""
+    options = run.config.preference
+    return bool(options.evaluation_path if options.path else run.problems.evaluation)
 
 
 def _save(learner: RewardModelLearner, run: RunContext) -> None:

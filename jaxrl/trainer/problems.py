@@ -203,6 +203,10 @@ def card_of(
     return data_card(_entries(problems.train, train), _entries(problems.evaluation, evaluation))
 
 
+NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
+"""Of a run that has nothing to evaluate with."""
+
+
 def _entries(sources: Sequence[Source], encoded: Sequence[EncodedPrompts]) -> list[CardEntry]:
     prompts = encoded or (None,) * len(sources)
     return [CardEntry(*pair) for pair in zip(sources, prompts, strict=True)]

@@ -26,6 +26,7 @@ from jaxrl.trainer.needs import (
     of_reinforcement,
 )
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
+from jaxrl.trainer.problems import NO_EVALUATION
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
 from jaxrl.trainer.run_graders import graders_of
@@ -73,7 +74,7 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
-    evaluates = any(s.is_named for s in config.data.evaluation_sources.values())
+    evaluates = bool(config.data.evaluation_sources)
 
     def stage(run: RunContext, stop: StopSignal) -> None:
         actor = fine_tuned(run, stop, samples=evaluates)
@@ -156,6 +157,8 @@ def _run(
         )
         if run.card and hosts.is_first():
             print(run.card)
+        if needs_prompts and not len(run.evaluation_prompts) and hosts.is_first():
+            print(f"evaluation: {NO_EVALUATION}")
         with StopSignal() as stop:
             try:
                 stages(run, stop)

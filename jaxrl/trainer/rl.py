@@ -85,7 +85,7 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
         config.run_folder.rl,
         num_steps=config.run.num_steps,
         save_every=config.run.save_every,
-        evaluate_every=config.evaluation.every,
+        evaluate_every=config.evaluation.every if len(run.evaluation_prompts) else 0,
         stop=stop,
     ) as loop:
         loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))

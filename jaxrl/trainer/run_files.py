@@ -22,6 +22,7 @@ from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.export import keep_model_files
+from jaxrl.trainer.problems import NO_EVALUATION
 from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
@@ -184,24 +185,45 @@ def _minutes(rows: Rows) -> float:
     return float(np.mean(seconds)) * rows[-1]["step"] / 60 if seconds else 0.0
 
 
+def evaluation_lines(
+    rows: Rows, sources: Sequence[str], *, num_samples: int
+) -> list[tuple[str, str]]:
+    """What the report says of the first evaluation and of the last, each with its step.
+
+    Args:
+      rows: of the log.
+      sources: data sets that were evaluated with; one for each prompt will do.
+      num_samples: answers to each prompt.
+    """
+    names = list(dict.fromkeys(sources))
+    if not names:
+        return [("evaluation", NO_EVALUATION)]
+    lines = []
+    for name in names:
+        key = f"val-core/{name}/acc/mean@{num_samples}"
+        of = "" if len(names) == 1 else f" on {name}"
+        found = {int(row["step"]): float(row[key]) for row in rows if key in row}
+        for step in dict.fromkeys([*found][:1] + [*found][-1:]):
+            when = f"after step {step:,}" if step else "before training"
+            last = int(rows[-1]["step"])
+            if step and step == max(found) and step < last:
+                when += f" of {last:,}, where it was last evaluated"
+            lines.append((f"evaluation accuracy{of} {when}", f"{found[step]:.1%}"))
+    return lines
+
+
 def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
     """Headline numbers of the report."""
     config = run.config
     rl = rows[title_of(config)]
-    # A run that only imitates may have no problems.
-    sources = list(dict.fromkeys(run.evaluation_prompts.sources))
-    accuracies: dict[str, list[float]] = {}
-    for source in sources:
-        key = f"val-core/{source}/acc/mean@{config.evaluation.num_samples}"
-        of = "" if len(sources) == 1 else f" on {source}"
-        accuracies[of] = [row[key] for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
     kind = run.mesh_of("actor").devices.flat[0].device_kind
     lines = []
-    for of, accuracy in accuracies.items():
-        if accuracy:
-            lines.append((f"evaluation accuracy{of} before", f"{accuracy[0]:.1%}"))
-            lines.append((f"evaluation accuracy{of} after", f"{accuracy[-1]:.1%}"))
+    # A run that only imitates may have no problems, and none is missed.
+    if rl:
+        lines = evaluation_lines(
+            rl, run.evaluation_prompts.sources, num_samples=config.evaluation.num_samples
+        )
     if entropy:
         lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
     lines += [

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import PreferenceConfig
-from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
@@ -79,6 +79,23 @@ def rows_of(config: Config) -> list[dict]:
 
 def one_device():
     return jax.devices()[:1]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
+    config = make_config(files, tmp_path, num_steps=2, evaluation_path="")
+    if made:
+        config = dataclasses.replace(
+            config,
+            preference=dataclasses.replace(config.preference, path=""),
+            data=DataConfig(train=SourceConfig(task="chain_sum", size=40), max_prompt_tokens=16),
+            tokenizer=TokenizerConfig(vocab_size=288),
+            train=TrainConfig(rows=4, row_tokens=512),
+        )
+    assert program.train_reward_model(config, devices=one_device()) == 0
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert not any("accuracy" in name for name in rows[-1] if name.startswith("val-"))
 
 
 def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):

@@ -30,6 +30,7 @@ from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.export import export_run
+from jaxrl.trainer.run_files import evaluation_lines
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,48 @@ def test_a_run_leaves_its_record(whole):
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-6)
     page = (whole.run_folder.path / "report.html").read_text()
     assert "Answer:" in page and "<svg" in page
+    assert "evaluation accuracy before training" in page
+    assert "evaluation accuracy after step 4<" in page
     assert list((whole.run_folder.path / "rl" / "tensorboard").iterdir())
+
+
+def test_the_report_says_which_step_was_evaluated():
+    key = "val-core/sums/acc/mean@2"
+    rows = [{"step": 0, key: 0.25}, {"step": 1}, {"step": 2, key: 0.5}, {"step": 3}]
+    lines = evaluation_lines(rows, ("sums", "sums"), num_samples=2)
+    assert lines == [
+        ("evaluation accuracy before training", "25.0%"),
+        ("evaluation accuracy after step 2 of 3, where it was last evaluated", "50.0%"),
+    ]
+    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1:] == [
+        ("evaluation accuracy after step 2", "50.0%")
+    ]
+    assert evaluation_lines(rows[:2], ("sums",), num_samples=2) == [
+        ("evaluation accuracy before training", "25.0%")
+    ]
+    both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
+    assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2
+
+
+def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problems, whole):
+    settings = dataclasses.replace(whole.evaluation, every=2)
+    config = make_config(tmp_path, problems, num_steps=3, evaluation=settings)
+    program.train(warm(config, whole), devices=one_device())
+    key = "val-core/repeat/acc/mean@4"
+    assert [row["step"] for row in curve(config) if key in row] == [0, 2, 3]
+    assert "evaluation accuracy after step 3<" in config.run_folder.report.read_text()
+
+
+def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, capsys):
+    data = dataclasses.replace(whole.data, evaluation=SourceConfig())
+    config = make_config(tmp_path, problems, num_steps=2, data=data)
+    assert program.train(warm(config, whole), devices=one_device()) == 0
+    said = "data.evaluation names no problems, so there is no accuracy"
+    assert f"evaluation: none: {said}" in capsys.readouterr().out
+    rows = curve(config)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert not any(name.startswith("val-") for row in rows for name in row)
+    assert said in config.run_folder.report.read_text()
 
 
 def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
