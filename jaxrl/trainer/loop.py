@@ -152,7 +152,8 @@ class Loop:
         self._writer: MetricsWriter | None = None
         self._record: dict[str, Any] = {}
         self._saved_step: int | None = None
-        # Of each learner when the last step was finished.
+        # The last step whose row is written, and the updates of each learner by then.
+        self._noted_step = 0
         self._num_updates: dict[str, int] = {}
 
     def __enter__(self) -> Loop:
@@ -368,7 +369,8 @@ class Loop:
         It says what is kept, and raises nothing: the error that is on its way matters more.
         """
         # Saving takes all processes, of which others may have died, or wait for this one.
-        if self._saved_step is None or not all_meet(f"step {self.step + 1} failed", _MEET_S):
+        failed = f"step {self._noted_step + 1}"
+        if self._saved_step is None or not all_meet(f"{failed} failed", _MEET_S):
             return
         fault = "had begun to change the weights"
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
@@ -377,9 +379,11 @@ class Loop:
                 self._save_last_step(learners)
             except Exception as error:  # logged here, since it must not take the first one's place
                 fault = f"was not finished, and what came before could not be saved ({error!r})"
-        self._message(
-            f"{self._title}: step {self.step + 1} {fault}; the last checkpoint is of step {self._saved_step}"
-        )
+        # What is being sealed may be the last one; where it cannot be, that is why a step has failed.
+        with contextlib.suppress(UserError):
+            self._checkpoints.wait()
+        last = self._checkpoints.stored.newest_sealed(up_to=self.step)
+        self._message(f"{self._title}: {failed} {fault}; the last checkpoint is of step {last}")
 
     def _message(self, text: str) -> None:
         """Says something to the person who watches."""
@@ -390,6 +394,7 @@ class Loop:
 
     def _note_finished(self, learners: Mapping[str, Learner]) -> None:
         """From here on the state is worth saving: the step is done, and its row is written."""
+        self._noted_step = self.step
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
     def _start_saving(self, learners: Mapping[str, Learner]) -> None:

@@ -14,7 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
-from jaxrl.tracking.durable import ensure_writable
+from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
@@ -121,7 +121,8 @@ def _run(
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+    path = config.run_folder.path
+    with hosts.watched(config.hosts), disk_errors(path), only_run_in(path):
         hosts.on_first(lambda: check_folder(config))
         config = with_searched_layout(config, jax.devices() if devices is None else devices)
         run = build_context(
@@ -143,10 +144,16 @@ def _run(
                         f"stopped and saved in {config.run_folder}; the same command goes on from there"
                     )
                 return stop.exit_status
+        _report(run)
         keep_run_files(run)
-        if hosts.is_first():
-            print(f"report: {write_run_report(run)}")
     return 0
+
+
+def _report(run: RunContext) -> None:
+    """Writes the report and says where it is; no process ends before it is written. Collective."""
+    path = hosts.on_first(lambda: str(write_run_report(run)))
+    if hosts.is_first():
+        print(f"report: {path}")
 
 
 def dry_run(config: Config) -> int:
