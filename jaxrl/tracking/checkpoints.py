@@ -199,6 +199,13 @@ class Checkpoints:
         with self._disk_errors():
             sealing.result()
 
+    def newest_sealed(self, timeout_s: float) -> int | None:
+        """The newest sealed checkpoint, once the last one is sealed or the time is over. For any thread."""
+        sealing = self._sealing
+        if sealing is not None:
+            concurrent.futures.wait([sealing], timeout=timeout_s)
+        return max(self.stored.seals.steps(), default=None)
+
     def close(self) -> None:
         """Waits until everything is on disk and sealed."""
         try:

@@ -236,7 +236,7 @@ class Loop:
             self._exit.enter_context(self._ownership)
             # Another run may have gone on with it meanwhile.
             step = self._newest_intact()
-        self._exit.callback(self._checkpoints.close)
+        self._exit.callback(self._close_checkpoints)
         if step is None:
             hosts.on_first(self._check_nothing_is_lost)
             return None
@@ -290,6 +290,8 @@ class Loop:
                 line_every_s=_LINE_EVERY_S,
             )
         )
+        if hosts.is_first():
+            self._exit.enter_context(self._stop.last_act(self._tell_last_checkpoint))
         if aside:
             self._message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
@@ -339,6 +341,15 @@ class Loop:
         self._watch(metrics)
         self._note_record(stage.record())
         stopping = self._stop.arrived()
+        with self._stop.saving():
+            self._record_step(metrics, stage, stopping=stopping)
+        if stopping:
+            raise StopRequested
+
+    def _record_step(
+        self, metrics: dict[str, float], stage: TrainingStage, *, stopping: bool
+    ) -> None:
+        """Writes the row of a finished step, and saves when due."""
         saving = self._finished or self.step % self._save_every == 0 or stopping
         if saving:
             # Before the row is written: its seconds belong to this step.
@@ -354,14 +365,13 @@ class Loop:
         if saving:
             # After the row: a checkpoint that a run goes on from has the rows of all its steps.
             self._commit()
-        if stopping:
-            raise StopRequested
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step, if it is not on disk yet. No learner has changed since."""
         if self._saved_step is not None and self._saved_step != self.step:
-            self._start_saving(learners)
-            self._commit()
+            with self._stop.saving():
+                self._start_saving(learners)
+                self._commit()
 
     def _save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step after one that failed, unless that has changed the learners already.
@@ -384,6 +394,16 @@ class Loop:
             self._checkpoints.wait()
         last = self._checkpoints.stored.newest_sealed(up_to=self.step)
         self._message(f"{self._title}: {failed} {fault}; the last checkpoint is of step {last}")
+
+    def _close_checkpoints(self) -> None:
+        with self._stop.saving():
+            self._checkpoints.close()
+
+    def _tell_last_checkpoint(self, timeout_s: float) -> str:
+        """Waits for what is being sealed; for a run that ends in the middle of a step."""
+        self._progress.stop()
+        step = self._checkpoints.newest_sealed(timeout_s)
+        return f"{self._title}: the last checkpoint is of step {step}"
 
     def _message(self, text: str) -> None:
         """Says something to the person who watches."""

@@ -60,7 +60,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
       devices: which to use; all of them by default.
 
     Returns:
-      The exit status: 0, or 130 after Ctrl-C.
+      The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
 
     Raises:
       UserError: something the user can fix is missing or does not fit.
@@ -122,38 +122,52 @@ def _run(
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
     path = config.run_folder.path
-    with hosts.watched(config.hosts), disk_errors(path), only_run_in(path):
-        hosts.on_first(lambda: check_folder(config))
-        config = with_searched_layout(config, jax.devices() if devices is None else devices)
-        run = build_context(
-            config,
-            devices,
-            needs=needs,
-            needs_problems=needs_problems,
-            needs_prompts=needs_prompts,
-        )
-        run = with_chosen_slots(run)
-        if run.card and hosts.is_first():
-            print(run.card)
-        with StopSignal() as stop:
-            try:
+    with (
+        hosts.watched(config.hosts),
+        disk_errors(path),
+        only_run_in(path),
+        StopSignal(within_s=config.run.stop_within_s) as stop,
+    ):
+        with stop.ends_at_once():
+            hosts.on_first(lambda: check_folder(config))
+            config = with_searched_layout(config, jax.devices() if devices is None else devices)
+            run = build_context(
+                config,
+                devices,
+                needs=needs,
+                needs_problems=needs_problems,
+                needs_prompts=needs_prompts,
+            )
+            run = with_chosen_slots(run)
+            if run.card and hosts.is_first():
+                print(run.card)
+        status = 0
+        try:
+            with stop.last_act(lambda _: _report_line(run)):
                 stages(run, stop)
-            except StopRequested:
-                if hosts.is_first():
-                    print(
-                        f"stopped and saved in {config.run_folder}; the same command goes on from there"
-                    )
-                return stop.exit_status
-        _report(run)
-        keep_run_files(run)
-    return 0
+        except StopRequested:
+            status = stop.exit_status
+            if hosts.is_first():
+                print(
+                    f"stopped and saved in {config.run_folder}; the same command goes on from there"
+                )
+        with stop.saving():
+            _report(run)
+        if not status:
+            keep_run_files(run)
+    return status
 
 
 def _report(run: RunContext) -> None:
     """Writes the report and says where it is; no process ends before it is written. Collective."""
-    path = hosts.on_first(lambda: str(write_run_report(run)))
+    line = hosts.on_first(lambda: _report_line(run))
     if hosts.is_first():
-        print(f"report: {path}")
+        print(line)
+
+
+def _report_line(run: RunContext) -> str:
+    """Writes the report, in the first process, and says where it is."""
+    return f"report: {write_run_report(run)}" if hosts.is_first() else ""
 
 
 def dry_run(config: Config) -> int:

@@ -67,9 +67,7 @@ class Wide(Counter):
         return dataclasses.replace(state, params=state.params | {"noise": noise})
 
 
-@pytest.mark.parametrize(
-    "size", [8_000, 40_000, 100_000, 150_000, 300_000]
-)
+@pytest.mark.parametrize("size", [8_000, 40_000, 100_000, 150_000, 300_000])
 def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, capfd):
     """Sizes at which the disk fills up in different files: logs, a first checkpoint, a later one, a seal."""
 
