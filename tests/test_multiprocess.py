@@ -16,7 +16,7 @@ from processes import free_port, started
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.mesh.host_watch import EXIT_LOST
+from jaxrl.errors import EXIT_TRY_AGAIN
 from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.trainer import program
 
@@ -177,7 +177,7 @@ def test_a_signal_to_one_process_stops_all_and_the_next_run_goes_on(two, tmp_pat
     with start([recipe, recipe]) as processes:
         wait_for_step(tmp_path, processes)
         processes[1].send_signal(signal.SIGTERM)
-        finish(processes)
+        finish(processes, EXIT_TRY_AGAIN)
     stopped = rows_of(tmp_path, "rl")
     assert 2 <= len(stopped) < 9
     # The same command with as many processes goes on to the numbers of a run that was never stopped.
@@ -202,7 +202,7 @@ def test_a_process_that_is_killed_is_named_by_the_other(victim, tmp_path):
         outputs = [process.communicate(timeout=90) for process in processes]
     lines = outputs[1 - victim][1].splitlines()
     if victim:
-        assert processes[0].returncode == EXIT_LOST
+        assert processes[0].returncode == EXIT_TRY_AGAIN
         assert re.match(r"error: process 1 \(host .*, DAPO step \d+, .*\) has given no", lines[-1])
     else:
         # JAX is faster: its report stands above.

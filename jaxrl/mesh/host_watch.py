@@ -33,10 +33,8 @@ from typing import Protocol
 
 import jax
 
-from jaxrl.errors import UserError
+from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 
-# The status of a process that ended because another one did: what sysexits.h has for "try again".
-EXIT_LOST = 75
 _FAULT = 1
 _PREFIX = "jaxrl/signs_of_life/"
 # Signs of life in the time after which one is missed.
@@ -259,7 +257,7 @@ class HostWatch:
 
     def _end_for(self, reason: str) -> None:
         self._found.set()
-        self._say(f"{reason}; {self._name} ends with it, with status {EXIT_LOST}: {_REMEDY}")
+        self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(_FAILED)
         if self._witness is not None:
@@ -268,7 +266,7 @@ class HostWatch:
         if not self._me.process:
             # The store goes with this process: others shall have read from it.
             time.sleep(2 * self._every_s)
-        self._end(EXIT_LOST)
+        self._end(EXIT_TRY_AGAIN)
 
     def _send(self, state: str) -> None:
         with self._lock:

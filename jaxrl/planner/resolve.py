@@ -15,6 +15,7 @@ from jaxrl.config.schema import Config
 from jaxrl.planner.search.mapping_choice import with_searched_layout
 from jaxrl.planner.slot_choice import with_chosen_slots
 from jaxrl.trainer.context import check_present
+from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.needs import Needs
 from jaxrl.trainer.problems import ProblemReader
 from jaxrl.trainer.program import claimed, is_settled
@@ -34,7 +35,11 @@ def resolved(config: Config, devices: Sequence[Any], *, needs: Needs) -> Config:
     """
     if is_settled(config):
         return config
-    with claimed(config) as config:
+    with (
+        claimed(config) as config,
+        StopSignal(within_s=config.run.stop_within_s) as stop,
+        stop.ends_at_once(),
+    ):
         config = with_searched_layout(config, devices)
         check_present(config, devices, [*ProblemReader(config.data).lookups, *needs(config)])
         return with_chosen_slots(config, devices)

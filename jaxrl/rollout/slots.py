@@ -183,14 +183,10 @@ class Slots:
         self._params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
         self._state: DecodeState | None = None
-        self._settings = functools.lru_cache(_KEPT_SETTINGS)(self._send_settings)
-
-    def _send_settings(
-        self, seed: int, step: int, temperature: float, truncation: Truncation
-    ) -> Settings:
-        return settings_on_device(
-            self.engine, seed=seed, step=step, temperature=temperature, truncation=truncation
-        )
+        # Not of a method: a cache that refers to its owner would keep the decode state, which may be
+        # most of a device's memory, until Python looks for cycles.
+        send = functools.partial(settings_on_device, engine)
+        self._settings = functools.lru_cache(_KEPT_SETTINGS)(send)
 
     def clear(self) -> None:
         """Forgets all slots, and frees their memory."""
@@ -240,7 +236,9 @@ class Slots:
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         with self._lock:
-            settings = self._settings(seed, step, temperature, truncation)
+            settings = self._settings(
+                seed=seed, step=step, temperature=temperature, truncation=truncation
+            )
             self._state = insert(self.engine, prefix, state, assignments, settings)
 
     def extend(

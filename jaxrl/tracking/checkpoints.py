@@ -15,11 +15,14 @@ else is at work; `Checkpoints` belongs to the run that holds the folder's lock.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
+import os
 import pathlib
+import re
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -35,6 +38,12 @@ from jaxrl.tracking.run_folder import CheckpointFolder
 from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
+
+# How TensorStore, which writes arrays, says that the disk did not take them.
+_DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
+
+
+_ORBAX_LOGGER = logging.getLogger("absl")
 
 
 class StoredCheckpoints:
@@ -156,13 +165,14 @@ class Checkpoints:
         It counts as a checkpoint once it is committed.
         """
         self.wait()
-        saved = self._open().save(
-            step,
-            args=ocp.args.Composite(
-                **{role: ocp.args.StandardSave(state) for role, state in states.items()},
-                record=ocp.args.JsonSave(record),
-            ),
-        )
+        with self._disk_errors():
+            saved = self._open().save(
+                step,
+                args=ocp.args.Composite(
+                    **{role: ocp.args.StandardSave(state) for role, state in states.items()},
+                    record=ocp.args.JsonSave(record),
+                ),
+            )
         assert saved, f"Orbax did not save step {step}"
         self._saving = step
 
@@ -186,14 +196,15 @@ class Checkpoints:
         if self._sealing is None:
             return
         sealing, self._sealing = self._sealing, None
-        try:
+        with self._disk_errors():
             sealing.result()
-        except OSError as error:
-            raise UserError(
-                f"a checkpoint could not be written to {self.stored.paths.path} "
-                f"({error.strerror or error}); the ones before it are still there: free space or repair the "
-                "disk, and start the command again"
-            ) from error
+
+    def newest_sealed(self, timeout_s: float) -> int | None:
+        """The newest sealed checkpoint, once the last one is sealed or the time is over. For any thread."""
+        sealing = self._sealing
+        if sealing is not None:
+            concurrent.futures.wait([sealing], timeout=timeout_s)
+        return max(self.stored.seals.steps(), default=None)
 
     def close(self) -> None:
         """Waits until everything is on disk and sealed."""
@@ -201,8 +212,26 @@ class Checkpoints:
             self.wait()
         finally:
             self._sealer.shutdown()
-            if self._manager is not None:
-                self._manager.close()
+            try:
+                if self._manager is not None:
+                    with self._disk_errors():
+                        self._manager.close()
+            finally:
+                _ORBAX_LOGGER.removeFilter(_is_no_disk_fault)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Around writing: what the disk did not take is a UserError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            reason = _disk_fault(error)
+            if reason is None:
+                raise
+            raise UserError(
+                f"a checkpoint could not be written to {self.stored.paths.path} ({reason}); the ones before "
+                "it are still there: free space or repair the disk, and start the command again"
+            ) from error
 
     # Reading
 
@@ -297,6 +326,7 @@ class Checkpoints:
                 multiprocessing_options=_processes(),
             )
             self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
+            _ORBAX_LOGGER.addFilter(_is_no_disk_fault)
         return self._manager
 
 
@@ -322,6 +352,22 @@ def all_meet(occasion: str, timeout_s: int) -> bool:
         logger.warning("the other processes were not met: %s", str(error).splitlines()[0])
         return False
     return True
+
+
+def _disk_fault(error: BaseException | None) -> str | None:
+    """What was wrong with the disk, such as "No space left on device"; None if `error` is another one."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = _DISK_FAULT.search(str(error)) if isinstance(error, ValueError) else None
+    return None if found is None else os.strerror(int(found["number"]))
+
+
+def _is_no_disk_fault(record: logging.LogRecord) -> bool:
+    """Leaves out of the log, with their tracebacks, the errors of the disk that each thread of Orbax meets.
+
+    They are also raised, and become one line.
+    """
+    return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -115,6 +115,10 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the live view, and gives the terminal its cursor back. For any thread."""
         if self._live is not None:
             self.phase("")
             self._live.stop()

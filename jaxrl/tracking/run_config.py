@@ -23,6 +23,8 @@ class RunConfig:
         none left, or has lost rows of its metrics; "or_restart" begins a stage without a checkpoint again,
         with what is there moved aside; "accept_lost_rows" goes on without the lost rows; "never" refuses a
         folder that holds a run.
+      stop_within_s: seconds after SIGTERM or Ctrl-C by which the run has ended, unless it is saving a
+        checkpoint by then. A step that takes longer is given up.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
       report_samples: evaluation problems whose answers the report shows before and after.
       rollouts_every: steps between two whose samples are kept to be looked at (`jaxrl browse`); those of the
@@ -36,6 +38,7 @@ class RunConfig:
     keep_checkpoints: Annotated[int, count(1)] = 2
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
+    stop_within_s: Annotated[float, at_least(1, at_most=86_400)] = 20.0
     wandb_project: str = ""
     report_samples: Annotated[int, count(0)] = 8
     rollouts_every: Annotated[int, at_least(0)] = 10

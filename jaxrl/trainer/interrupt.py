@@ -1,11 +1,26 @@
-"""SIGTERM and Ctrl-C: finish what must not be torn, save, leave."""
+"""SIGTERM and Ctrl-C: finish what must not be torn, save, leave; and leave anyway if that takes too long.
+
+Python runs a signal's handler in the main thread, between two of its own instructions: not while that thread
+compiles a program, which may take many minutes. So a second thread watches, which the signal itself wakes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 
+from jaxrl.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from jaxrl.mesh import hosts
+
+# Of the time there is, the share that the step at work has; the rest is for the report.
+_SHARE_OF_STEP = 0.6
+_POLL_S = 0.1
 
 
 class StopRequested(Exception):
@@ -17,27 +32,61 @@ class StopSignal:
 
     Use as a context manager in the main thread. Where several processes run one program a signal to any of
     them counts for all, from the next time they ask.
+
+    A thread ends the process if it is still in the context too long after a signal, but not while it saves.
     """
 
-    def __init__(self):
+    def __init__(self, *, within_s: float = 20.0, end: Callable[[int], None] = os._exit):
+        """Starts nothing yet.
+
+        Args:
+          within_s: seconds after a signal by which the process has ended.
+          end: ends the process at once with a status; for tests.
+        """
+        self._within_s = within_s
+        self._end = end
         self._received = 0
         self._agreed = 0
+        self._ends_at_once = False
         self._previous: dict[int, object] = {}
+        self._last_acts: list[Callable[[float], str]] = []
+        # What the thread and the main thread both change, under the lock.
+        self._lock = threading.Lock()
+        self._num_saving = 0
+        self._saved_at_s = -float("inf")
+        self._has_given_up = False
+        self._left = threading.Event()
 
     def __enter__(self) -> StopSignal:
+        self._wakes, self._woken_by = os.pipe()
+        os.set_blocking(self._woken_by, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._woken_by, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._remember)
+        self._thread = threading.Thread(target=self._watch, name="stop-signal", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_):
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._left.set()
+        # The thread reads the end of the pipe.
+        os.close(self._woken_by)
+        self._thread.join()
+        os.close(self._wakes)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._received == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        again = self._received == signal.SIGINT and number == signal.SIGINT
         self._received = number
+        if again or (self._ends_at_once and number == signal.SIGINT):
+            raise KeyboardInterrupt
+        if self._ends_at_once:
+            print("stopped before training began: there is nothing to save", flush=True)
+            # The other processes, if there are any, are told that this one did not end well.
+            raise SystemExit(EXIT_TRY_AGAIN)
 
     @property
     def pending(self) -> bool:
@@ -57,5 +106,97 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """0 after SIGTERM, which is how schedulers end a healthy job; 130 after Ctrl-C."""
-        return 130 if self._agreed == signal.SIGINT else 0
+        """75 after SIGTERM: to schedulers 0 is a job that is done. 130 after Ctrl-C."""
+        return _status_of(self._agreed)
+
+    # What a signal may and may not interrupt
+
+    @contextlib.contextmanager
+    def ends_at_once(self) -> Iterator[None]:
+        """While there is nothing to save: a signal ends the program as soon as Python sees it."""
+        self._ends_at_once = True
+        try:
+            yield
+        finally:
+            self._ends_at_once = False
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """What is within is not cut short; the time that is left counts from its end."""
+        with self._lock:
+            given_up = self._has_given_up
+            self._num_saving += not given_up
+        if given_up:
+            # The process ends in a moment, and what would be saved now would be torn.
+            threading.Event().wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_saving -= 1
+                self._saved_at_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def last_act(self, act: Callable[[float], str]) -> Iterator[None]:
+        """Names what another thread does if the process is ended within; the last one named comes first.
+
+        Args:
+          act: gets the seconds there are, and returns a line to print, or "".
+        """
+        self._last_acts.append(act)
+        try:
+            yield
+        finally:
+            self._last_acts.remove(act)
+
+    # The thread
+
+    def _watch(self) -> None:
+        number = self._first_signal()
+        if not number:
+            return
+        arrived_s = time.monotonic()
+        while not self._left.wait(_POLL_S):
+            with self._lock:
+                waited_s = time.monotonic() - max(arrived_s, self._saved_at_s)
+                self._has_given_up = (
+                    not self._num_saving and waited_s > _SHARE_OF_STEP * self._within_s
+                )
+            if self._has_given_up:
+                self._give_up(number, (1 - _SHARE_OF_STEP) * self._within_s)
+                return
+
+    def _first_signal(self) -> int:
+        """Waits for one; 0 if the context is left."""
+        while content := os.read(self._wakes, 64):
+            for number in content:
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    return number
+        return 0
+
+    def _give_up(self, number: int, seconds: float) -> None:
+        # In a thread, since whatever it needs may be held by the one that does not answer.
+        acts = threading.Thread(target=self._act, args=(number, seconds), daemon=True)
+        acts.start()
+        acts.join(timeout=seconds)
+        self._end(_status_of(number))
+
+    def _act(self, number: int, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        print(
+            f"stopped by {signal.Signals(number).name} in the middle of a step, which did not end within "
+            f"{_SHARE_OF_STEP * self._within_s:.0f} s (run.stop_within_s); the same command goes on from "
+            "what was saved",
+            file=sys.stderr,
+            flush=True,
+        )
+        for act in reversed(self._last_acts):
+            try:
+                if line := act(until_s - time.monotonic()):
+                    print(line, flush=True)
+            except Exception as error:  # the process ends, whatever it is
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _status_of(number: int) -> int:
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TRY_AGAIN

@@ -152,7 +152,8 @@ class Loop:
         self._writer: MetricsWriter | None = None
         self._record: dict[str, Any] = {}
         self._saved_step: int | None = None
-        # Of each learner when the last step was finished.
+        # The last step whose row is written, and the updates of each learner by then.
+        self._noted_step = 0
         self._num_updates: dict[str, int] = {}
 
     def __enter__(self) -> Loop:
@@ -235,7 +236,7 @@ class Loop:
             self._exit.enter_context(self._ownership)
             # Another run may have gone on with it meanwhile.
             step = self._newest_intact()
-        self._exit.callback(self._checkpoints.close)
+        self._exit.callback(self._close_checkpoints)
         if step is None:
             hosts.on_first(self._check_nothing_is_lost)
             return None
@@ -289,6 +290,8 @@ class Loop:
                 line_every_s=_LINE_EVERY_S,
             )
         )
+        if hosts.is_first():
+            self._exit.enter_context(self._stop.last_act(self._tell_last_checkpoint))
         if aside:
             self._message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
@@ -338,6 +341,15 @@ class Loop:
         self._watch(metrics)
         self._note_record(stage.record())
         stopping = self._stop.arrived()
+        with self._stop.saving():
+            self._record_step(metrics, stage, stopping=stopping)
+        if stopping:
+            raise StopRequested
+
+    def _record_step(
+        self, metrics: dict[str, float], stage: TrainingStage, *, stopping: bool
+    ) -> None:
+        """Writes the row of a finished step, and saves when due."""
         saving = self._finished or self.step % self._save_every == 0 or stopping
         if saving:
             # Before the row is written: its seconds belong to this step.
@@ -353,14 +365,13 @@ class Loop:
         if saving:
             # After the row: a checkpoint that a run goes on from has the rows of all its steps.
             self._commit()
-        if stopping:
-            raise StopRequested
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step, if it is not on disk yet. No learner has changed since."""
         if self._saved_step is not None and self._saved_step != self.step:
-            self._start_saving(learners)
-            self._commit()
+            with self._stop.saving():
+                self._start_saving(learners)
+                self._commit()
 
     def _save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step after one that failed, unless that has changed the learners already.
@@ -368,7 +379,8 @@ class Loop:
         It says what is kept, and raises nothing: the error that is on its way matters more.
         """
         # Saving takes all processes, of which others may have died, or wait for this one.
-        if self._saved_step is None or not all_meet(f"step {self.step + 1} failed", _MEET_S):
+        failed = f"step {self._noted_step + 1}"
+        if self._saved_step is None or not all_meet(f"{failed} failed", _MEET_S):
             return
         fault = "had begun to change the weights"
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
@@ -377,9 +389,21 @@ class Loop:
                 self._save_last_step(learners)
             except Exception as error:  # logged here, since it must not take the first one's place
                 fault = f"was not finished, and what came before could not be saved ({error!r})"
-        self._message(
-            f"{self._title}: step {self.step + 1} {fault}; the last checkpoint is of step {self._saved_step}"
-        )
+        # What is being sealed may be the last one; where it cannot be, that is why a step has failed.
+        with contextlib.suppress(UserError):
+            self._checkpoints.wait()
+        last = self._checkpoints.stored.newest_sealed(up_to=self.step)
+        self._message(f"{self._title}: {failed} {fault}; the last checkpoint is of step {last}")
+
+    def _close_checkpoints(self) -> None:
+        with self._stop.saving():
+            self._checkpoints.close()
+
+    def _tell_last_checkpoint(self, timeout_s: float) -> str:
+        """Waits for what is being sealed; for a run that ends in the middle of a step."""
+        self._progress.stop()
+        step = self._checkpoints.newest_sealed(timeout_s)
+        return f"{self._title}: the last checkpoint is of step {step}"
 
     def _message(self, text: str) -> None:
         """Says something to the person who watches."""
@@ -390,6 +414,7 @@ class Loop:
 
     def _note_finished(self, learners: Mapping[str, Learner]) -> None:
         """From here on the state is worth saving: the step is done, and its row is written."""
+        self._noted_step = self.step
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
     def _start_saving(self, learners: Mapping[str, Learner]) -> None:

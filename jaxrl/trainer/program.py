@@ -13,7 +13,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
-from jaxrl.tracking.durable import ensure_writable
+from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
@@ -57,7 +57,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
       devices: which to use; all of them by default.
 
     Returns:
-      The exit status: 0, or 130 after Ctrl-C.
+      The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
 
     Raises:
       UserError: something the user can fix is missing or does not fit.
@@ -124,7 +124,8 @@ def claimed(config: Config) -> Iterator[Config]:
     # Which process this is may differ, and nothing else.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+    path = config.run_folder.path
+    with hosts.watched(config.hosts), disk_errors(path), only_run_in(path):
         # The run is compared, kept and reported with the shape that is trained, not the schema's default.
         config = with_stored_shape(config)
         hosts.on_first(lambda: check_folder(config))
@@ -147,28 +148,46 @@ def _run(
             "run; call it first, as every command does, or set mesh.layout to as_given and rollout.slots to "
             "a number"
         )
-    with claimed(config) as config:
-        run = build_context(
-            config,
-            devices,
-            needs=needs,
-            needs_problems=needs_problems,
-            needs_prompts=needs_prompts,
-        )
-        if run.card and hosts.is_first():
-            print(run.card)
-        if needs_prompts and not len(run.evaluation_prompts) and hosts.is_first():
-            print(f"evaluation: {NO_EVALUATION}")
-        with StopSignal() as stop:
-            try:
+    with (
+        claimed(config) as config,
+        StopSignal(within_s=config.run.stop_within_s) as stop,
+    ):
+        with stop.ends_at_once():
+            run = build_context(
+                config,
+                devices,
+                needs=needs,
+                needs_problems=needs_problems,
+                needs_prompts=needs_prompts,
+            )
+            if run.card and hosts.is_first():
+                print(run.card)
+            if needs_prompts and not len(run.evaluation_prompts) and hosts.is_first():
+                print(f"evaluation: {NO_EVALUATION}")
+        status = 0
+        try:
+            with stop.last_act(lambda _: _report_line(run)):
                 stages(run, stop)
-            except StopRequested:
-                if hosts.is_first():
-                    print(
-                        f"stopped and saved in {config.run_folder}; the same command goes on from there"
-                    )
-                return stop.exit_status
-        keep_run_files(run)
-        if hosts.is_first():
-            print(f"report: {write_run_report(run)}")
-    return 0
+        except StopRequested:
+            status = stop.exit_status
+            if hosts.is_first():
+                print(
+                    f"stopped and saved in {config.run_folder}; the same command goes on from there"
+                )
+        with stop.saving():
+            _report(run)
+        if not status:
+            keep_run_files(run)
+    return status
+
+
+def _report(run: RunContext) -> None:
+    """Writes the report and says where it is; no process ends before it is written. Collective."""
+    line = hosts.on_first(lambda: _report_line(run))
+    if hosts.is_first():
+        print(line)
+
+
+def _report_line(run: RunContext) -> str:
+    """Writes the report, in the first process, and says where it is."""
+    return f"report: {write_run_report(run)}" if hosts.is_first() else ""

@@ -13,8 +13,8 @@ import jax
 import pytest
 from processes import started
 
-from jaxrl.errors import UserError
-from jaxrl.mesh.host_watch import EXIT_LOST, HostWatch, Peers, Sign
+from jaxrl.errors import EXIT_TRY_AGAIN, UserError
+from jaxrl.mesh.host_watch import HostWatch, Peers, Sign
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -88,7 +88,7 @@ def test_one_that_falls_silent_ends_the_other(capfd):
     with watch_of(Store(), 1, ends) as watch:
         watch.phase = "step 3, update"
         time.sleep(2)
-    assert ends == [EXIT_LOST]
+    assert ends == [EXIT_TRY_AGAIN]
     error = capfd.readouterr().err
     assert error.startswith("error: process 0 (host unknown, never seen) has given no sign of life")
     assert f"process 1 of 2 (host {socket.gethostname()}, step 3, update) ends with it" in error
@@ -111,7 +111,7 @@ def test_a_program_that_breaks_off_is_explained_sooner(broken, capfd):
     began = time.monotonic()
     with contextlib.suppress(type(broken)), watch_of(Store(), 1, [], lost_after_s=6, end=end):
         raise broken
-    assert ends[0][0] == EXIT_LOST and ends[0][1] - began < 5.5
+    assert ends[0][0] == EXIT_TRY_AGAIN and ends[0][1] - began < 5.5
     first, second = capfd.readouterr().err.splitlines()[:2]
     assert "could not go on (UNKNOWN: Gloo AllGather failed" in first
     assert "process 0 (host unknown, never seen) has given no sign of life" in second
@@ -125,7 +125,7 @@ def test_a_fault_keeps_its_traceback_and_is_told_to_the_other(capfd):
             raise KeyError("a fault")
         assert ends == [1]
         time.sleep(1.5)
-    assert others == [EXIT_LOST]
+    assert others == [EXIT_TRY_AGAIN]
     error = capfd.readouterr().err
     assert "KeyError: 'a fault'" in error
     assert "error: process 1 (host" in error and "has ended with an error" in error
@@ -173,7 +173,7 @@ def test_a_killed_process_is_named(victim):
     # The witness of the killed one.
     assert f"error: process {victim} of 2 (host " in errors[victim][-1]
     if victim:
-        assert survivor.returncode == EXIT_LOST
+        assert survivor.returncode == EXIT_TRY_AGAIN
         assert "error: process 1 (host " in errors[0][-1] and "step " in errors[0][-1]
         assert not [line for line in errors[0] if "stack trace" in line or "Traceback" in line]
     else:

@@ -17,7 +17,7 @@ from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
 from jaxrl.data.data_config import CurriculumConfig, DataConfig, SourceConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
-from jaxrl.errors import UserError
+from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
@@ -238,7 +238,7 @@ def test_all_checkpoints_damaged_is_refused(tmp_path, problems, whole):
 
 @pytest.mark.parametrize(
     "number, status",
-    [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, EXIT_TRY_AGAIN), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
 def test_signal_saves_and_the_next_run_goes_on(
     tmp_path, problems, whole, monkeypatch, number, status
@@ -263,6 +263,7 @@ def test_signal_saves_and_the_next_run_goes_on(
         patch.setattr(ActorPhase, "update", signal_then_update)
         assert program.train(config, devices=one_device()) == status
     assert curve(config)[-1]["step"] == 2
+    assert "<svg" in config.run_folder.report.read_text()
     assert program.train(config, devices=one_device()) == 0
     assert curve(config) == curve(whole)
 
@@ -552,7 +553,7 @@ def test_a_ruinous_learning_rate_leaves_a_checkpoint_from_before(tmp_path, probl
 
 def test_a_signal_ends_a_reward_that_hangs(tmp_path, problems, whole):
     config = rewarded(tmp_path, problems, whole, "hangs")
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device()) == EXIT_TRY_AGAIN
     assert [row["step"] for row in curve(config)] == [0]
 
 
