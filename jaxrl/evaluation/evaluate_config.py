@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import SEED, at_least, between, count, token_count
+from jaxrl.checks import NAME, PROSE, SEED, at_least, between, count, token_count
+from jaxrl.data.data_config import MAX_ROWS
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
-from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
+from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
 NO_ENVIRONMENT = "none"
@@ -49,19 +51,19 @@ class EvaluateConfig(EngineSettings):
     sets: tuple[str, ...]
     out: str = ""
     n: Annotated[int, count(1)] = 1
-    temperature: Annotated[float, between(0, 1000)] = 1.0
+    temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     top_p: Annotated[float, TOP_P] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     min_p: Annotated[float, MIN_P] = 0.0
     seed: Annotated[int, SEED] = 0
-    grader: str = "answer"
+    grader: Annotated[str, NAME] = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    grader_workers: Annotated[int, at_least(0)] = 0
-    template: str = ""
+    grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
+    template: Annotated[str, PROSE] = ""
     chat: bool = False
-    prompt_field: str = ""
-    answer_field: str = ""
-    limit: Annotated[int, at_least(0)] = 0
+    prompt_field: Annotated[str, NAME] = ""
+    answer_field: Annotated[str, NAME] = ""
+    limit: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
@@ -72,7 +74,7 @@ class EvaluateConfig(EngineSettings):
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     mesh: str = "1-1-1"
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: str = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
 

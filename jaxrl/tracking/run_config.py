@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import at_least, check_fields, count
+from jaxrl.checks import NAME, between, check_fields, count, steps
 from jaxrl.tracking.collapse import CollapseConfig
 
 
@@ -30,14 +30,14 @@ class RunConfig:
     """
 
     output: str = "runs"
-    num_steps: Annotated[int, at_least(1)] = 100
-    save_every: Annotated[int, at_least(1)] = 10
+    num_steps: Annotated[int, steps(1)] = 100
+    save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
     resume: Literal["auto", "or_restart", "never"] = "auto"
-    wandb_project: str = ""
-    report_samples: Annotated[int, count(0)] = 8
-    rollouts_every: Annotated[int, at_least(0)] = 10
+    wandb_project: Annotated[str, NAME] = ""
+    report_samples: Annotated[int, between(0, 10_000)] = 8
+    rollouts_every: Annotated[int, steps(0)] = 10
     rollouts_prompts: Annotated[int, count(0)] = 8
 
     def __post_init__(self):

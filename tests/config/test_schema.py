@@ -16,7 +16,7 @@ from jaxrl.errors import UserError
         ("algorithm.loss_options.clip_low", "-0.5", "clip_low -0.5 is below 0"),
         ("rollout.max_generation_batches", "0", "max_generation_batches 0 is below 1"),
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
-        ("rollout.temperature", "0.0", "temperature 0.0 is not positive"),
+        ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
         ("train.remat", "some", "'some' is not one of full, projections, offload, none"),
         ("train.rows", "0", "train.rows 0 is below 1"),
