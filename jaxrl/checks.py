@@ -29,8 +29,14 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.errors import UserError
 
-LARGEST = 10**9
-"""End of a range that names no other: far above every rate, coefficient and count of published recipes."""
+LARGEST = 10_000
+"""End of a range that names no other: far above every rate, coefficient and weight of published recipes."""
+
+SMALLEST = 2.0**-126
+"""The number nearest to 0 that float32 holds with all its digits. Accelerators round smaller ones to 0."""
+
+MAX_STEPS = 10**7
+"""Of a run. One a second for four months."""
 
 MAX_TOKENS = 2**24
 """Of a sequence or a row: above the longest published context (10 million), and float32 counts it exactly."""
@@ -56,6 +62,7 @@ class Range:
       low, high: the ends.
       has_low, has_high: they belong to it.
       or_inf: so does infinity, which turns a limit off.
+      or_zero: so does 0, which means something else than a small number.
     """
 
     low: float
@@ -63,16 +70,19 @@ class Range:
     has_low: bool = True
     has_high: bool = True
     or_inf: bool = False
+    or_zero: bool = False
 
     def fault(self, value: float) -> str | None:
         """What is wrong with `value`, with the remedy; None if nothing is."""
         # Comparisons with NaN are false, so it is asked for by name, and first.
         if value != value:
             return f"is not a number; use {self}"
-        if value == math.inf and self.or_inf:
+        if (value == math.inf and self.or_inf) or (value == 0 and self.or_zero):
             return None
         if abs(value) == math.inf:
             return f"is not finite; use {self}"
+        if 0 < abs(value) < SMALLEST:
+            return f"is nearer to 0 than float32 holds, {SMALLEST:.2g}; use {self}"
         if value < self.low or (value == self.low and not self.has_low):
             if self.has_low:
                 return f"is below {_shown(self.low)}; use {self}"
@@ -87,6 +97,7 @@ class Range:
         low, high = _shown(self.low), _shown(self.high)
         words = f"{low} to {high}" if self.has_low else f"a number above {low}, up to {high}"
         words += "" if self.has_high else f" ({high} excluded)"
+        words = f"0, or {words}" if self.or_zero else words
         return f"{words}, or inf for none" if self.or_inf else words
 
 
@@ -139,6 +150,41 @@ PATH = PathRule()
 """Files, folders, and functions named by the file that they are in."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text that can be printed.
+
+    Attributes:
+      at_most: characters.
+      lines: it may have several lines, and blanks at its ends.
+    """
+
+    at_most: int
+    lines: bool = False
+
+    def fault(self, value: str) -> str | None:
+        """What is wrong with `value`, with the remedy; None if nothing is."""
+        if len(value) > self.at_most:
+            return f"is longer than {self.at_most:,} characters; shorten it"
+        allowed = value.replace("\n", "").replace("\t", "") if self.lines else value
+        # A lone surrogate, a NUL and other control characters are not printable, a blank is.
+        odd = next(
+            (c for c in allowed if not (c.isprintable() or (self.lines and c.isspace()))), None
+        )
+        if odd is not None:
+            return f"has the character {odd!a}, which cannot be shown; leave it out"
+        if value != value.strip() and not self.lines:
+            return "has blanks at its ends; remove them"
+        return None
+
+
+NAME = Text(1000)
+"""A name, a field of a file, a note: one line without blanks at its ends."""
+
+PROSE = Text(100_000, lines=True)
+"""What a model reads: a template, a system prompt."""
+
+
 def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
     """Numbers from `low` on."""
     return Range(low, at_most, or_inf=or_inf)
@@ -167,6 +213,11 @@ def between(low: float, high: float, *, has_low: bool = True, has_high: bool = T
 def one_of(*choices: Any) -> OneOf:
     """Some values, and no others; Literal where they need not be computed."""
     return OneOf(choices)
+
+
+def steps(low: int) -> Range:
+    """Numbers of steps, of a run or between two events of it."""
+    return at_least(low, at_most=MAX_STEPS)
 
 
 def token_count(low: int) -> Range:
@@ -211,8 +262,8 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         kind, *rules = arguments
         check_value(name, value, kind)
         for rule in rules:
-            if isinstance(rule, Range | OneOf | PathRule) and (fault := rule.fault(value)):
-                raise UserError(f"{name} {_cut(repr(value))} {fault}")
+            if isinstance(rule, Range | OneOf | PathRule | Text) and (fault := rule.fault(value)):
+                raise UserError(f"{name} {shown(value)} {fault}")
     elif origin in (typing.Union, types.UnionType):
         _check_union(name, value, arguments)
     elif origin is Literal:
@@ -298,11 +349,19 @@ class _WrongTypeError(UserError):
 
 
 def _wrong(name: str, value: Any, expected: str) -> UserError:
-    return _WrongTypeError(f"{name} = {value!r}: expected {expected}", expected)
+    return _WrongTypeError(f"{name} = {shown(value)}: expected {expected}", expected)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:80]}..."
+def shown(value: Any) -> str:
+    """`value` as a message shows it: as written, or its beginning where that is long."""
+    # Python writes no number of more than 4,300 digits.
+    if isinstance(value, int) and value.bit_length() > 400:
+        return f"of about {int(value.bit_length() * math.log10(2)):,} digits"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
+
+
+_MAX_SHOWN = 120
 
 
 def _shown(number: float) -> str:

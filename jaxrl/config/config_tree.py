@@ -160,6 +160,10 @@ class _Group(ml_config_dict.ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = to_config_dict(value)
+        # ml_collections takes True for 1.0, and turns what is assigned to a float into one.
+        replaces_float = isinstance(value, int) and isinstance(self.get(key), float)
+        if replaces_float and not checks.is_finite(value):
+            raise TypeError(f"{key} = {checks.shown(value)}: expected a number")
         super().__setitem__(key, value)
 
 
@@ -313,7 +317,7 @@ def _read_scalar(annotation: Any, value: Any, path: str) -> Any:
             if type(choice) is type(value) and choice == value:
                 return value
         choices = " or ".join(repr(choice) for choice in typing.get_args(annotation))
-        raise UserError(f"{path} = {value!r}: expected {choices}")
+        raise UserError(f"{path} = {checks.shown(value)}: expected {choices}")
     if annotation not in (bool, int, float, str, types.NoneType):
         raise TypeError(f"{path} is annotated {type_name(annotation)}, which no setting can hold")
     # Exact types, since a bool is an int to isinstance.
@@ -332,7 +336,11 @@ def _plain(value: Any) -> Any:
 
 
 def _wrong_type(path: str, value: Any, annotation: Any) -> UserError:
-    shown = "a group of settings" if isinstance(value, ml_config_dict.ConfigDict) else repr(value)
+    shown = (
+        "a group of settings"
+        if isinstance(value, ml_config_dict.ConfigDict)
+        else checks.shown(value)
+    )
     return UserError(f"{path or 'the config'} = {shown}: expected {type_name(annotation)}")
 
 

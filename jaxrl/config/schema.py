@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-from jaxrl.checks import PATH, SEED, check_fields, check_path
+from jaxrl.checks import NAME, PATH, SEED, check_fields, check_path, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, WarmStartConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
@@ -41,11 +41,11 @@ class Config:
         all of them on all devices.
     """
 
-    name: Annotated[str, PATH] = "run"
+    name: Annotated[str, NAME] = "run"
     seed: Annotated[int, SEED] = 0
     weights: Annotated[str, PATH] = ""
     adapter: Annotated[str, PATH] = ""
-    hardware: str = ""
+    hardware: Annotated[str, NAME] = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     placement: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -70,8 +70,8 @@ class Config:
         check_path("run.output with warm_start.run", self.warm_start_folder.path)
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
-                f"adapter {self.adapter} sits on the weights of a base model and is trained as model.lora; "
-                "set weights and model.lora.rank"
+                f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "
+                "model.lora; set weights and model.lora.rank"
             )
         for name, source in (self.data.training_sources | self.data.evaluation_sources).items():
             if source.grader:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options, lookup
-from jaxrl.checks import PATH, at_least, between, check_fields, count
+from jaxrl.checks import NAME, PATH, check_fields, count, steps
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +30,16 @@ class WarmStartConfig:
       log_every: steps between rows of the log.
     """
 
-    num_steps: Annotated[int, at_least(0)] = 0
+    num_steps: Annotated[int, steps(0)] = 0
     path: Annotated[str, PATH] = ""
-    prompt_field: str = "prompt"
-    response_field: str = "response"
-    messages_field: str = "messages"
-    run: Annotated[str, PATH] = ""
+    prompt_field: Annotated[str, NAME] = "prompt"
+    response_field: Annotated[str, NAME] = "response"
+    messages_field: Annotated[str, NAME] = "messages"
+    run: Annotated[str, NAME] = ""
     examples_per_step: Annotated[int, count(1)] = 32
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    save_every: Annotated[int, at_least(1)] = 200
-    log_every: Annotated[int, at_least(1)] = 1
+    save_every: Annotated[int, steps(1)] = 200
+    log_every: Annotated[int, steps(1)] = 1
 
     def __post_init__(self):
         check_fields(self)
@@ -72,15 +72,15 @@ class PreferenceConfig:
 
     path: Annotated[str, PATH] = ""
     evaluation_path: Annotated[str, PATH] = ""
-    made: str = "right_or_wrong"
-    margin_field: str = ""
-    harm_fields: tuple[str, ...] = ()
-    loss: str = "bradley_terry"
+    made: Annotated[str, NAME] = "right_or_wrong"
+    margin_field: Annotated[str, NAME] = ""
+    harm_fields: tuple[Annotated[str, NAME], ...] = ()
+    loss: Annotated[str, NAME] = "bradley_terry"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    num_steps: Annotated[int, at_least(1)] = 1000
+    num_steps: Annotated[int, steps(1)] = 1000
     pairs_per_step: Annotated[int, count(1)] = 16
     evaluation_pairs: Annotated[int, count(1)] = 256
-    every: Annotated[int, at_least(1)] = 100
+    every: Annotated[int, steps(1)] = 100
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
     def __post_init__(self):
@@ -110,9 +110,9 @@ class EvaluationConfig:
       top_k, top_p, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
     """
 
-    every: Annotated[int, at_least(1)] = 10
+    every: Annotated[int, steps(1)] = 10
     num_samples: Annotated[int, count(1)] = 8
-    temperature: Annotated[float, between(0, 1000)] = 1.0
+    temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
     min_p: Annotated[float, MIN_P] = 0.0

@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import PATH, SEED, at_least, between, check_fields, positive, token_count
+from jaxrl.checks import (
+    NAME,
+    PATH,
+    PROSE,
+    SEED,
+    at_least,
+    between,
+    check_fields,
+    positive,
+    token_count,
+)
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
 from jaxrl.user_code import names_function
+
+MAX_ROWS = 10**9
+"""Of a file; the largest published data sets of problems have some millions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,24 +47,29 @@ class SourceConfig:
       chat: its problems go through the chat template; None takes data.chat.
     """
 
-    source: str = ""
+    source: Annotated[str, NAME] = ""
     path: Annotated[str, PATH] = ""
-    prompt_field: str = ""
-    answer_field: str = ""
-    solution_field: str | None = None
-    task: str = ""
+    prompt_field: Annotated[str, NAME] = ""
+    answer_field: Annotated[str, NAME] = ""
+    solution_field: Annotated[str, NAME] | None = None
+    task: Annotated[str, NAME] = ""
     size: Annotated[int, at_least(0, at_most=MAX_TASK_SIZE)] = 0
     seed: Annotated[int, between(0, MAX_TASK_SEED)] = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    limit: Annotated[int, at_least(0)] = 0
-    weight: Annotated[float, positive()] = 1.0
+    limit: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
+    weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
     grader: Annotated[str, PATH] = ""
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    template: str = ""
+    template: Annotated[str, PROSE] = ""
     chat: bool | None = None
 
     def __post_init__(self):
         check_fields(self)
+        if self.grader_options and not self.grader:
+            raise ValueError(
+                "grader_options are those of a grader of its own, and grader is empty; set grader, or set "
+                "reward.grader_options"
+            )
         check_task_options(self.options)
         if self.template:
             check_template(self.template)
@@ -126,11 +144,11 @@ class DataConfig:
     evaluation: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     evaluations: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    template: str = "{prompt}"
+    template: Annotated[str, PROSE] = "{prompt}"
     chat: bool = False
-    system_prompt: str = ""
+    system_prompt: Annotated[str, PROSE] = ""
     chat_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    answer_prefix: str = ""
+    answer_prefix: Annotated[str, PROSE] = ""
     max_prompt_tokens: Annotated[int, token_count(1)] = 64
     overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
     bad_rows: Literal["drop", "error"] = "drop"

@@ -122,7 +122,9 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
 def check_template(template: str) -> None:
     """Raises UserError for a template without a place for the question."""
     if "{prompt}" not in template:
-        raise UserError(f"template {template!r} has no {{prompt}}, so every prompt would be alike")
+        raise UserError(
+            f"template {shown(template)} has no {{prompt}}, so every prompt would be alike"
+        )
 
 
 PLAIN_FORMAT = PromptFormat()

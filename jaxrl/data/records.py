@@ -11,10 +11,11 @@ import difflib
 import json
 import logging
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.checks import check_value, finite, is_a
+from jaxrl.checks import check_value, finite, is_a, shown
 from jaxrl.data import worked_sums
 from jaxrl.data.messages import Context
 from jaxrl.errors import UserError
@@ -31,6 +32,13 @@ _BLOCK = 500
 
 # Numbers among the settings of a task: the largest default of any is 2**31 - 1.
 _TASK_NUMBER = finite(at_most=2**32)
+
+# Options that end so are numbers inside a problem. Of others, such as digits, terms or cells, a problem is
+# made: a million takes minutes and all memory, and Python writes no number of more than 4,300 digits.
+_IS_VALUE = re.compile(
+    r"(value|real|imag|_n|num|target|year|bounds?|base|range|seconds|days|factor|divisor|constant_m\w+)$"
+)
+_TASK_COUNT = finite(at_most=4000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +165,9 @@ def normalised(prompt: Context) -> str:
 def check_task_options(options: Mapping[str, Any]) -> None:
     """Raises UserError for a number that no task can mean; which names there are only the task knows."""
     for name, value in options.items():
-        if is_a(value, float) and (fault := _TASK_NUMBER.fault(value)):
-            raise UserError(f"options.{name} {value!r} {fault}")
+        allowed = _TASK_NUMBER if _IS_VALUE.search(name) else _TASK_COUNT
+        if is_a(value, float) and (fault := allowed.fault(value)):
+            raise UserError(f"options.{name} {shown(value)} {fault}")
 
 
 def check_task(task: str) -> None:

@@ -34,12 +34,15 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import pyarrow.parquet as pq
 
 from jaxrl.data.jsonl import BadRow, object_of
 from jaxrl.errors import UserError
 from jaxrl.files import check_file, open_file, read_bytes, read_json_object
+
+# Its functions are made while it is imported, which no type checker sees.
+_COMPUTE: Any = pyarrow.compute
 
 Row = dict[str, Any]
 
@@ -509,10 +512,10 @@ def _text_bytes(array: pa.Array) -> int:
     """The bytes of all texts in an array, at any depth, each as often as it stands there."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        lengths = pc.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
-        return 0 if lengths is None else pc.sum(lengths.take(array.indices)).as_py() or 0
+        lengths = _COMPUTE.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
+        return 0 if lengths is None else _COMPUTE.sum(lengths.take(array.indices)).as_py() or 0
     if _is_binary(kind):
-        return pc.sum(pc.binary_length(array)).as_py() or 0
+        return _COMPUTE.sum(_COMPUTE.binary_length(array)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, array.flatten()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):

@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import RATIO_FREE
-from jaxrl.checks import PATH, at_least, check_fields, count, finite, one_of, positive
+from jaxrl.checks import (
+    NAME,
+    PATH,
+    at_least,
+    between,
+    check_fields,
+    count,
+    finite,
+    one_of,
+    positive,
+    steps,
+)
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import Estimator
@@ -34,7 +45,7 @@ class KlConfig:
     loss_coef: Annotated[float, at_least(0)] = 0.0
     loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
     target: Annotated[float, at_least(0)] = 0.0
-    horizon: Annotated[float, at_least(1)] = 10_000.0
+    horizon: Annotated[float, at_least(1, at_most=10**8)] = 10_000.0
 
     def __post_init__(self):
         check_fields(self)
@@ -93,14 +104,14 @@ class AlgorithmConfig:
     loss_options: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     )
-    aggregation: str = "token-mean"
+    aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
     updates_per_step: Annotated[int, count(1)] = 4
-    epochs: Annotated[int, count(1)] = 1
+    epochs: Annotated[int, between(1, 1000)] = 1
     one_step_off: bool = False
 
     def __post_init__(self):
@@ -140,8 +151,8 @@ class CriticConfig:
     weights: Annotated[str, PATH] = ""
     optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
     clip: Annotated[float, positive(or_inf=True)] = 0.5
-    warmup_steps: Annotated[int, at_least(0)] = 0
-    epochs: Annotated[int, count(1)] = 1
+    warmup_steps: Annotated[int, steps(0)] = 0
+    epochs: Annotated[int, between(1, 1000)] = 1
 
     def __post_init__(self):
         check_fields(self)
@@ -163,7 +174,7 @@ class CostConfig:
     model: Annotated[str, PATH] = ""
     limit: Annotated[float, finite()] = 0.0
     multiplier: Annotated[float, positive()] = 1.0
-    multiplier_lr: Annotated[float, at_least(0)] = 0.1
+    multiplier_lr: Annotated[float, between(0, 10)] = 0.1
     pretrain_coef: Annotated[float, at_least(0)] = 0.0
 
     def __post_init__(self):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import PATH, SEED, at_least, between, count, token_count
+from jaxrl.checks import NAME, PATH, PROSE, SEED, at_least, between, count, token_count
+from jaxrl.data.data_config import MAX_ROWS
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
+from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS
 from jaxrl.rewards.sandbox import SandboxChoice
-from jaxrl.rollout.sampling import MIN_P, TOP_K, TOP_P
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
 NO_ENVIRONMENT = "none"
@@ -52,20 +54,20 @@ class EvaluateConfig(EngineSettings):
     sets: tuple[Annotated[str, PATH], ...]
     out: Annotated[str, PATH] = ""
     n: Annotated[int, count(1)] = 1
-    temperature: Annotated[float, between(0, 1000)] = 1.0
+    temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     top_p: Annotated[float, TOP_P] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     min_p: Annotated[float, MIN_P] = 0.0
     seed: Annotated[int, SEED] = 0
     grader: Annotated[str, PATH] = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    grader_workers: Annotated[int, at_least(0)] = 0
+    grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
+    template: Annotated[str, PROSE] = ""
     code_sandbox: SandboxChoice = "auto"
-    template: str = ""
     chat: bool = False
-    prompt_field: str = ""
-    answer_field: str = ""
-    limit: Annotated[int, at_least(0)] = 0
+    prompt_field: Annotated[str, NAME] = ""
+    answer_field: Annotated[str, NAME] = ""
+    limit: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
@@ -77,7 +79,7 @@ class EvaluateConfig(EngineSettings):
     # Wider than the engine's own, which is made when model and devices are known.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     mesh: str = "1-1-1"
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: Annotated[str, PATH] = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
 

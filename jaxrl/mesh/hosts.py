@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.checks import at_least, check_fields, count
+from jaxrl.checks import NAME, at_least, check_fields, count
 from jaxrl.errors import UserError
 from jaxrl.mesh.host_watch import HostWatch
 
@@ -49,7 +49,7 @@ class HostsConfig:
         function of C that keeps Python's other threads from running takes.
     """
 
-    coordinator: str = ""
+    coordinator: Annotated[str, NAME] = ""
     num_processes: Annotated[int, count(1)] = 1
     process_id: Annotated[int, count(0)] = 0
     lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from typing import Annotated, Literal
 
-from jaxrl.checks import MAX_COUNT, PATH, at_least, check_fields, count
+from jaxrl.checks import MAX_COUNT, NAME, PATH, at_least, check_fields, count
 from jaxrl.errors import UserError
 
 AXES = (
@@ -59,8 +59,8 @@ class LayoutConfig:
     simulated_devices: Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] = 0
     layout: Literal["as_given", "auto"] = "as_given"
     hardware: Annotated[str, PATH] = ""
-    train: str = "1-1-1"
-    generate: str = ""
+    train: Annotated[str, NAME] = "1-1-1"
+    generate: Annotated[str, NAME] = ""
     fsdp: Annotated[int, count(1)] = 1
     expert: Annotated[int, count(1)] = 1
     context: Annotated[int, count(1)] = 1

@@ -60,7 +60,7 @@ class LoraConfig:
       targets: projections that have one, names of `LORA_TARGETS`.
     """
 
-    rank: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    rank: Annotated[int, at_least(0, at_most=65_536)] = 0
     alpha: Annotated[float, positive()] = 32.0
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
@@ -126,7 +126,7 @@ class ModelConfig:
     rope_local_theta: Annotated[float, at_least(0, at_most=1e11)] = 0.0
     sliding_window: Annotated[int, token_count(0)] = 0
     layer_pattern: tuple[Annotated[str, one_of("full", "sliding")], ...] = ("full",)
-    rms_norm_eps: Annotated[float, positive(at_most=1)] = 1e-6
+    rms_norm_eps: Annotated[float, positive(at_most=0.1)] = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
@@ -140,7 +140,7 @@ class ModelConfig:
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     normalize_experts: bool = True
-    num_scores: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from typing import Annotated, Any
 
 from jaxrl.checks import (
     PATH,
+    PROSE,
     at_least,
+    between,
     check_fields,
     check_value,
     count,
     finite,
-    positive,
     token_count,
 )
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.sandbox import SandboxChoice
+
+MAX_GRADER_WORKERS = 1024
+"""Processes on a host; the largest machines have a few hundred cores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class JudgeConfig:
 
     model: Annotated[str, PATH] = ""
     weight: Annotated[float, finite()] = 1.0
-    template: str = SCORE_TEMPLATE
+    template: Annotated[str, PROSE] = SCORE_TEMPLATE
     chat: bool = True
     low: Annotated[float, finite()] = 0.0
     high: Annotated[float, finite()] = 10.0
@@ -83,13 +86,13 @@ class RewardConfig:
 
     grader: Annotated[str, PATH] = "answer"
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    grader_workers: Annotated[int, count(0)] = 0
-    grader_timeout_s: Annotated[float, positive(at_most=3600)] = 4.0
-    code_sandbox: SandboxChoice = "auto"
+    grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
+    grader_timeout_s: Annotated[float, between(0.01, 3600)] = 4.0
     grader_weight: Annotated[float, finite()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
-    functions_timeout_s: Annotated[float, positive(at_most=threading.TIMEOUT_MAX)] = 600.0
+    functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
     model: Annotated[str, PATH] = ""
+    code_sandbox: SandboxChoice = "auto"
     model_weight: Annotated[float, finite()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     overlong_buffer_tokens: Annotated[int, token_count(0)] = 16

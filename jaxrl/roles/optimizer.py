@@ -13,7 +13,7 @@ import optax
 from flax import traverse_util
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxrl.checks import at_least, between, check_fields, positive
+from jaxrl.checks import at_least, between, check_fields, positive, steps
 from jaxrl.roles.narrow_moments import MomentKind, narrowed
 
 # Of an update's root mean square with AdamW, by which one of Muon is scaled, so that one learning rate and
@@ -44,14 +44,14 @@ class OptimConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     moments: MomentKind = "float32"
     moments_on_host: bool = False
-    lr: Annotated[float, at_least(0)] = 1e-6
-    lr_warmup_steps: Annotated[int, at_least(0)] = 10
-    lr_decay_steps: Annotated[int, at_least(0)] = 0
-    lr_stable_steps: Annotated[int, at_least(0)] = 0
+    lr: Annotated[float, between(0, 10)] = 1e-6
+    lr_warmup_steps: Annotated[int, steps(0)] = 10
+    lr_decay_steps: Annotated[int, steps(0)] = 0
+    lr_stable_steps: Annotated[int, steps(0)] = 0
     lr_final: Annotated[float, between(0, 1)] = 0.0
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
-    epsilon: Annotated[float, positive()] = 1e-8
+    epsilon: Annotated[float, positive(at_most=1)] = 1e-8
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
     grad_clip: Annotated[float, positive(or_inf=True)] = 1.0
 

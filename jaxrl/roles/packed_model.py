@@ -83,7 +83,7 @@ class TrainConfig:
     products: ProductKind = "full"
     remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
-    pipeline_microbatches: Annotated[int, count(0)] = 0
+    pipeline_microbatches: Annotated[int, at_least(0)] = 0
     attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
     load_balancing_coef: Annotated[float, at_least(0)] = 0.0
 

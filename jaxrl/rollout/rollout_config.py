@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import PATH, at_least, count, positive, token_count
+from jaxrl.checks import (
+    MAX_VOCABULARY,
+    PATH,
+    PROSE,
+    at_least,
+    between,
+    count,
+    positive,
+    token_count,
+)
 from jaxrl.rollout.drivers import check_driver
-from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TOP_K, TOP_P
+from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
 
@@ -47,19 +56,19 @@ class RolloutConfig(EngineSettings):
     num_prompts: Annotated[int, count(1)] = 32
     num_samples: Annotated[int, count(1)] = 8
     generation_prompts: Annotated[int, count(1)] = 48
-    max_generation_batches: Annotated[int, count(0)] = 10
+    max_generation_batches: Annotated[int, between(0, 10_000)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
     min_spread: Annotated[float, at_least(0)] = 0.0
     if_too_few: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
-    temperature: Annotated[float, positive(at_most=1000)] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
     min_p: Annotated[float, MIN_P] = 0.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
     repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
-    stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
-    stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...] = ()
+    stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: Annotated[str, PATH] = ""
     partial: bool = False
     driver: Annotated[str, PATH] = "offline"

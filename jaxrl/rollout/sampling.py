@@ -20,14 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.checks import at_least, between, check_value, positive
+from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
+
+# Logits are divided by it: what is far below leaves float32 and what is far above draws evenly.
+TEMPERATURE = between(0.01, 100)
+GREEDY_OR_TEMPERATURE = Range(0.01, 100, or_zero=True)
 
 # What `Truncation` may be set to.
-TOP_K = at_least(0)
+TOP_K = at_least(0, at_most=MAX_VOCABULARY)
 TOP_P = between(0, 1, has_low=False)
 MIN_P = between(0, 1, has_high=False)
-MIN_TOKENS = at_least(0)
-REPETITION_PENALTY = positive(at_most=1000)
+MIN_TOKENS = token_count(0)
+REPETITION_PENALTY = between(0.01, 100)
 
 # Finite, so that noise of any size cannot make a NaN of it.
 _NEVER = -1e30

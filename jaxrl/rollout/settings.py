@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
+from jaxrl.checks import (
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    at_least,
+    between,
+    check_fields,
+    count,
+    one_of,
+    token_count,
+)
 from jaxrl.models.attention import IMPLEMENTATIONS
 from jaxrl.models.kernels.paged_attention import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 
@@ -35,7 +44,7 @@ class EngineSettings:
     smallest_bucket: Annotated[int, count(1)] = 32
     prefill_prompts: Annotated[int, count(1)] = 32
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
-    tokens_per_dispatch: Annotated[int, token_count(1)] = 16
+    tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
@@ -66,7 +75,7 @@ class EngineConfig(EngineSettings):
 
     max_prompt_tokens: Annotated[int, token_count(1)]
     max_response_tokens: Annotated[int, token_count(1)]
-    stop_ids: tuple[Annotated[int, at_least(0)], ...]
+    stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...]
     context_tokens: Annotated[int, token_count(0)] = 0
     attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
 

@@ -48,12 +48,12 @@ class ServeConfig(EngineSettings):
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
-    tokens_per_dispatch: Annotated[int, token_count(1)] = 8
+    tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 8
     mesh: str = "1-1-1"
     # Wider than the engine's own, which is made when the devices are known.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     max_waiting: Annotated[int, count(1)] = 10_000
-    max_body_bytes: Annotated[int, at_least(1)] = 1 << 20
+    max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 1 << 20
     max_connections: Annotated[int, count(1)] = 1000
     grace_s: Annotated[float, between(0, 86_400)] = 10.0
 

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from jaxrl.checks import at_least, check_fields, positive
+from jaxrl.checks import at_least, check_fields, positive, shown
 
 # Metrics of evaluations, of which more is better.
 _EVALUATION = "val-core/"
@@ -48,7 +48,7 @@ class CollapseConfig:
         for name, bounds in self.ranges.items():
             if not _is_range(bounds):
                 raise ValueError(
-                    f"ranges.{name} is {bounds!r}; give two numbers, (low, high) with low < high"
+                    f"ranges.{name} is {shown(bounds)}; give two numbers, (low, high) with low < high"
                 )
 
 

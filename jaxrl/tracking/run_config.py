@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import PATH, at_least, check_fields, count
+from jaxrl.checks import NAME, PATH, at_least, between, check_fields, count, steps
 from jaxrl.tracking.collapse import CollapseConfig
 
 
@@ -33,15 +33,15 @@ class RunConfig:
     """
 
     output: Annotated[str, PATH] = "runs"
-    num_steps: Annotated[int, at_least(1)] = 100
-    save_every: Annotated[int, at_least(1)] = 10
+    num_steps: Annotated[int, steps(1)] = 100
+    save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
-    resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
-    stop_within_s: Annotated[float, at_least(1, at_most=86_400)] = 20.0
-    wandb_project: str = ""
-    report_samples: Annotated[int, count(0)] = 8
-    rollouts_every: Annotated[int, at_least(0)] = 10
+    resume: Literal["auto", "or_restart", "never"] = "auto"
+    wandb_project: Annotated[str, NAME] = ""
+    report_samples: Annotated[int, between(0, 10_000)] = 8
+    rollouts_every: Annotated[int, steps(0)] = 10
+    stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0
     rollouts_prompts: Annotated[int, count(0)] = 8
 
     def __post_init__(self):

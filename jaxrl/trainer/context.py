@@ -30,6 +30,7 @@ from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.user_environment import environment_of
 from jaxrl.trainer.cross_checks import check_algorithm, roles_of
+from jaxrl.trainer.memory_check import check_memory_here
 from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
@@ -115,6 +116,8 @@ def build_context(
     train = encode(problems.train, config.data, tokenizer) if needs_prompts else ()
     evaluation = encode(problems.evaluation, config.data, tokenizer)
     placement = take_devices(pools_of(config), devices)
+    model = model_for(config, tokenizer)
+    check_memory_here(config, model, devices, sum(len(e.prompts.ids_N) for e in evaluation))
     roles = roles_of(config)
     check_role_batches(config, {role: placement.pool_of(role).mesh_of(role) for role in roles})
     return RunContext(
@@ -123,7 +126,7 @@ def build_context(
         problems=problems,
         evaluation_prompts=_evaluation_prompts(evaluation),
         placement=placement,
-        model=model_for(config, tokenizer),
+        model=model,
         demonstrations=demonstrations,
         train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
         card=card_of(problems, train, evaluation),

@@ -19,6 +19,7 @@ from jaxrl.roles.advantage_estimator import (
 )
 from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
+from jaxrl.trainer.memory_check import check_memory
 
 # Roles of a dataflow that are there only where the config has a use for them.
 _WHERE_USED = ("reference", "reward")
@@ -88,6 +89,8 @@ def check_algorithm(config: Config) -> None:
                 "algorithm.one_step_off runs two threads of programs, which several processes could not "
                 "keep in one order; use hosts.num_processes=1"
             )
+    if not config.weights:
+        check_memory(config, config.model, num_devices=sum(pool.num_devices for pool in pools))
     _check_rollout(config)
     _check_curriculum(config)
     _check_correction(config)

@@ -19,7 +19,7 @@ from jaxrl.errors import UserError
         ("rollout.max_generation_batches", "-1", "max_generation_batches -1 is below 0"),
         ("rollout.if_too_few", "fill", "there is no last one; set it to 1 or more"),
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
-        ("rollout.temperature", "0.0", "temperature 0.0 is not positive"),
+        ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
         ("train.remat", "some", "'some' is not one of full, projections, offload, none"),
         ("train.rows", "0", "train.rows 0 is below 1"),

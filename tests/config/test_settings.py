@@ -13,6 +13,7 @@ import math
 import typing
 from typing import Annotated, Any
 
+import jax
 import pytest
 from ml_collections import config_dict as ml_config_dict
 
@@ -24,6 +25,7 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options
 from jaxrl.config import command_line
+from jaxrl.config.config_tree import _read as read_type
 from jaxrl.config.config_tree import (
     accepts_none,
     flatten_config,
@@ -43,6 +45,9 @@ from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
+from jaxrl.trainer.memory_check import check_memory, check_memory_here
+
+STAGES = ("", "critic.", "preference.", "warm_start.")
 
 HOSTILE = {
     "nan": math.nan,
@@ -50,23 +55,50 @@ HOSTILE = {
     "-inf": -math.inf,
     "-1": -1,
     "0": 0,
+    "-0.0": -0.0,
+    "10^6": 10**6,
+    "10^9": 10**9,
     "10^12": 10**12,
+    "2^31": 2**31,
+    "2^63": 2**63,
+    "10^5000": 10**5000,
+    "1e-300": 1e-300,
+    "5e-324": 5e-324,
+    "1e300": 1e300,
+    "half": 0.5,
+    "True": True,
+    "False": False,
     "text": "no such",
+    "digit": "1",
+    "empty": "",
+    "blank": " ",
+    "long": "x" * 5000,
+    "NUL": "a\0b",
+    "newline": "a\nb",
+    "surrogate": "\ud800",
     "list": [1],
+    "no list": [],
+    "nested": [[1]],
+    "texts": ("x",),
+    "list of None": [None],
+    "table": {"a": 1},
+    "no table": {},
     "None": None,
 }
 
 OFF = "0 turns it off, or is the default"
 SIGNED = "a weight or a score may have either sign"
 NO_LIMIT = "infinity is no limit"
-# What is accepted of the numbers above, and why. Nothing accepts NaN or 10^12.
+LONG_RUN = "a run may last so many steps, or do something only once in so many"
+ALL = "more than there is means all"
+FITS = "its memory is counted from the shapes, and fits into a machine"
+LARGE = "published models and runs have it, or nearly"
+RELATIVE = "weights are relative to each other"
+# What is accepted of the numbers above, and why. Nothing accepts NaN, 10^12 or what float32 cannot hold.
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
     | {"algorithm.correction.highest": NO_LIMIT}
-    | {
-        f"{stage}optim.grad_clip": NO_LIMIT
-        for stage in ("", "critic.", "preference.", "warm_start.")
-    },
+    | {f"{stage}optim.grad_clip": NO_LIMIT for stage in STAGES},
     "-1": dict.fromkeys(
         (
             "cost.limit",
@@ -79,6 +111,79 @@ MEANT = {
         ),
         SIGNED,
     ),
+    "10^6": dict.fromkeys(
+        (
+            "critic.warmup_steps",
+            "evaluation.every",
+            "preference.every",
+            "preference.num_steps",
+            "run.num_steps",
+            "run.rollouts_every",
+            "run.save_every",
+            "warm_start.log_every",
+            "warm_start.num_steps",
+            "warm_start.save_every",
+            *(f"{stage}optim.lr_{kind}_steps" for stage in STAGES for kind in ("decay", "warmup")),
+        ),
+        LONG_RUN,
+    )
+    | dict.fromkeys(
+        (
+            "data.evaluation.limit",
+            "data.train.limit",
+            "evaluation.top_k",
+            "rollout.prefill_chunk_tokens",
+            "rollout.smallest_bucket",
+            "rollout.top_k",
+            "run.keep_checkpoints",
+            "run.rollouts_prompts",
+            "train.logprob_chunk_tokens",
+        ),
+        ALL,
+    )
+    | dict.fromkeys(
+        (
+            "algorithm.kl.horizon",
+            "data.evaluation.size",
+            "data.train.size",
+            "data.shuffle_seed",
+            "model.query_pre_attn_scalar",
+            "model.rope_local_theta",
+            "model.rope_scaling.original_max_positions",
+            "model.rope_theta",
+            "model.vocab_size",
+            "reward.judge.max_prompt_tokens",
+            "reward.judge.max_response_chars",
+            "reward.judge.max_verdict_tokens",
+            "reward.judge.slots",  # where a judge is loaded, its memory is counted from its own shape
+            "seed",
+            "tokenizer.vocab_size",
+        ),
+        LARGE,
+    )
+    | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | dict.fromkeys(
+        (
+            "model.d_ff",
+            "model.d_model",
+            "preference.evaluation_pairs",
+            "preference.pairs_per_step",
+            "rollout.generation_prompts",
+            "rollout.num_prompts",
+            "rollout.prefill_prompts",
+            "rollout.slots",
+            "train.row_tokens",
+            "warm_start.examples_per_step",
+        ),
+        FITS,
+    ),
+    "10^9": dict.fromkeys(("data.evaluation.limit", "data.train.limit"), ALL)
+    | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | dict.fromkeys(
+        ("data.shuffle_seed", "model.rope_local_theta", "model.rope_theta", "seed"), LARGE
+    ),
+    # Llama 3 models stretched to a million tokens have 3.6e9.
+    "2^31": dict.fromkeys(("model.rope_local_theta", "model.rope_theta"), LARGE),
     "0": dict.fromkeys(
         (
             "algorithm.correction.lowest",
@@ -146,7 +251,7 @@ MEANT = {
     )
     | {
         f"{stage}optim.{name}": OFF
-        for stage in ("", "critic.", "preference.", "warm_start.")
+        for stage in STAGES
         for name in (
             "beta1",
             "beta2",
@@ -159,34 +264,48 @@ MEANT = {
         )
     },
 }
-# Words of the user's own: names, places, fields of files. What they name is looked up before training.
-OWN_WORDS = {
-    "name",
-    "weights",
-    "hardware",
-    "mesh.hardware",
-    "tokenizer.path",
-    "data.system_prompt",
-    "data.answer_prefix",
-    "rollout.environment",
-    "reward.model",
-    "reward.judge.model",
-    "reward.functions.brevity.path",
+# Where files are. Readers say what is missing; what no file system takes is refused here.
+PATHS = {
     "cost.model",
     "critic.weights",
+    "data.evaluation.path",
+    "data.train.path",
+    "preference.path",
+    "mesh.hardware",
+    "reward.functions.brevity.path",
+    "reward.judge.model",
+    "reward.model",
+    "rollout.environment",
+    "run.output",
+    "tokenizer.path",
     "warm_start.path",
+    "weights",
+}
+# What a model reads.
+PROSE = {"data.system_prompt", "data.answer_prefix"}
+# Names of the user's own. What they name is looked up before training.
+NAMES = {
+    "name",
+    "hardware",
     "warm_start.prompt_field",
     "warm_start.response_field",
     "warm_start.messages_field",
     "warm_start.run",
     "preference.margin_field",
-    "run.output",
     "run.wandb_project",
 } | {
     f"data.{split}.{name}"
     for split in ("train", "evaluation")
-    for name in ("source", "path", "prompt_field", "answer_field", "solution_field")
+    for name in ("source", "prompt_field", "answer_field", "solution_field")
 }
+# "" is none, or the program's choice.
+NONE_BY_EMPTY = {
+    "adapter",
+    "hosts.coordinator",
+    "mesh.generate",
+    "preference.evaluation_path",
+    "rollout.kv_dtype",
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader", "template")}
 
 
 def recipe() -> ml_config_dict.ConfigDict:
@@ -205,10 +324,20 @@ KINDS = leaf_types(Config)
 SETTINGS = sorted({*KINDS, *flatten_config(from_config_dict(Config, RECIPE))})
 
 
+# One device, and the evaluation problems of the demo.
+MACHINE = {
+    "num_devices": 1,
+    "device_bytes": 64 * 2**30,
+    "host_bytes": 64 * 2**30,
+    "num_evaluation_prompts": 128,
+}
+
+
 def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
     check_algorithm(config)
+    check_memory(config, config.model, **MACHINE)
     for split in (config.data.train, config.data.evaluation):
         if not split.path:
             ReasoningGymRecords(split.task, size=1, seed=0, **split.options)
@@ -230,25 +359,88 @@ def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:
 def refusal(setting: str, value: Any) -> str | None:
     """The line that refuses a value; None if it is accepted."""
     try:
+        if setting in KINDS:
+            # The door begins with this. It is fast, and most values come no further.
+            checks.check_value(
+                setting, read_type(KINDS[setting], value, setting, Config), KINDS[setting]
+            )
         checked(with_value(setting, value))
     except UserError as error:
         return str(error)
+    except (TypeError, OverflowError) as error:  # of the assignment, with the line of the recipe
+        return command_line._recipe_failure("recipe.py", error, ())
     return None
 
 
 def is_meant(setting: str, hostile: str) -> bool:
     kind = KINDS.get(setting, Any)
+    value = HOSTILE[hostile]
     if hostile == "None":
         return kind is not Any and accepts_none(kind)
-    if hostile == "text":
-        return setting in OWN_WORDS
-    if hostile == "list":
-        return setting == "rollout.stop_ids"
+    if isinstance(value, bool):
+        # Of a table that is open to all types ml_collections makes 1.0 of True where a number was.
+        is_switch = kind in (bool, bool | None) or isinstance(value_of(setting), bool)
+        is_switch |= (
+            setting not in KINDS
+            and isinstance(value_of(setting), float)
+            and not ((setting in NEVER_ONE and value) or (setting in NEVER_ZERO and not value))
+        )
+        return is_switch and (setting, value) != ("algorithm.one_step_off", True)
+    if isinstance(value, str):
+        allowed = {"empty": NONE_BY_EMPTY | PATHS | NAMES | PROSE, "text": NAMES | PATHS | PROSE}
+        allowed |= {"digit": NAMES | PATHS | PROSE, "NUL": set(), "long": PROSE}
+        # Linux has files whose names are not UTF-8.
+        allowed |= {"surrogate": PATHS}
+        return setting in allowed.get(hostile, PATHS | PROSE)
+    if isinstance(value, dict):
+        # Of the tables only that for the chat template, which is the user's own, knows the name.
+        has_options = setting != "algorithm.loss_options"  # which must be given
+        return is_table(kind) and has_options if not value else setting == "data.chat_options"
+    if isinstance(value, list | tuple):
+        if not value:
+            return setting in ("model.lora.targets", *EMPTY_TUPLES)
+        return setting == {"list": "rollout.stop_ids", "texts": "rollout.stop_strings"}.get(hostile)
+    if hostile == "-0.0":
+        return setting in MEANT["0"] and isinstance(value_of(setting), float)
+    if hostile == "half":
+        is_number = isinstance(value_of(setting), float) or kind == float | None
+        return is_number and setting not in NOT_HALF
     return setting in MEANT.get(hostile, {})
+
+
+NEVER_ONE = {"algorithm.loss_options.dual_clip", "run.collapse.ranges.sft/loss"}
+NEVER_ZERO = {"algorithm.advantage_options.epsilon", "algorithm.loss_options.dual_clip"}
+EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings")
+# Numbers that are 1 or more, or need another setting before they can be more than 0.
+NOT_HALF = {
+    "algorithm.kl.horizon",
+    "algorithm.kl.loss_coef",
+    "algorithm.kl.reward_coef",
+    "algorithm.kl.target",
+    "algorithm.loss_options.dual_clip",
+    "hosts.lost_after_s",
+    "model.rms_norm_eps",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.high_freq_factor",
+    "model.rope_theta",
+}
+
+
+def value_of(setting: str) -> Any:
+    return flatten_config(from_config_dict(Config, RECIPE)).get(setting)
+
+
+def is_table(kind: Any) -> bool:
+    return typing.get_origin(kind) is dict
 
 
 def test_the_recipe_itself_is_accepted():
     checked(RECIPE)
+
+
+def says(line: str, leaf: str) -> bool:
+    # Of a table it is the entry that is named; of an assignment that fails the line of the recipe.
+    return leaf in line or "recipe.py" in line or " option" in line or "no setting 'a'" in line
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -258,9 +450,9 @@ def test_every_setting_refuses_what_cannot_be_meant(hostile):
         line = refusal(setting, HOSTILE[hostile])
         leaf = setting.rsplit(".", 1)[-1]
         if (line is None) != is_meant(setting, hostile):
-            wrong.append(f"{setting} = {HOSTILE[hostile]!r}: {line or 'accepted'}")
-        elif line is not None and (leaf not in line or "\n" in line):
-            wrong.append(f"{setting} = {HOSTILE[hostile]!r} is refused by {line!r}")
+            wrong.append(f"{setting} = {hostile}: {line!a}")
+        elif line is not None and (not says(line, leaf) or "\n" in line or len(line) > 600):
+            wrong.append(f"{setting} = {hostile} is refused by {line!a}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -397,3 +589,77 @@ def test_what_does_not_go_together_is_one_line(setting, value, message):
 def test_the_names_of_shardings_are_those_there_are():
     kinds = typing.get_args(typing.get_type_hints(LayoutConfig)["sharding"])
     assert set(kinds) == set(ZERO)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train.rows": 1000, "train.row_tokens": 1_000_000},
+            "train.rows 1,000 x train.row_tokens 1,000,000: the inputs of 3 layers for 1,000,000,000 tokens "
+            "of one microbatch take 1.5 TB",
+        ),
+        (
+            {"evaluation.num_samples": 1_000_000},
+            "evaluation.num_samples 1,000,000 x 128 problems x rollout.max_response_tokens 48: 128,000,000 "
+            "samples of an evaluation take 250.9 GB, more than a host with 68.7 GB; lower "
+            "evaluation.num_samples",
+        ),
+        (
+            {"rollout.num_prompts": 100_000, "rollout.num_samples": 1000},
+            "rollout.num_prompts 100,000 x rollout.num_samples 1,000",
+        ),
+        (
+            {"rollout.generation_prompts": 10**6, "rollout.num_samples": 100},
+            "rollout.generation_prompts 1,000,000 x rollout.num_samples 100",
+        ),
+        (
+            {"rollout.num_prompts": 10**5, "rollout.slots": 10**6}
+            | {"rollout.max_response_tokens": 5000, "train.row_tokens": 8192},
+            "rollout.slots 1,000,000 x 5,032 tokens",
+        ),
+        (
+            {"rollout.num_prompts": 10**6, "rollout.prefill_prompts": 10**6}
+            | {"data.max_prompt_tokens": 1000, "train.row_tokens": 2048},
+            "rollout.prefill_prompts 1,000,000 x 1,000 tokens",
+        ),
+        (
+            {"train.rows": 10_000, "train.row_tokens": 8192, "model.vocab_size": 200_000},
+            "train.rows 10,000 x train.logprob_chunk_tokens 256: logits of 200,000 tokens take 2.0 TB",
+        ),
+        (
+            {"model.d_model": 100_000, "model.d_ff": 400_000},
+            "parameters (model.num_layers 3, d_model 100,000, d_ff 400,000",
+        ),
+        (
+            {"warm_start.examples_per_step": 10**6, "train.row_tokens": 10_000, "train.rows": 1},
+            "warm_start.examples_per_step 1,000,000 x train.row_tokens 10,000",
+        ),
+        (
+            {"preference.pairs_per_step": 10**6, "train.row_tokens": 10_000, "train.rows": 1},
+            "preference.pairs_per_step 1,000,000 x train.row_tokens 10,000",
+        ),
+    ],
+)
+def test_pairs_that_no_memory_holds_are_refused_with_the_bytes(changes, message):
+    config = from_config_dict(Config, RECIPE)
+    tree = to_config_dict(config)
+    for setting, value in changes.items():
+        *groups, name = setting.split(".")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[name] = value
+    with pytest.raises(UserError) as refused:
+        checked(tree)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_asks_what_its_own_machine_has():
+    """Of devices that are here, and with the evaluation problems that were read."""
+    config = from_config_dict(Config, with_value("evaluation.num_samples", 10**6))
+    check_memory_here(config, config.model, jax.devices()[:1], 1)
+    with pytest.raises(
+        UserError, match=r"evaluation.num_samples 1,000,000 x 100,000 problems .* TB"
+    ):
+        check_memory_here(config, config.model, jax.devices()[:1], 100_000)

@@ -1,0 +1,215 @@
+"""Refuses settings whose product decides memory, and which no device or host of the run could hold.
+
+    train.rows 1000 x train.row_tokens 1,000,000 x 128 values x 4 layers x 4 bytes = 2 TB
+
+Each estimate counts one group of arrays that must be there at the same time, shared out over all devices of
+its role, so a run that would fit is never refused. Not covered: whether everything fits together, which
+`jaxrl plan` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import memory_bytes
+from jaxrl.models.model_config import ModelConfig
+
+ANY_DEVICE_BYTES = 2**40
+"""Of one device, where none is known: above what any has."""
+
+ANY_HOST_BYTES = 2**44
+"""Of a host's memory, where none is known."""
+
+# Of a sample on the host: a token with log-probability, entropy, mask and version; Python's objects.
+_TOKEN_BYTES = 20
+_SAMPLE_BYTES = 1000
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Memory that settings ask for together.
+
+    Attributes:
+      settings: the factors, with their values.
+      what: the arrays.
+      nbytes: of all of them, on all devices or on one host.
+      remedy: which setting to change.
+      on_host: they lie in the host's memory, not in that of the devices.
+    """
+
+    settings: str
+    what: str
+    nbytes: float
+    remedy: str
+    on_host: bool = False
+
+
+def check_memory(
+    config: Config,
+    model: ModelConfig,
+    *,
+    num_devices: int,
+    device_bytes: int = ANY_DEVICE_BYTES,
+    host_bytes: int = ANY_HOST_BYTES,
+    num_evaluation_prompts: int = 1,
+) -> None:
+    """Raises UserError if one group of arrays alone exceeds the memory of all devices, or of a host.
+
+    Args:
+      config: of the run.
+      model: its shape, which the files of its weights may have told.
+      num_devices: of the run.
+      device_bytes, host_bytes: memory of one device, and of a host.
+      num_evaluation_prompts: problems of the evaluation.
+    """
+    for need in _needs(config, model, num_evaluation_prompts):
+        there = host_bytes if need.on_host else device_bytes * num_devices
+        if need.nbytes > there:
+            where = (
+                "a host" if need.on_host else f"{num_devices} x {_size(device_bytes)} of devices"
+            )
+            limit = f"{where} with {_size(there)}" if need.on_host else where
+            raise UserError(
+                f"{need.settings}: {need.what} take {_size(need.nbytes)}, more than {limit}; {need.remedy}"
+            )
+
+
+def check_memory_here(
+    config: Config, model: ModelConfig, devices: Sequence[Any], num_evaluation_prompts: int
+) -> None:
+    """`check_memory` against these devices and this machine.
+
+    Args:
+      config, model, num_evaluation_prompts: as there.
+      devices: of the run, of all processes.
+    """
+    check_memory(
+        config,
+        model,
+        num_devices=len(devices),
+        device_bytes=memory_bytes(jax.local_devices()[0]),
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        num_evaluation_prompts=num_evaluation_prompts,
+    )
+
+
+def _needs(config: Config, model: ModelConfig, num_evaluation_prompts: int) -> Iterator[Need]:
+    yield from _of_weights(config, model)
+    yield from _of_learning(config, model)
+    yield from _of_sampling(config, model)
+    yield from _of_hosts(config, num_evaluation_prompts)
+
+
+def _of_weights(config: Config, model: ModelConfig) -> Iterator[Need]:
+    nbytes = model.num_params * _FLOAT32
+    if model.lora.rank:
+        nbytes = model.num_params * _bytes_of(config.train.dtype)
+    yield Need(
+        f"the model has {model.num_params:,} parameters (model.num_layers {model.num_layers:,}, d_model "
+        f"{model.d_model:,}, d_ff {model.d_ff:,}, num_heads {model.num_heads:,}, head_dim "
+        f"{model.head_dim:,}, vocab_size {model.vocab_size:,})",
+        "its weights",
+        nbytes,
+        "make the model smaller, or use more devices",
+    )
+
+
+def _of_learning(config: Config, model: ModelConfig) -> Iterator[Need]:
+    rows, tokens = config.train.rows, config.train.row_tokens
+    # The input of every layer is kept for the backward pass, whatever train.remat says of the rest.
+    per_token = model.num_layers * model.d_model * _bytes_of(config.train.dtype)
+    yield Need(
+        f"train.rows {rows:,} x train.row_tokens {tokens:,}",
+        f"the inputs of {model.num_layers} layers for {rows * tokens:,} tokens of one microbatch",
+        rows * tokens * per_token,
+        "lower train.rows or train.row_tokens",
+    )
+    chunk = min(config.train.logprob_chunk_tokens, tokens)
+    yield Need(
+        f"train.rows {rows:,} x train.logprob_chunk_tokens {chunk:,}",
+        f"logits of {model.vocab_size:,} tokens",
+        rows * chunk * model.vocab_size * _FLOAT32,
+        "lower train.rows or train.logprob_chunk_tokens",
+    )
+
+
+def _of_sampling(config: Config, model: ModelConfig) -> Iterator[Need]:
+    rollout = config.rollout
+    dtype = rollout.kv_dtype or rollout.dtype
+    samples = max(rollout.num_prompts, rollout.generation_prompts) * rollout.num_samples
+    if rollout.slots != "auto":
+        slots = min(rollout.slots, samples)
+        yield Need(
+            f"rollout.slots {rollout.slots:,} x {config.longest_sequence:,} tokens (data.max_prompt_tokens + "
+            "rollout.max_response_tokens)",
+            f"keys and values of {slots:,} samples (model.head_dim {model.head_dim:,})",
+            slots * config.longest_sequence * model.kv_bytes_per_token(_bytes_of(dtype)),
+            "lower rollout.slots or the lengths",
+        )
+    chunk = min(
+        rollout.prefill_chunk_tokens or config.longest_sequence, config.data.max_prompt_tokens
+    )
+    prompts = min(rollout.prefill_prompts, samples)
+    yield Need(
+        f"rollout.prefill_prompts {rollout.prefill_prompts:,} x {chunk:,} tokens",
+        "the activations of one layer",
+        prompts * chunk * max(model.d_model, model.d_ff) * _bytes_of(rollout.dtype),
+        "lower rollout.prefill_prompts, or set rollout.prefill_chunk_tokens",
+    )
+
+
+def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
+    rollout, length = config.rollout, config.rollout.max_response_tokens
+    per_sample = length * _TOKEN_BYTES + _SAMPLE_BYTES
+    for name, prompts in (
+        ("num_prompts", rollout.num_prompts),
+        ("generation_prompts", rollout.generation_prompts),
+    ):
+        yield Need(
+            f"rollout.{name} {prompts:,} x rollout.num_samples {rollout.num_samples:,} x "
+            f"rollout.max_response_tokens {length:,}",
+            f"{prompts * rollout.num_samples:,} samples of a step",
+            prompts * rollout.num_samples * per_sample,
+            f"lower rollout.{name} or rollout.num_samples",
+            on_host=True,
+        )
+    samples = config.evaluation.num_samples * num_evaluation_prompts
+    yield Need(
+        f"evaluation.num_samples {config.evaluation.num_samples:,} x {num_evaluation_prompts:,} problems x "
+        f"rollout.max_response_tokens {length:,}",
+        f"{samples:,} samples of an evaluation",
+        samples * per_sample,
+        "lower evaluation.num_samples, or data.evaluation.limit",
+        on_host=True,
+    )
+    tokens = config.train.row_tokens
+    for name, examples in (
+        ("warm_start.examples_per_step", config.warm_start.examples_per_step),
+        # An answer is half a row at most.
+        ("preference.pairs_per_step", config.preference.pairs_per_step),
+        ("preference.evaluation_pairs", config.preference.evaluation_pairs),
+    ):
+        yield Need(
+            f"{name} {examples:,} x train.row_tokens {tokens:,}",
+            "the tokens of one batch",
+            examples * tokens * _TOKEN_BYTES,
+            f"lower {name} or train.row_tokens",
+            on_host=True,
+        )
+
+
+def _bytes_of(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+
+
+def _size(nbytes: float) -> str:
+    unit, name = (1e12, "TB") if nbytes >= 1e12 else (1e9, "GB")
+    return f"{nbytes / unit:,.1f} {name}"
