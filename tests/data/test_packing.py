@@ -202,9 +202,9 @@ def test_97_percent_of_the_places_of_a_dapo_step_are_used(tokens, rows, mean):
         8192, longest=20_480, minibatches=16, rows=rows, tokens=tokens
     )
     plain = plan_packing(lengths, shape)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     filled = plan_packing(lengths, shape, shards=rows, fill_minibatches=True)
-    assert time.perf_counter() - started_s < 5
+    assert time.process_time() - started_s < 5
     assert useful(filled) >= useful(plain)
     # A minibatch of one or two microbatches has no choice: its number of sequences is given.
     few = plain.num_micro_U.mean() < 2.5

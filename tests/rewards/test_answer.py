@@ -314,11 +314,11 @@ def test_any_text_is_graded_without_an_error(text):
     ],
 )
 def test_hostile_text_is_cheap(text):
-    start = time.perf_counter()
+    start = time.process_time()
     for response in (text, f"Answer: {text}", rf"\boxed{{{text}}}", f"{text}\nAnswer: 43"):
         assert not grade_answer(response, "41").correct
     normalize_answer(text)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_long_numbers_compare_exactly():

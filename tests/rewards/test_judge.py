@@ -139,9 +139,9 @@ def completions_of(text: str) -> Completions:
 )
 def test_hostile_responses_are_cheap(completions, response, limit):
     template = JudgeTemplate(forbidden=("<|im_end|>",), max_response_chars=limit)
-    start = time.perf_counter()
+    start = time.process_time()
     prompt(completions, response, template)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

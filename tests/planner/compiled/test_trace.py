@@ -18,11 +18,11 @@ def test_the_32b_recipe_takes_neither_memory_nor_time():
     config = load_config(Config, str(RECIPE), {})
     arrays = len(jax.live_arrays())
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started_s = time.monotonic()
+    started_s = time.process_time()
     plan_recipe(config)
     assert len(jax.live_arrays()) == arrays
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 500_000
-    assert time.monotonic() - started_s < 50
+    assert time.process_time() - started_s < 50
 
 
 def test_what_does_not_divide_is_refused():
