@@ -30,6 +30,7 @@ from jaxrl.rewards.answer import grade_answer, grade_gsm8k
 from jaxrl.rewards.caged_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import (
+    UNGRADED,
     FunctionGrader,
     Grader,
     Row,
@@ -95,6 +96,7 @@ class Graders:
         *,
         workers: int = 0,
         cpu_seconds: float = 4.0,
+        needs_truths: bool = True,
     ):
         """Builds them; no process is started yet.
 
@@ -103,10 +105,12 @@ class Graders:
           by_source: others, by the name of a data set.
           workers: processes for those that need them; 0 takes one for each core.
           cpu_seconds: processor time of one response in such a process.
+          needs_truths: False leaves responses to prompts with an empty ground truth ungraded.
 
         Raises:
           UserError: as of `check_grader`.
         """
+        self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
         asked = [_asks(name) for name, _ in choices.values()]
         self._pool = GraderPool(
@@ -137,15 +141,18 @@ class Graders:
         return graders
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """A verdict on each sample, in order.
+        """A verdict on each sample, in order; neither right nor failed where there is no truth.
 
         Raises:
           UserError: a ground truth cannot be read.
         """
         places: dict[int, list[int]] = {}
-        for n, sample in enumerate(samples):
-            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
         verdicts: dict[int, Verdict] = {}
+        for n, sample in enumerate(samples):
+            if not self._needs_truths and not sample.row.answer:
+                verdicts[n] = Verdict(UNGRADED, False)
+                continue
+            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
         for group in places.values():
             grader = self._grader_of(samples[group[0]].row)
             found = grader.grade([samples[n] for n in group])

@@ -55,7 +55,8 @@ class RewardConfig:
       grader_workers: processes on each host, for graders that need some (math, regex, code, your own); 0
         takes one for each core, and at most 8.
       grader_timeout_s: processor time that grading one response may take in such a process.
-      grader_weight: of its +1 or -1 in the reward.
+      grader_weight: of its +1 or -1 in the reward; with 0 prompts to train on need no ground truth, unless
+        dynamic sampling keeps groups by correctness or the judge is shown the answer.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
       functions_timeout_s: seconds that each of them may take for the responses of a step.
