@@ -243,7 +243,9 @@ class _PathGrader:
         self._path = path
         self._pool = pool
         # Here as well: what a path does not lead to is told before anything is started.
-        self._function: TextGrader = load_function(path, "grader", takes=("response", "answer"))
+        self._function: TextGrader = load_function(
+            path, "grader", takes=("response", "answer"), own_process=True
+        )
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
