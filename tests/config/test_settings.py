@@ -179,6 +179,7 @@ OWN_WORDS = {
     "warm_start.response_field",
     "warm_start.messages_field",
     "warm_start.run",
+    "preference.path",
     "preference.margin_field",
     "run.output",
     "run.wandb_project",
