@@ -3,7 +3,7 @@
     "my_package.rewards:brevity"    a module that Python can import
     "path/to/my_rewards.py:brevity" a file
 
-Such a function is trusted code: it runs in this process.
+Such a function is trusted code: it runs in this process, or in one of its own that imports it again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def load_function(
     *,
     takes: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    own_process: bool = False,
 ) -> Callable[..., Any]:
     """The function at `path`.
 
@@ -43,6 +44,7 @@ def load_function(
       what: it is called in errors.
       takes: what it will be called with, a name for each positional argument; None leaves that to the caller.
       options: what it will be called with by name, besides.
+      own_process: a process of its own will call it, which cannot import the program that runs here.
 
     Raises:
       UserError: the path has another form, its module cannot be imported or has no such function, or the
@@ -54,6 +56,8 @@ def load_function(
             f"{what} {path!r} has no function's name; write package.module:function or "
             "path/to/file.py:function"
         )
+    if own_process and where == "__main__":
+        raise UserError(_in_the_program(path, name, what))
     module = (
         _file_module(path, where, what)
         if where.endswith(".py")
@@ -73,6 +77,21 @@ def load_function(
     if takes is not None:
         _check_takes(function, path, what, takes, options or {})
     return function
+
+
+def _in_the_program(path: str, name: str, what: str) -> str:
+    """Why a function of the program that runs, or of a notebook, is refused."""
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    remedy = (
+        f"name it {program}:{name}, with what the file does as a program under `if __name__ == "
+        '"__main__":`, or put it'
+        if program
+        else "write it (in a notebook by %%writefile my_functions.py)"
+    )
+    return (
+        f"{what} {path!r} is called in a process of its own, which cannot import what was typed into this "
+        f"one; {remedy} into a file of its own, my_functions.py, and name it my_functions.py:{name}"
+    )
 
 
 def _check_takes(

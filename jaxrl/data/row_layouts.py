@@ -50,7 +50,7 @@ class RowLayout:
 
     Attributes:
       name: for people.
-      prompt, answer: dotted names of fields.
+      prompt, answer: dotted names of fields; answer is None where rows have no truth, and need none.
       solution: of a field with worked solutions; None where there is none, or none is wanted.
       source: of a field with the name of a data set; None where there is none.
       template: words that the file has around every problem, written as a template; "" has none.
@@ -60,7 +60,7 @@ class RowLayout:
 
     name: str
     prompt: str
-    answer: str
+    answer: str | None
     solution: str | None = None
     source: str | None = None
     template: str = ""
@@ -74,6 +74,7 @@ def recognise(
     prompt_field: str = "",
     answer_field: str = "",
     solution_field: str | None = None,
+    needs_truth: bool = True,
     what: str,
 ) -> RowLayout:
     """The layout of a file by its first rows; fields that are named are taken as they are.
@@ -82,6 +83,7 @@ def recognise(
       rows: some of the file, at least one.
       prompt_field, answer_field: dotted names; "" recognises them.
       solution_field: dotted name; None takes one that is called so, "" wants none.
+      needs_truth: rows without an answer's field are refused.
       what: the file, for messages.
 
     Raises:
@@ -94,7 +96,9 @@ def recognise(
     found = _known(rows, fields)
     prompt = prompt_field or (found.prompt if found else _first(PROMPT_NAMES, fields))
     answer = answer_field or (found.answer if found else _first(ANSWER_NAMES, fields))
-    if prompt is None or answer is None or prompt == answer:
+    if answer == prompt and not answer_field and not needs_truth:
+        answer = None
+    if prompt is None or (answer is None and needs_truth) or prompt == answer:
         lacking = " and ".join(
             setting
             for setting, name in (("prompt_field", prompt), ("answer_field", answer))
@@ -103,7 +107,8 @@ def recognise(
         raise UserError(
             f"{what} has a layout that is not known; its fields are {_listed(fields)}. Set {lacking} to the "
             "fields with the problem and its true answer, dotted where one lies in another "
-            "(reward_model.ground_truth)"
+            "(reward_model.ground_truth). Prompts to train on need no answer where rewards other than the "
+            "grader's score them: reward.grader_weight=0"
         )
     solution = solution_field or None
     if solution_field is None and not answer_field:
@@ -112,7 +117,7 @@ def recognise(
     if found and not prompt_field and not answer_field:
         return dataclasses.replace(found, solution=solution, source=source)
     return RowLayout(
-        name=f"{prompt}/{answer}",
+        name=f"{prompt}/{answer}" if answer else f"{prompt} without a truth",
         prompt=prompt,
         answer=answer,
         solution=solution,

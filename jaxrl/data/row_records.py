@@ -36,7 +36,12 @@ class Unusable(Exception):
 
 
 def record_of(
-    read: Callable[[], Mapping[str, Any]], layout: RowLayout, settings: SourceConfig, place: str
+    read: Callable[[], Mapping[str, Any]],
+    layout: RowLayout,
+    settings: SourceConfig,
+    place: str,
+    *,
+    needs_truth: bool = True,
 ) -> Record:
     """The problem of a row.
 
@@ -45,9 +50,10 @@ def record_of(
       layout: of it.
       settings: of its source.
       place: where it stands, for messages.
+      needs_truth: False makes the answer "" where the row has none.
 
     Raises:
-      Unusable: it is no row, or has no prompt or no truth.
+      Unusable: it is no row, or has no prompt or, where it needs one, no truth.
     """
     reason = MALFORMED
     try:
@@ -56,7 +62,7 @@ def record_of(
         what = f"field {layout.prompt!r}"
         prompt = layout.prompt_of(question_in(as_context(value_at(row, layout.prompt), what)))
         reason = NO_TRUTH
-        answer = _answer(layout.answer_of(value_at(row, layout.answer)), layout.answer)
+        answer = _truth(row, layout, needed=needs_truth)
         reason = MALFORMED
         solution = _solution(row, layout, named=bool(settings.solution_field))
     except BadRow as error:
@@ -65,6 +71,17 @@ def record_of(
         raise Unusable(MALFORMED, f"{place}: nested too deeply; remove the line") from error
     extra = without(row, (layout.prompt, layout.answer, layout.solution))
     return Record(prompt, answer, _source_of(row, layout, settings), solution, extra)
+
+
+def _truth(row: Mapping[str, Any], layout: RowLayout, *, needed: bool) -> str:
+    if layout.answer is None:
+        return ""
+    try:
+        return _answer(layout.answer_of(value_at(row, layout.answer)), layout.answer)
+    except BadRow:
+        if needed:
+            raise
+        return ""
 
 
 def _answer(value: Any, name: str) -> str:

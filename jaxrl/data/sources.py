@@ -173,6 +173,7 @@ def read_source(
     refuse_bad_rows: bool = False,
     keep_duplicates: bool = False,
     may_be_endless: bool = False,
+    needs_truth: bool = True,
 ) -> Source:
     """Reads a file, a task or a function; truths are not yet put to a grader.
 
@@ -182,6 +183,7 @@ def read_source(
       refuse_bad_rows: a row that cannot be used is an error; otherwise it is dropped and counted.
       keep_duplicates: a problem may stand in a file more than once. What is made always may.
       may_be_endless: problems may be made while they are drawn; otherwise there has to be a number of them.
+      needs_truth: False keeps rows without one, whose answer is then "".
 
     Raises:
       UserError: there is no such file or task, its layout is not known, a bad row is to be refused, or no row
@@ -200,7 +202,7 @@ def read_source(
             f"may be; set {name}.size to a number of problems"
         )
     if settings.is_endless:
-        return _endless(settings, name, refuse=refuse_bad_rows)
+        return _endless(settings, name, refuse=refuse_bad_rows, needs_truth=needs_truth)
     if settings.task:
         records = ReasoningGymRecords(
             settings.task,
@@ -212,10 +214,16 @@ def read_source(
         named = tuple(_named(record, settings) for record in records[:limit])
         return Source(name, settings, _origin(settings), len(records), named)
     keep_duplicates = keep_duplicates or settings.has_function
-    return _Reader(settings, name, refuse=refuse_bad_rows, keep_duplicates=keep_duplicates).read()
+    return _Reader(
+        settings,
+        name,
+        refuse=refuse_bad_rows,
+        keep_duplicates=keep_duplicates,
+        needs_truth=needs_truth,
+    ).read()
 
 
-def _endless(settings: SourceConfig, name: str, *, refuse: bool) -> Source:
+def _endless(settings: SourceConfig, name: str, *, refuse: bool, needs_truth: bool) -> Source:
     """Problems that are made while they are drawn, and the first of them."""
     layout = None
     if settings.task:
@@ -227,8 +235,9 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool) -> Source:
         )
     else:
         rows = _function_rows(settings)
-        layout = _recognised([rows[n] for n in range(NUM_FIRST)], settings)
-        made = MadeProblems(_maker(rows, layout, settings), rows.place, refuse=refuse)
+        layout = _recognised([rows[n] for n in range(NUM_FIRST)], settings, needs_truth=needs_truth)
+        make = _maker(rows, layout, settings, needs_truth=needs_truth)
+        made = MadeProblems(make, rows.place, refuse=refuse)
     found, left_out = made.first()
     if not found:
         raise UserError(
@@ -256,10 +265,14 @@ def _named(record: Record, settings: SourceConfig) -> Record:
 
 
 def _maker(
-    rows: FunctionRows, layout: RowLayout, settings: SourceConfig
+    rows: FunctionRows, layout: RowLayout, settings: SourceConfig, *, needs_truth: bool
 ) -> Callable[[int], Record]:
     return lambda n: record_of(
-        functools.partial(rows.__getitem__, n), layout, settings, rows.place(n)
+        functools.partial(rows.__getitem__, n),
+        layout,
+        settings,
+        rows.place(n),
+        needs_truth=needs_truth,
     )
 
 
@@ -278,12 +291,15 @@ def _function_rows(settings: SourceConfig) -> FunctionRows:
     )
 
 
-def _recognised(rows: Sequence[Mapping[str, Any]], settings: SourceConfig) -> RowLayout:
+def _recognised(
+    rows: Sequence[Mapping[str, Any]], settings: SourceConfig, *, needs_truth: bool
+) -> RowLayout:
     return recognise(
         rows,
         prompt_field=settings.prompt_field,
         answer_field=settings.answer_field,
         solution_field=settings.solution_field,
+        needs_truth=needs_truth,
         what=settings.path,
     )
 
@@ -291,11 +307,20 @@ def _recognised(rows: Sequence[Mapping[str, Any]], settings: SourceConfig) -> Ro
 class _Reader:
     """Reads one file; keeps count."""
 
-    def __init__(self, settings: SourceConfig, name: str, *, refuse: bool, keep_duplicates: bool):
+    def __init__(
+        self,
+        settings: SourceConfig,
+        name: str,
+        *,
+        refuse: bool,
+        keep_duplicates: bool,
+        needs_truth: bool,
+    ):
         self._settings = settings
         self._name = name
         self._refuse = refuse
         self._keep_duplicates = keep_duplicates
+        self._needs_truth = needs_truth
         self._dropped: dict[str, Dropped] = {}
         self._records: list[Record] = []
         self._places: list[int] = []
@@ -303,7 +328,7 @@ class _Reader:
     def read(self) -> Source:
         settings = self._settings
         rows = _function_rows(settings) if settings.has_function else open_rows(settings.path)
-        layout = _recognised(self._first(rows), settings)
+        layout = _recognised(self._first(rows), settings, needs_truth=self._needs_truth)
         num_rows = self._collect(rows, layout)
         records = tuple(self._records)
         places = tuple(rows.place(row) for row in self._places)
@@ -347,7 +372,8 @@ class _Reader:
         times: collections.Counter[Any] = collections.Counter()
         contradicted: dict[Any, str] = {}
         # Rows that are a row before them once more, to the letter, need not be looked at again.
-        keys = None if self._keep_duplicates else rows.keys((layout.prompt, layout.answer))
+        fields = [name for name in (layout.prompt, layout.answer) if name]
+        keys = None if self._keep_duplicates else rows.keys(fields)
         known: dict[Any, Any] = {}
         index = -1
         for index in range(len(rows)):
@@ -412,7 +438,8 @@ class _Reader:
         """The problem of a row, and ""; or None, and why it is dropped."""
         read = functools.partial(rows.__getitem__, index)
         try:
-            return record_of(read, layout, self._settings, rows.place(index)), ""
+            place, needs_truth = rows.place(index), self._needs_truth
+            return record_of(read, layout, self._settings, place, needs_truth=needs_truth), ""
         except Unusable as error:
             if self._refuse:
                 raise UserError(str(error)) from error
@@ -434,6 +461,9 @@ def _same(answer: str, other: str) -> bool:
 def _notes(records: Iterable[Record]) -> Iterator[str]:
     """What is no reason to drop anything, and may be a slip of whoever made the file."""
     records = tuple(records)
+    without_truth = sum(not record.answer for record in records)
+    if without_truth:
+        yield f"{without_truth:,} prompts without a truth, which the grader does not look at; kept"
     alike = len(records) - len(
         {" ".join(text_of_context(r.prompt).casefold().split()) for r in records}
     )

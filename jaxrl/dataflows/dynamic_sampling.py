@@ -84,8 +84,9 @@ class SamplingStats:
     Attributes:
       generation_batches: how often prompts were drawn.
       prompts: prompts sampled.
-      accuracy: share of right answers among all samples.
-      all_correct, all_wrong: share of prompts dropped for either reason.
+      accuracy: share of right answers among all samples to prompts that have a ground truth; None where none
+        has one.
+      all_correct, all_wrong: share of these prompts whose answers are all so; likewise.
       surplus_prompts: groups kept beyond the batch, thrown away: by the next step they would be off-policy.
       filled_prompts: groups that the step was completed with, though they were dropped.
       response_tokens: tokens sampled.
@@ -93,16 +94,16 @@ class SamplingStats:
 
     generation_batches: int
     prompts: int
-    accuracy: float
-    all_correct: float
-    all_wrong: float
+    accuracy: float | None
+    all_correct: float | None
+    all_wrong: float | None
     surplus_prompts: int
     filled_prompts: int
     response_tokens: int
 
     def metrics(self) -> dict[str, float]:
         """Under the names that verl and its DAPO recipe use, where they have one."""
-        metrics: dict[str, float] = {
+        metrics: dict[str, float | None] = {
             "train/num_gen_batches": self.generation_batches,
             "train/num_prompts_sampled": self.prompts,
             "train/accuracy": self.accuracy,
@@ -113,7 +114,7 @@ class SamplingStats:
         }
         if self.filled_prompts:
             metrics["training/filter_groups/filled_prompts"] = self.filled_prompts
-        return metrics
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 class GroupBuffer:
@@ -139,6 +140,8 @@ class GroupBuffer:
         self._max_batches = max_generation_batches
         self._keeps = keeps
         self._fills_up = fills_up
+        self._prompts_sampled: list[int] = []
+        # Of prompts that have a ground truth.
         self._correct_NG: list[np.ndarray] = []
         self._response_tokens = 0
         self._kept: list[Scored] = []
@@ -153,7 +156,9 @@ class GroupBuffer:
           NotEnoughGroups: the last allowed batch is in and the step is still not full.
         """
         kept_N = self._keeps(scored)
-        self._correct_NG.append(scored.correct_NG)
+        answers = scored.completions.prompts.answers
+        self._prompts_sampled.append(len(answers))
+        self._correct_NG.append(scored.correct_NG[np.array([bool(a) for a in answers], bool)])
         self._response_tokens += int(scored.completions.lengths_B.sum())
         self._kept.append(scored.take(np.flatnonzero(kept_N)))
         if self._max_batches:
@@ -177,18 +182,18 @@ class GroupBuffer:
         """The first groups of the full buffer, and what it took to find them; empties the buffer."""
         stats = self._stats()
         groups = Scored.concatenate([*self._kept, *self._dropped])
-        self._correct_NG, self._response_tokens = [], 0
+        self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
         self._sampled, self._kept, self._dropped = [], [], []
         return groups.take(np.arange(self._num_prompts)), stats
 
     def _stats(self) -> SamplingStats:
         correct_NG = np.concatenate(self._correct_NG)
         return SamplingStats(
-            generation_batches=len(self._correct_NG),
-            prompts=len(correct_NG),
-            accuracy=float(correct_NG.mean()),
-            all_correct=float(correct_NG.all(axis=1).mean()),
-            all_wrong=float((~correct_NG).all(axis=1).mean()),
+            generation_batches=len(self._prompts_sampled),
+            prompts=sum(self._prompts_sampled),
+            accuracy=_mean(correct_NG),
+            all_correct=_mean(correct_NG.all(axis=1)),
+            all_wrong=_mean((~correct_NG).all(axis=1)),
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),
             response_tokens=self._response_tokens,
@@ -196,13 +201,22 @@ class GroupBuffer:
 
     def _too_few(self) -> str:
         stats = self._stats()
+        graded = ""
+        if stats.accuracy is not None:
+            graded = (
+                f": {stats.all_correct:.0%} of the prompts were answered all right, "
+                f"{stats.all_wrong:.0%} all wrong"
+            )
         return (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
             f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
-            f"that a step needs: {stats.all_correct:.0%} of the prompts were answered all right, "
-            f"{stats.all_wrong:.0%} all wrong. Use easier or harder prompts, raise rollout.num_samples or "
+            f"that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
             "rollout.max_generation_batches, or go on with what there is by rollout.if_too_few=fill"
         )
+
+
+def _mean(values: Any) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
 def _num_groups(parts: Sequence[Scored]) -> int:

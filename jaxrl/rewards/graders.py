@@ -30,6 +30,7 @@ from jaxrl.errors import UserError
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
 from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import (
+    UNGRADED,
     FunctionGrader,
     Grader,
     Row,
@@ -98,6 +99,7 @@ class Graders:
         workers: int = 0,
         cpu_seconds: float = 4.0,
         code_sandbox: SandboxChoice | None = None,
+        needs_truths: bool = True,
     ):
         """Builds them; no process of the pool is started yet.
 
@@ -108,10 +110,12 @@ class Graders:
           cpu_seconds: processor time of one response in such a process.
           code_sandbox: where programs run, if a source has the grader `code`. It is tried at once, and a
             warning says what it does not protect. None is for graders that only read ground truths.
+          needs_truths: False leaves responses to prompts with an empty ground truth ungraded.
 
         Raises:
           UserError: as of `check_grader`; or there is no such sandbox on this machine.
         """
+        self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
         asked = [_asks(name) for name, _ in choices.values()]
         self._pool = GraderPool(
@@ -145,15 +149,18 @@ class Graders:
         return graders
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """A verdict on each sample, in order.
+        """A verdict on each sample, in order; neither right nor failed where there is no truth.
 
         Raises:
           UserError: a ground truth cannot be read.
         """
         places: dict[int, list[int]] = {}
-        for n, sample in enumerate(samples):
-            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
         verdicts: dict[int, Verdict] = {}
+        for n, sample in enumerate(samples):
+            if not self._needs_truths and not sample.row.answer:
+                verdicts[n] = Verdict(UNGRADED, False)
+                continue
+            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
         for group in places.values():
             grader = self._grader_of(samples[group[0]].row)
             found = grader.grade([samples[n] for n in group])
@@ -244,7 +251,9 @@ class _PathGrader:
         self._path = path
         self._pool = pool
         # Here as well: what a path does not lead to is told before anything is started.
-        self._function: TextGrader = load_function(path, "grader", takes=("response", "answer"))
+        self._function: TextGrader = load_function(
+            path, "grader", takes=("response", "answer"), own_process=True
+        )
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]

@@ -53,6 +53,8 @@ class Sample:
 
 RIGHT, WRONG = 1.0, -1.0
 """DAPO eq. 7."""
+UNGRADED = 0.0
+"""Score of a response to a prompt that has no ground truth and needs none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,4 +139,7 @@ def empty_fault(row: Row) -> str | None:
     """The fault of a ground truth that is empty, which no grader can do with."""
     if row.answer.strip():
         return None
-    return "has an empty ground truth; every prompt needs one: fix or drop it"
+    return (
+        "has an empty ground truth; every prompt needs one: fix or drop it (prompts to train on need none "
+        "with reward.grader_weight=0, where other rewards score them)"
+    )

@@ -24,7 +24,7 @@ _CODE = re.compile(
 def load_pool_function(name: str) -> Callable[[Any], Any]:
     """The function of that name, with all that it imports."""
     if ":" in name:
-        function = load_function(name, "grader", takes=("response", "answer"))
+        function = load_function(name, "grader", takes=("response", "answer"), own_process=True)
         return lambda texts: function(*texts)
     return _loaders()[name]()
 

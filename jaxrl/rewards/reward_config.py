@@ -70,7 +70,8 @@ class RewardConfig:
       grader_timeout_s: processor time that grading one response may take in such a process.
       code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock",
         or "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
-      grader_weight: of its +1 or -1 in the reward.
+      grader_weight: of its +1 or -1 in the reward; with 0 prompts to train on need no ground truth, unless
+        dynamic sampling keeps groups by correctness or the judge is shown the answer.
       functions: further reward functions, name -> {"path": where, "weight": w}; where is
         "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
       functions_timeout_s: seconds that each of them may take for the responses of a step.

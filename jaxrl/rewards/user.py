@@ -100,15 +100,17 @@ def user_reward(path: str) -> Callable[[Completions], np.ndarray]:
       number for each response; what the function itself raises passes through, with a note of its path.
 
     Raises:
-      UserError: the path has another form, its module cannot be imported or has no such function, or the
-        function does not take the responses alone.
+      UserError: the path has another form, its module is the program that runs or cannot be imported or has
+        no such function, or the function does not take the responses alone.
     """
     scores = _function_of_responses(path)
     return lambda completions: scores(Responses.of(completions))
 
 
 def _function_of_responses(path: str) -> Callable[[Responses], np.ndarray]:
-    function: RewardFunction = load_function(path, "reward function", takes=("responses",))
+    function: RewardFunction = load_function(
+        path, "reward function", takes=("responses",), own_process=True
+    )
 
     def scores(responses: Responses) -> np.ndarray:
         try:

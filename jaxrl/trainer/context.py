@@ -35,6 +35,7 @@ from jaxrl.trainer.model_shape import model_for, tokenizer_directory
 from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
 from jaxrl.trainer.requirements import Lookup, require
+from jaxrl.trainer.run_graders import needs_truths
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.
@@ -100,7 +101,7 @@ def build_context(
     """
     check_algorithm(config)
     devices = jax.devices() if devices is None else devices
-    reader = ProblemReader(config.data)
+    reader = ProblemReader(config.data, needs_truths=not needs_prompts or needs_truths(config))
     lookups = needs(config)
     check_present(config, devices, [*reader.lookups, *lookups])
     graded = any(lookup.setting == "reward.grader" for lookup in lookups)

@@ -31,6 +31,7 @@ from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.trainer.context import tokenizer_of
 from jaxrl.trainer.needs import truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
+from jaxrl.trainer.run_graders import needs_truths
 
 _RULE = "-" * 80
 # Of a file on its own: nothing is left out for its length unless that is asked for.
@@ -93,7 +94,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = load_config(Config, args.config, overrides)
     truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
-    problems = ProblemReader(config.data).read(truths)
+    problems = ProblemReader(config.data, needs_truths=needs_truths(config)).read(truths)
     _report(problems, config.data, tokenizer_of(config, problems, ()), args)
 
 

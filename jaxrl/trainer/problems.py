@@ -63,8 +63,10 @@ class Problems:
 class ProblemReader:
     """Reads the sources of a config, each once, whoever asks first."""
 
-    def __init__(self, data: DataConfig):
+    def __init__(self, data: DataConfig, *, needs_truths: bool = True):
+        """Args: the settings, and whether prompts to train on need a ground truth, as all others do."""
         self._data = data
+        self._needs_truths = needs_truths
         self._found: dict[str, Source] = {}
 
     @property
@@ -110,11 +112,10 @@ class ProblemReader:
         train = [source.without_prompts_of(held_out) for source in train]
         settings = settings_by_name((*train, *evaluation))
         if truths is not None:
-            refuse = self._data.bad_rows == "error"
-            check = functools.partial(
-                Source.with_readable_truths, fault_of=truths(settings), refuse=refuse
-            )
-            train, evaluation = list(map(check, train)), list(map(check, evaluation))
+            refuse, fault_of = self._data.bad_rows == "error", truths(settings)
+            of_training = fault_of if self._needs_truths else _unless_empty(fault_of)
+            train = [s.with_readable_truths(of_training, refuse=refuse) for s in train]
+            evaluation = [s.with_readable_truths(fault_of, refuse=refuse) for s in evaluation]
         return Problems(tuple(train), tuple(evaluation))
 
     @property
@@ -129,8 +130,14 @@ class ProblemReader:
                 refuse_bad_rows=self._data.bad_rows == "error",
                 keep_duplicates=self._data.duplicates == "keep",
                 may_be_endless=name in self._data.training_sources,
+                needs_truth=self._needs_truths or name not in self._data.training_sources,
             )
         return self._found[name]
+
+
+def _unless_empty(fault_of: FaultOf) -> FaultOf:
+    """The check of a ground truth, where there is one."""
+    return lambda answer, extra, source: fault_of(answer, extra, source) if answer else None
 
 
 def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.rewards.graders import GraderChoice, Graders
 
 
@@ -26,6 +27,20 @@ def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None
         workers=reward.grader_workers,
         cpu_seconds=reward.grader_timeout_s,
         code_sandbox=reward.code_sandbox,
+        needs_truths=needs_truths(config),
+    )
+
+
+def needs_truths(config: Config) -> bool:
+    """Prompts to train on need a ground truth: something in the run goes by it."""
+    reward = config.reward
+    return bool(
+        reward.grader_weight
+        or (
+            find_dataflow(config.algorithm.dataflow).dynamic_sampling
+            and config.rollout.keep_groups == "correctness"
+        )
+        or (reward.judge.model and "{answer}" in reward.judge.template)
     )
 
 

@@ -291,6 +291,7 @@ NAMES = {
     "warm_start.response_field",
     "warm_start.messages_field",
     "warm_start.run",
+    "preference.path",
     "preference.margin_field",
     "run.wandb_project",
 } | {

@@ -200,6 +200,44 @@ def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, ca
     assert said in config.run_folder.report.read_text()
 
 
+@pytest.mark.parametrize("dataflow", ["grpo", "dapo"])
+def test_prompts_need_no_truth_where_only_functions_score(
+    dataflow, tmp_path, problems, whole, capsys
+):
+    rows = [{"problem": f"{n} repeat"} for n in range(100, 140)]
+    rows[:4] = [
+        row | {"answer": answer} for row, answer in zip(rows, ["5", "", None, [1]], strict=False)
+    ]
+    (tmp_path / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def odd(responses):\n"
+        "    assert set(responses.answers) <= {'', '5'}\n"
+        "    return [int(tokens.sum()) % 7 for tokens in responses.tokens]\n"
+    )
+    odd = {"odd": {"path": f"{tmp_path / 'rewards.py'}:odd", "weight": 1.0}}
+    train = SourceConfig(source="asks", path=str(tmp_path / "asks.jsonl"))
+    settings = {
+        "data": dataclasses.replace(whole.data, train=train),
+        "warm_start": WarmStartConfig(),
+        "algorithm": AlgorithmConfig(dataflow=dataflow),
+        "rollout": dataclasses.replace(whole.rollout, keep_groups="score"),
+        "reward": dataclasses.replace(whole.reward, functions=odd, grader_weight=0.0),
+    }
+    config = make_config(tmp_path, problems, num_steps=1, **settings)
+    assert program.train(config, devices=one_device()) == 0
+    assert "39 prompts without a truth" in capsys.readouterr().out
+    step = curve(config)[-1]
+    assert step["reward/odd/mean"] > 0 and step["reward/grader/failed"] == 0
+    # What is evaluated with has truths.
+    assert "val-core/repeat/acc/mean@4" in step
+    # Where a grader's verdict counts, there have to be some.
+    (tmp_path / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[4:]))
+    settings["reward"] = dataclasses.replace(settings["reward"], grader_weight=1.0)
+    config = make_config(tmp_path / "graded", problems, num_steps=1, **settings)
+    with pytest.raises(UserError, match=r"Set answer_field .*reward\.grader_weight=0"):
+        program.train(config, devices=one_device())
+
+
 def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
     program.train(warm(make_config(tmp_path, problems, num_steps=2), whole), devices=one_device())
     config = make_config(tmp_path, problems, num_steps=4)
