@@ -8,8 +8,9 @@ Both train DAPO on a task that a two-layer model learns in seconds (repeat a dig
 `kill` ends the run with SIGKILL and starts the same command again, until it is done, with one checkpoint to
 keep; metrics.jsonl must then be that of a run that nobody disturbed, to the last bit, clocks aside. `damage`
 cuts, empties, flips a bit of, or removes each file of a run's folder, and asks for one more step: the run
-must go on to the same numbers from an intact checkpoint, or refuse in one line with status 2. Anything else
-is counted as wrong, and the status is then 1.
+must go on to the same numbers from an intact checkpoint, or refuse in one line with status 2 and change
+nothing. Files of metrics are also left without their last row, or with a row twice, and the command of the
+finished run is given as well. Anything else is counted as wrong, and the status is then 1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import collections
 import contextlib
 import datetime
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -216,11 +218,23 @@ def _flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+def _last_row_lost(content: bytes) -> bytes:
+    return b"".join(content.splitlines(keepends=True)[:-1])
+
+
+def _last_row_twice(content: bytes) -> bytes:
+    return content + content.splitlines(keepends=True)[-1]
+
+
 DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
     "cut": _cut,
     "emptied": _emptied,
     "a bit flipped": _flipped,
     "removed": None,
+}
+OF_ROWS: dict[str, Callable[[bytes], bytes] | None] = {
+    "the last row lost": _last_row_lost,
+    "the last row twice": _last_row_twice,
 }
 
 
@@ -244,23 +258,28 @@ def damage(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
     wrong = []
     for number, file in enumerate(files):
         # One after the other of them, or each on every file.
-        names = list(DAMAGES) if args.each else [list(DAMAGES)[number % len(DAMAGES)]]
-        for name in names:
+        damages, last_steps = DAMAGES, [args.steps + 1]
+        if file.name == "metrics.jsonl":
+            damages, last_steps = DAMAGES | OF_ROWS, [args.steps, args.steps + 1]
+        elif not args.each:
+            name = list(DAMAGES)[number % len(DAMAGES)]
+            damages = {name: DAMAGES[name]}
+        for name, last in itertools.product(damages, last_steps):
             run = Run(work, "damaged", **problems)
             shutil.rmtree(work / "damaged", ignore_errors=True)
             shutil.copytree(before.folder, run.folder)
-            _damage(run.folder / file, DAMAGES[name])
-            outcome = _outcome(run, args.steps + 1, after, file)
+            _damage(run.folder / file, damages[name])
+            outcome = _outcome(run, last, after if last > args.steps else before)
             outcomes[_kind(file)][outcome] += 1
             if outcome.startswith("WRONG"):
                 wrong.append(f"* `{file}` {name}: {outcome}")
-            print(f"{number + 1} of {len(files)}: {file} {name}: {outcome}", flush=True)
+            print(f"{number + 1} of {len(files)}: {file} {name}, to {last}: {outcome}", flush=True)
     lines = ["| file | went on | refused in one line | wrong |", "|---|---|---|---|"]
     for kind, counts in outcomes.items():
         bad = sum(count for name, count in counts.items() if name.startswith("WRONG"))
         lines.append(f"| {kind} | {counts['went on']} | {counts['refused']} | {bad} |")
     total = sum(sum(counts.values()) for counts in outcomes.values())
-    damages = f"{total} damages ({', '.join(DAMAGES)}{'' if args.each else ', in turn'})"
+    damages = f"{total} damages ({', '.join(DAMAGES | OF_ROWS)}{'' if args.each else ', in turn'})"
     summary = f"{len(files)} files, {damages}; {len(wrong)} wrong."
     text = "\n".join(["## Every file damaged", "", summary, "", *lines, "", *wrong])
     return text.rstrip(), not wrong
@@ -286,23 +305,28 @@ def _damage(path: pathlib.Path, change: Callable[[bytes], bytes] | None) -> None
         path.write_bytes(change(content) if content else content)
 
 
-def _outcome(run: Run, steps: int, expected: Run, file: pathlib.Path) -> str:
+def _outcome(run: Run, steps: int, expected: Run) -> str:
+    before = _contents(run.folder)
     try:
         status, errors = _train(run, steps)
     except Exception as error:  # whatever it is, it is what is looked for
         return f"WRONG: {type(error).__name__}: {error}"[:300]
     if status == 2:
         lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-        return "refused" if len(lines) == 1 else f"WRONG: {errors[:300]!r}"
+        if len(lines) != 1:
+            return f"WRONG: {errors[:300]!r}"
+        same = _contents(run.folder) == before
+        return "refused" if same else "WRONG: refused, and changed the folder"
     rows, wanted = run.rows(), expected.rows()
-    if file.name == "metrics.jsonl":
-        # What was lost is lost; the rows that came since are compared.
-        stage = file.parts[0]
-        kept = {row["step"] for row in rows[stage]}
-        wanted[stage] = [row for row in wanted[stage] if row["step"] in kept]
     if status or rows != wanted:
         return f"WRONG: status {status}, {'the same' if rows == wanted else 'other'} rows"
     return "went on"
+
+
+def _contents(folder: pathlib.Path) -> dict[pathlib.Path, bytes]:
+    """Of every file but the lock, which says who was there last."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {path: path.read_bytes() for path in files}
 
 
 def _kind(file: pathlib.Path) -> str:

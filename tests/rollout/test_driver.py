@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,20 @@ def test_sizes_follow_what_is_needed(monkeypatch):
         backend_of(engine).resume(make_prompts((4, 5)), options)
         assert engine.generate._cache_size() == 1
     assert sizes == [(8, 64)] * 2
+
+
+def test_a_generation_leaves_nothing_on_the_devices():
+    """Whatever refers to itself keeps its cache, most of a device's memory, until Python looks for cycles."""
+    backend = backend_of()
+    backend.generate(PROMPTS, OPTIONS)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        backend.generate(PROMPTS, OPTIONS)
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

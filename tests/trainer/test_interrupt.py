@@ -134,7 +134,7 @@ def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole)
     rollout = dataclasses.replace(
         whole.rollout, environment=f"{tmp_path}/tools.py:compiled", max_response_tokens=24
     )
-    run = dataclasses.replace(config.run, save_every=1)
+    run = dataclasses.replace(config.run, stop_within_s=20)
     train = TrainConfig(rows=4, row_tokens=64)
     warm(dataclasses.replace(config, rollout=rollout, run=run, train=train), whole)
     recipe = tmp_path / "recipe.py"

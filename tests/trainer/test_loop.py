@@ -20,6 +20,8 @@ from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.loop import Loop, TrainingStage
 
+# A machine may be busy, and what is over time ends this process.
+PATIENCE_S = 10_000
 ACCURACY = "val-core/sums/acc/mean@8"
 
 
@@ -103,7 +105,7 @@ def run(
 ):
     """Counts to the end, or to where a step raises."""
     counter = counter or Counter()
-    with StopSignal() as stop, open_loop(folder, stop, **options) as loop:
+    with StopSignal(within_s=PATIENCE_S) as stop, open_loop(folder, stop, **options) as loop:
         loop.run(Counting(counter, loop, metrics=metrics, before=before, between=between))
     return counter
 

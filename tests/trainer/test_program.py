@@ -96,6 +96,8 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
             save_every=1,
             keep_checkpoints=2,
             rollouts_every=2,
+            # A machine may be busy, and a step that is given up ends this process.
+            stop_within_s=10_000,
         ),
     )
     return dataclasses.replace(config, **changes)
