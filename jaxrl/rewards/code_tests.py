@@ -135,7 +135,7 @@ def _assertion(line: str) -> CallTest:
 
 
 def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
-    """Which tests a program passes; None where the time was over. Runs in a worker.
+    """Which tests a program passes; None where it was ended. Runs in a worker.
 
     Args:
       argument: the program, the tests as text, the seconds of processor time, and the name of the sandbox.

@@ -595,16 +595,14 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
     """A worker is killed when its own time is over, or with the run."""
     if sandbox.name == "webassembly":
         pytest.skip("its process follows the worker's lifeline; tests/rewards/test_worker.py")
-    mark = f"mark-{os.getpid()}-{sandbox.name}"
     waiter = (
         "from jaxrl.rewards.sandbox import SANDBOXES, SandboxLimits\n"
-        f"SANDBOXES[{sandbox.name!r}]().run('# {mark}\\nimport sys, time\\nsys.stderr.flush()\\n"
+        f"SANDBOXES[{sandbox.name!r}]().run('import time\\n"
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
     )
     process = subprocess.Popen([sys.executable, "-c", waiter], env=os.environ)
     try:
-        wait_for(lambda: children_of(process.pid), "a program")
-        (child, *_) = children_of(process.pid)
+        (child, *_) = wait_for(lambda: programs_of(process.pid), "a program")
         time.sleep(0.5)
     finally:
         process.kill()
@@ -612,11 +610,13 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
     wait_for(lambda: not pathlib.Path(f"/proc/{child}").exists() or is_dead(child), "its end")
 
 
-def children_of(pid):
+def programs_of(pid):
+    """Its children that run a program; looking for libraries starts others for a moment."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         fields = read_if_there(path).rpartition(b")")[2].split()
-        if fields and int(fields[1]) == pid:
+        command = read_if_there(path.parent / "cmdline")
+        if fields and int(fields[1]) == pid and b"def restrict(" in command:
             found.append(int(path.parent.name))
     return found
 
@@ -630,9 +630,10 @@ def is_dead(pid):
 
 def wait_for(condition, what):
     until = time.monotonic() + 120
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < until, f"{what} did not come"
         time.sleep(0.05)
+    return found
 
 
 # Which sandbox

@@ -145,7 +145,8 @@ def _supervised(
 def _followed(
     process: subprocess.Popen[bytes], until: float
 ) -> tuple[tuple[bytes, bytes], int | None]:
-    """Both outputs and the status of a process; None if its time is over or it has too many threads."""
+    """Both outputs and the status of a process; None if it must be ended: its time is over, it has too many
+    threads, or it prints too much, which would take the time of whoever reads it."""
     assert process.stdout is not None and process.stderr is not None, "both are pipes"
     output, errors = process.stdout.fileno(), process.stderr.fileno()
     found = {output: bytearray(), errors: bytearray()}
@@ -154,16 +155,20 @@ def _followed(
             selector.register(pipe, selectors.EVENT_READ)
         status = None
         while selector.get_map() or (status := process.poll()) is None:
-            if time.monotonic() > until or _num_threads(process.pid) > _MAX_THREADS:
+            if (
+                time.monotonic() > until
+                or max(map(len, found.values())) > MAX_OUTPUT_BYTES
+                or _num_threads(process.pid) > _MAX_THREADS
+            ):
                 break
             # Once both are closed it ends within a millisecond, or goes on without them.
             for key, _ in selector.select(_LOOK_EVERY_S if selector.get_map() else 0.002):
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
                     selector.unregister(key.fd)
-                kept = found[key.fd]
-                kept += piece[: MAX_OUTPUT_BYTES - len(kept)]
-    return (bytes(found[output]), bytes(found[errors])), status
+                found[key.fd] += piece
+    kept = [bytes(found[pipe][:MAX_OUTPUT_BYTES]) for pipe in (output, errors)]
+    return (kept[0], kept[1]), status
 
 
 def _num_threads(pid: int) -> int:

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bytes kept of each output stream of a program; the rest is dropped."""
+"""Bytes kept of each output stream of a program. A program that prints more may be ended."""
 
 CLOCK_FACTOR = 10
 """A program's limit of clock time, in multiples of its limit of processor time. It ends programs that sleep.
@@ -35,7 +35,7 @@ class Outcome:
     """The result of a program.
 
     Attributes:
-      status: the exit status; 128 + n after signal n; None if the time was over.
+      status: the exit status; 128 + n after signal n; None if it was ended, most often by its time.
       stdout: the first megabyte of its output.
       stderr: the first megabyte of its error output.
       seconds: processor time that the program has taken.
