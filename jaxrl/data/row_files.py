@@ -355,7 +355,7 @@ def _open_saved(folder: pathlib.Path) -> RowFile:
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     if not all(isinstance(name, str) and pathlib.Path(name).name == name for name in names):
         raise UserError(f"{folder}/state.json names files outside its folder; {_REMEDY}")
-    missing = [name for name in names if not (folder / str(name)).is_file()]
+    missing = [name for name in names if not os.path.exists(folder / str(name))]
     if missing:
         raise UserError(f"{folder} has no {missing[0]}, which its state.json names; {_REMEDY}")
     return Joined([_open_arrow(folder / str(name)) for name in names])
