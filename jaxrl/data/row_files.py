@@ -509,15 +509,32 @@ def _text_bytes(array: pa.Array) -> int:
     """The bytes of all texts in an array, at any depth, each as often as it stands there."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        lengths = pc.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
-        return 0 if lengths is None else pc.sum(lengths.take(array.indices)).as_py() or 0
+        if not _is_binary(kind.value_type):
+            return 0
+        return _sum(_lengths(array.dictionary).take(array.indices))
     if _is_binary(kind):
-        return pc.sum(pc.binary_length(array)).as_py() or 0
+        return _sum(_lengths(array))
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _text_bytes(array.flatten())
-    return 0
+    if pa.types.is_map(kind):
+        # Its columns know nothing of a slice.
+        entries = slice(array.offsets[0].as_py(), array.offsets[-1].as_py())
+        return _text_bytes(array.keys[entries]) + _text_bytes(array.items[entries])
+    lists = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+    )
+    return _text_bytes(array.flatten()) if any(is_kind(kind) for is_kind in lists) else 0
+
+
+def _lengths(texts: pa.Array) -> pa.Array:
+    # By name, since type checkers do not see the functions of pyarrow.compute.
+    return pc.call_function("binary_length", [texts])
+
+
+def _sum(numbers: pa.Array) -> int:
+    return pc.call_function("sum", [numbers]).as_py() or 0
 
 
 def _is_binary(kind: pa.DataType) -> bool:

@@ -29,7 +29,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
-from jaxrl.tracking.durable import sync
+from jaxrl.tracking.durable import ensure_writable, sync
 from jaxrl.tracking.run_folder import CheckpointFolder
 from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
@@ -238,7 +238,7 @@ class Checkpoints:
     # What only the first process does
 
     def _prepare(self, newest: int | None) -> None:
-        self.stored.paths.path.mkdir(parents=True, exist_ok=True)
+        ensure_writable(self.stored.paths.path)
         for step in self.stored.steps:
             if newest is None:
                 self._remove(step)

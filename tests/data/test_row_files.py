@@ -255,16 +255,14 @@ def test_another_format_is_refused(tmp_path):
 
 
 def test_nanoseconds_are_read_to_the_microsecond(tmp_path):
-    nanoseconds = np.array([1_577_836_800_123_456_789])
-    nested = pa.struct([("at", pa.timestamp("ns", "UTC")), ("text", pa.string())])
+    moments = pa.array(np.array([1_577_836_800_123_456_789])).cast(pa.timestamp("ns"))
+    zoned = moments.cast(pa.timestamp("ns", "UTC"))
     table = pa.table(
         {
-            "at": pa.array(nanoseconds, pa.timestamp("ns")),
-            "took": pa.array(np.array([1_000_000_001]), pa.duration("ns")),
+            "at": moments,
+            "took": pa.array(np.array([1_000_000_001])).cast(pa.duration("ns")),
             "clock": pa.array([[datetime.time(1, 2)]], pa.list_(pa.time64("ns"))),
-            "inner": pa.array(
-                [{"at": np.datetime64(int(nanoseconds[0]), "ns"), "text": "x"}], nested
-            ),
+            "inner": pa.StructArray.from_arrays([zoned, pa.array(["x"])], ["at", "text"]),
         }
     )
     pq.write_table(table, tmp_path / "a.parquet")
@@ -302,3 +300,27 @@ def test_two_inner_fields_of_one_name_spoil_their_row(tmp_path):
     pq.write_table(pa.table({"problem": twice}), tmp_path / "a.parquet")
     with pytest.raises(BadRow, match="duplicate field names"):
         open_rows(tmp_path / "a.parquet")[0]
+
+
+TEXT = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.string(), TEXT),
+        (pa.large_binary(), TEXT.encode()),
+        (pa.list_(pa.string()), [TEXT]),
+        (pa.list_(pa.string(), 1), [TEXT]),
+        (pa.map_(pa.string(), pa.string()), [("a", TEXT)]),
+        (pa.struct([("x", pa.list_(pa.struct([("y", pa.string())])))]), {"x": [{"y": TEXT}]}),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_rows_that_are_too_large_together_are_refused(tmp_path, kind, value):
+    column = pa.array([value if row < 200 else None for row in range(300)], kind)
+    pq.write_table(pa.table({"problem": column}), tmp_path / "a.parquet")
+    rows = open_rows(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has 200,000,\d+ bytes of text in 256 rows"):
+        rows[0]
+    assert rows[299] == {"problem": None}
