@@ -445,3 +445,23 @@ def test_every_step_of_the_library_is_judged():
     } - {"Normalizer", "PreTokenizer", "Decoder", "PostProcessor", "DecodeStream"}
     for step in sorted(steps - {"BertNormalizer", "NFKC", "NFKD", "NFC", "NFD"}):
         check_growth({"normalizer": sequence("normalizers", [{"type": step}] * 5)}, "t.json")
+
+
+def test_a_file_of_no_stated_size_is_read_up_to_the_limit():
+    status = pathlib.Path("/proc/self/status")
+    assert status.stat().st_size == 0
+    assert b"VmHWM" in read_bytes(status, absent="")
+    with pytest.raises(UserError, match="more than the 100 bytes that are read"):
+        read_bytes(status, absent="", max_bytes=100)
+    with pytest.raises(UserError, match="more than the 16,777,216 bytes that are read"):
+        read_bytes("/proc/self/pagemap", absent="")
+
+
+@pytest.mark.parametrize("max_bytes", [3, 4, None])
+def test_a_file_is_read_whole_or_not_at_all(tmp_path, max_bytes):
+    (tmp_path / "a").write_bytes(b"abcd")
+    if max_bytes == 3:
+        with pytest.raises(UserError, match="more than the 3 bytes"):
+            read_bytes(tmp_path / "a", absent="", max_bytes=max_bytes)
+    else:
+        assert read_bytes(tmp_path / "a", absent="", max_bytes=max_bytes) == b"abcd"

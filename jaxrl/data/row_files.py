@@ -55,7 +55,7 @@ _MAX_BLOCK_BYTES = 1 << 27
 # Of a row group, which is read as a whole; texts that repeat count once.
 _MAX_GROUP_BYTES = 1 << 29
 # A list of objects is parsed as a whole, and takes up to ten times as much memory.
-_MAX_LIST_BYTES = 1 << 28
+_MAX_LIST_BYTES = 1 << 30
 # Bytes of a mapped file that are looked through for line ends at once.
 _CHUNK_BYTES = 1 << 24
 
