@@ -93,8 +93,13 @@ def read_bytes(
     """
     with open_file(path, absent=absent) as file:
         try:
-            # Not by the size that the system states, which is 0 for files of /proc.
-            content = file.read(-1 if max_bytes is None else max_bytes + 1)
+            # As much as is asked for is allocated first, so that it is no more than there is.
+            stated = os.fstat(file.fileno()).st_size
+            content = file.read(1 + (stated if max_bytes is None else min(stated, max_bytes)))
+            if len(content) > stated:  # it grows, or is one of /proc, which are stated with 0
+                content += file.read(
+                    -1 if max_bytes is None else max(0, max_bytes + 1 - len(content))
+                )
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); {absent}") from error
     if max_bytes is not None and len(content) > max_bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -127,12 +128,14 @@ def _named_module(path: str, where: str, what: str) -> types.ModuleType:
 
 
 def _file_module(path: str, where: str, what: str) -> types.ModuleType:
-    file = pathlib.Path(where).resolve()
-    if not file.is_file():
+    # A path that no file can have raises elsewhere; here it does not exist.
+    if not os.path.isfile(where):
+        file = pathlib.Path.cwd() / where
         raise UserError(
             f"{what} {path!r} is not there: {file} does not exist; paths are relative to "
             f"{pathlib.Path.cwd()}"
         )
+    file = pathlib.Path(where).resolve()
     # Under its whole path, so that no installed module is hidden and two functions share one module.
     name = f"user code of {file}"
     if name in sys.modules:

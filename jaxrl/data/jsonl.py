@@ -34,7 +34,7 @@ def read_jsonl(
     remedy = f"put one JSON object a line, such as {wanted} there"
     rows = []
     # Bytes, because str.splitlines also splits at characters that JSON allows in strings.
-    content = read_bytes(path, absent=remedy).removeprefix(codecs.BOM_UTF8)
+    content = read_bytes(path, absent=remedy, max_bytes=None).removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue

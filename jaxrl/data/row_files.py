@@ -34,15 +34,12 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jaxrl.data.jsonl import BadRow, object_of
 from jaxrl.errors import UserError
 from jaxrl.files import check_file, open_file, read_bytes, read_json_object
-
-# Its functions are made while it is imported, which no type checker sees.
-_COMPUTE: Any = pyarrow.compute
 
 Row = dict[str, Any]
 
@@ -58,7 +55,7 @@ _MAX_BLOCK_BYTES = 1 << 27
 # Of a row group, which is read as a whole; texts that repeat count once.
 _MAX_GROUP_BYTES = 1 << 29
 # A list of objects is parsed as a whole, and takes up to ten times as much memory.
-_MAX_LIST_BYTES = 1 << 28
+_MAX_LIST_BYTES = 1 << 30
 # Bytes of a mapped file that are looked through for line ends at once.
 _CHUNK_BYTES = 1 << 24
 
@@ -358,7 +355,7 @@ def _open_saved(folder: pathlib.Path) -> RowFile:
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     if not all(isinstance(name, str) and pathlib.Path(name).name == name for name in names):
         raise UserError(f"{folder}/state.json names files outside its folder; {_REMEDY}")
-    missing = [name for name in names if not (folder / str(name)).is_file()]
+    missing = [name for name in names if not os.path.exists(folder / str(name))]
     if missing:
         raise UserError(f"{folder} has no {missing[0]}, which its state.json names; {_REMEDY}")
     return Joined([_open_arrow(folder / str(name)) for name in names])
@@ -512,15 +509,32 @@ def _text_bytes(array: pa.Array) -> int:
     """The bytes of all texts in an array, at any depth, each as often as it stands there."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        lengths = _COMPUTE.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
-        return 0 if lengths is None else _COMPUTE.sum(lengths.take(array.indices)).as_py() or 0
+        if not _is_binary(kind.value_type):
+            return 0
+        return _sum(_lengths(array.dictionary).take(array.indices))
     if _is_binary(kind):
-        return _COMPUTE.sum(_COMPUTE.binary_length(array)).as_py() or 0
+        return _sum(_lengths(array))
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _text_bytes(array.flatten())
-    return 0
+    if pa.types.is_map(kind):
+        # Its columns know nothing of a slice.
+        entries = slice(array.offsets[0].as_py(), array.offsets[-1].as_py())
+        return _text_bytes(array.keys[entries]) + _text_bytes(array.items[entries])
+    lists = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+    )
+    return _text_bytes(array.flatten()) if any(is_kind(kind) for is_kind in lists) else 0
+
+
+def _lengths(texts: pa.Array) -> pa.Array:
+    # By name, since type checkers do not see the functions of pyarrow.compute.
+    return pc.call_function("binary_length", [texts])
+
+
+def _sum(numbers: pa.Array) -> int:
+    return pc.call_function("sum", [numbers]).as_py() or 0
 
 
 def _is_binary(kind: pa.DataType) -> bool:

@@ -28,6 +28,11 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
+# A text of more than twice so many characters is tokenised at its ends first. Tokens of prose and code have
+# 3 to 5 characters.
+_CHARS_PER_TOKEN = 32
+_LEAST_CHARS = 1 << 16
+
 Overlong: TypeAlias = Literal["drop", "left", "right", "middle", "error"]
 
 
@@ -183,7 +188,8 @@ class EncodedPrompts:
 
     Attributes:
       prompts: those that fit; `ids_N` are their row numbers.
-      lengths: int64, tokens of every row, before it was cut.
+      lengths: int64, tokens of every row, before it was cut; of a text far beyond the limit those of its two
+        ends.
       num_cut: rows that were cut to fit.
     """
 
@@ -263,10 +269,10 @@ def _encoded(
 ) -> EncodedPrompts:
     """Those that fit, perhaps none."""
     texts = [render_context(record.prompt, tokenizer, prompt_format) for record in records]
-    tokens = tokenizer.encode_batch(texts)
+    tokens = _tokens(texts, tokenizer, max_prompt_tokens)
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     if overlong == "error":
-        _refuse_overlong(lengths, max_prompt_tokens)
+        _refuse_overlong(lengths, texts, max_prompt_tokens)
     num_cut = 0
     if overlong in ("left", "right", "middle"):
         num_cut = int((lengths > max_prompt_tokens).sum())
@@ -281,6 +287,32 @@ def _encoded(
         extras=tuple(record.extra for record in records),
     ).take(kept)
     return EncodedPrompts(prompts, lengths, num_cut)
+
+
+def _reach(max_prompt_tokens: int) -> int:
+    return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
+
+
+def _tokens(
+    texts: Sequence[str], tokenizer: Tokenizer, max_prompt_tokens: int
+) -> tuple[np.ndarray, ...]:
+    """The tokens of each text; of one far beyond the limit those of its ends, each beyond the limit alone.
+
+    Whether such a text is cut or left out, its middle is not needed. The ends have to show that it is too
+    long, since a tokenizer may make few tokens of many characters.
+    """
+    reach = _reach(max_prompt_tokens)
+    far = [row for row, text in enumerate(texts) if len(text) > 2 * reach]
+    starts = tokenizer.encode_batch([texts[row][:reach] for row in far])
+    ends = tokenizer.encode_batch([texts[row][-reach:] for row in far])
+    found = {
+        row: np.concatenate([start, end])
+        for row, start, end in zip(far, starts, ends, strict=True)
+        if min(len(start), len(end)) > max_prompt_tokens
+    }
+    others = [row for row in range(len(texts)) if row not in found]
+    found |= zip(others, tokenizer.encode_batch([texts[row] for row in others]), strict=True)
+    return tuple(found[row] for row in range(len(texts)))
 
 
 def evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
@@ -317,11 +349,12 @@ def _cut(ids: np.ndarray, limit: int, side: Overlong) -> np.ndarray:
     return np.concatenate([ids[:start], ids[len(ids) - (limit - start) :]])
 
 
-def _refuse_overlong(lengths: np.ndarray, limit: int) -> None:
+def _refuse_overlong(lengths: np.ndarray, texts: Sequence[str], limit: int) -> None:
     if lengths.max() > limit:
         row = int(lengths.argmax())
+        more = " or more" if len(texts[row]) > 2 * _reach(limit) else ""
         raise UserError(
-            f"row {row} has a prompt of {lengths[row]} tokens, and {int((lengths > limit).sum())} "
+            f"row {row} has a prompt of {lengths[row]} tokens{more}, and {int((lengths > limit).sum())} "
             f"rows are longer than max_prompt_tokens {limit}; raise it, or set overlong to drop, left, "
             "right or middle"
         )

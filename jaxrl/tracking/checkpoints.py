@@ -32,7 +32,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
-from jaxrl.tracking.durable import sync
+from jaxrl.tracking.durable import ensure_writable, sync
 from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
 from jaxrl.tracking.seals import UNSEALED, Seals, numbered
@@ -269,7 +269,7 @@ class Checkpoints:
     # What only the first process does
 
     def _prepare(self, newest: int | None) -> None:
-        self.stored.paths.path.mkdir(parents=True, exist_ok=True)
+        ensure_writable(self.stored.paths.path)
         for step in self.stored.steps:
             if newest is None:
                 self._remove(step)

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxrl.errors import UserError
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.run_folder import RolloutFolder
 from jaxrl.tracking.sample_rows import to_lines
@@ -66,11 +67,11 @@ class RolloutFiles:
         writing, self._writing = self._writing, None
         try:
             writing.result()
-        except OSError as error:
+        except (OSError, UserError) as error:
             logger.warning(
                 "samples could not be written to %s (%s); training goes on without them",
                 self._folder.path,
-                error.strerror or error,
+                getattr(error, "strerror", None) or error,
             )
 
     def close(self) -> None:

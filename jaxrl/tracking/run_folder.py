@@ -103,7 +103,7 @@ class RolloutFolder:
         found = {}
         for path in self.path.glob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
-            if number.isdecimal() and path == self.step(int(number)):
+            if number.isdecimal() and path == self.step(int(number)) and not path.is_dir():
                 found[int(number)] = path
         return dict(sorted(found.items()))
 

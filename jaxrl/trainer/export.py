@@ -27,6 +27,7 @@ from jaxrl.models.huggingface.model_files import (
 )
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.run_weights import files_of_run, model_of_run, read_newest_params
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.model_shape import tokenizer_directory
@@ -36,7 +37,7 @@ def keep_model_files(run: RunContext) -> None:
     """Writes `model/` into the run's folder: what `export_run` needs beside the weights."""
     config, model = run.config, run.model
     directory = config.run_folder.model
-    directory.mkdir(exist_ok=True)
+    ensure_writable(directory)
     tokenizer = tokenizer_directory(config)
     if tokenizer:
         copy_companions(pathlib.Path(tokenizer), directory)

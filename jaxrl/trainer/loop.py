@@ -20,6 +20,7 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import timing_per_token
 from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.checkpoints import Checkpoints, all_meet
@@ -517,7 +518,9 @@ def open_loop(
 
 def _num_rows(folder: StageFolder) -> int:
     path = folder.metrics
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
+    if not path.exists():
+        return 0
+    return len(read_bytes(path, absent="remove it", max_bytes=None).splitlines())
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:

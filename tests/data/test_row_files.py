@@ -252,3 +252,75 @@ def test_columns_of_several_types_are_written_as_json(tmp_path, caplog):
 def test_another_format_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"neither \.jsonl nor \.parquet"):
         write_rows(ROWS, tmp_path / "out.csv")
+
+
+def test_nanoseconds_are_read_to_the_microsecond(tmp_path):
+    moments = pa.array(np.array([1_577_836_800_123_456_789])).cast(pa.timestamp("ns"))
+    zoned = moments.cast(pa.timestamp("ns", "UTC"))
+    table = pa.table(
+        {
+            "at": moments,
+            "took": pa.array(np.array([1_000_000_001])).cast(pa.duration("ns")),
+            "clock": pa.array([[datetime.time(1, 2)]], pa.list_(pa.time64("ns"))),
+            "inner": pa.StructArray.from_arrays([zoned, pa.array(["x"])], ["at", "text"]),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert open_rows(tmp_path / "a.parquet")[0] == {
+        "at": "2020-01-01 00:00:00.123456",
+        "took": "0:00:01",
+        "clock": ["01:02:00"],
+        "inner": {"at": "2020-01-01 00:00:00.123456+00:00", "text": "x"},
+    }
+
+
+def test_a_time_beyond_pythons_spoils_its_own_row_alone(tmp_path):
+    times = pa.array([0, 10**15, 0], pa.timestamp("s"))
+    pq.write_table(pa.table({"at": times}), tmp_path / "a.parquet")
+    rows = open_rows(tmp_path / "a.parquet")
+    assert rows[0] == rows[2] == {"at": "1970-01-01 00:00:00"}
+    with pytest.raises(BadRow, match="a value that cannot be read"):
+        rows[1]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    table = pa.table([pa.array(["1 + 1"]), pa.array(["2"])], names=["problem", "problem"])
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=r"a\.\w+ has several columns named 'problem'; rename all"):
+        open_rows(tmp_path / name)
+
+
+def test_two_inner_fields_of_one_name_spoil_their_row(tmp_path):
+    twice = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["x", "x"])
+    pq.write_table(pa.table({"problem": twice}), tmp_path / "a.parquet")
+    with pytest.raises(BadRow, match="duplicate field names"):
+        open_rows(tmp_path / "a.parquet")[0]
+
+
+TEXT = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.string(), TEXT),
+        (pa.large_binary(), TEXT.encode()),
+        (pa.list_(pa.string()), [TEXT]),
+        (pa.list_(pa.string(), 1), [TEXT]),
+        (pa.map_(pa.string(), pa.string()), [("a", TEXT)]),
+        (pa.struct([("x", pa.list_(pa.struct([("y", pa.string())])))]), {"x": [{"y": TEXT}]}),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_rows_that_are_too_large_together_are_refused(tmp_path, kind, value):
+    column = pa.array([value if row < 200 else None for row in range(300)], kind)
+    pq.write_table(pa.table({"problem": column}), tmp_path / "a.parquet")
+    rows = open_rows(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has 200,000,\d+ bytes of text in 256 rows"):
+        rows[0]
+    assert rows[299] == {"problem": None}

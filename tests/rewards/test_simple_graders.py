@@ -105,3 +105,12 @@ def test_a_pattern_that_takes_for_ever_is_ended(patterns):
     started = time.monotonic()
     (verdict,) = patterns.grade([Sample("x" * 4000, np.zeros(1, np.int32), row)])
     assert verdict.failure.kind == "timeout" and time.monotonic() - started < 30
+
+
+def test_a_long_ground_truth_takes_no_time():
+    nested = "\\text{" * 50_000 + "C" + "}" * 50_000
+    began = time.process_time()
+    fault = Graders(("choice", {})).fault_of(Row(nested))
+    assert fault is not None and "is no letter" in fault and len(fault) < 300
+    # Once for each level and letter, it took two minutes.
+    assert time.process_time() - began < 2

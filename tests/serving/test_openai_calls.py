@@ -178,3 +178,24 @@ def test_a_chat_that_names_no_number_gets_what_there_is_room_for():
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     body = {"model": "m", "prompt": "x", "temperature": 1e-300}
     assert outcome(read_completion, body).requests[0].temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "prompt"),
+    [
+        (read_completion, {"prompt": "x" * 900_000}),
+        (read_completion, {"prompt": ["x", "x" * 900_000]}),
+        (read_chat, {"messages": [{"role": "user", "content": "x" * 900_000}]}),
+        (read_chat, {"messages": [{"role": "user", "content": "x" * 1000}] * 900}),
+    ],
+)
+def test_a_prompt_far_too_long_is_refused_by_its_beginning(read, prompt, monkeypatch):
+    seen = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, x: (seen.append(len(x)), encode(self, x))[1]
+    )
+    error = outcome(read, {"model": "m", **prompt})
+    check(error)
+    assert error.body["error"]["code"] == "context_length_exceeded"
+    assert sum(seen) < 1000

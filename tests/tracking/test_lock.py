@@ -51,3 +51,16 @@ def test_a_lock_file_of_anything_is_no_hindrance(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\x00")
     with only_run_in(tmp_path):
         assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_a_lock_that_is_no_file_is_named(tmp_path, make):
+    make(tmp_path / "lock")
+    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), only_run_in(tmp_path):
+        pass
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match=r"run' \(File exists\)"), only_run_in(tmp_path / "run"):
+        pass

@@ -86,7 +86,7 @@ def test_damage_inside_the_file_names_the_line(tmp_path, line):
 
 
 def test_a_missing_file_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="no metrics file"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist; name the metrics file"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
@@ -224,3 +224,17 @@ def test_rows_of_equal_runs_differ_in_what_is_of_the_clock_alone():
     run = {"step": 3, "perf/update_tflop": 2.0, "perf/padding": 0.1, "critic/score/mean": 0.5}
     clock = {"time_s": 1.7e9, "timing_s/step": 2.0, "perf/tflops_per_device": 9.0, "perf/mfu": 0.4}
     assert without_clock(run | clock) == run
+
+
+@pytest.mark.parametrize("resume_step", [None, 1])
+def test_a_folder_in_the_place_of_the_rows_is_named(tmp_path, resume_step):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a (folder|directory), and a file"):
+        MetricsWriter(tmp_path, resume_step=resume_step)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_in_the_place_of_tensorboards_folder_is_named(tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    with pytest.raises(UserError, match=r"tensorboard' \(File exists\)"):
+        MetricsWriter(tmp_path)

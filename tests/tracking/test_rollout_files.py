@@ -206,3 +206,14 @@ def test_what_is_wrong_in_our_own_code_is_raised(tmp_path):
     files.write(10, lambda: [{"x": object()}])
     with pytest.raises(TypeError):
         files.close()
+
+
+def test_a_folder_in_the_place_of_samples_costs_these_alone(tmp_path, caplog):
+    folder = RunFolder(tmp_path).rollouts
+    folder.step(1).mkdir(parents=True)
+    files = RolloutFiles(folder, every=1)
+    files.go_on_from(0)
+    files.write(1, lambda: [{"step": 1}])
+    files.close()
+    assert "samples could not be written" in caplog.text and "is a folder" in caplog.text
+    assert folder.steps() == {}

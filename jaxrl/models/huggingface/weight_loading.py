@@ -61,7 +61,6 @@ _MAX_NAMES_LISTED = 4
 # Of all files of a directory together. DeepSeek-V3's 92,000 tensors have 12 MB; safetensors takes 4 s and a
 # gigabyte for the 100 MB that it would read itself.
 _MAX_HEADER_BYTES = 1 << 25
-_ABSENT = "copy the files again"
 
 
 def load_params(
@@ -142,9 +141,7 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
     """
     directory = pathlib.Path(directory)
     path = directory / ADAPTER_FILE
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; name a directory that PEFT or jaxrl saved")
-    _check_header_sizes([path])
+    _check_header_sizes([path], absent="name a directory that PEFT or jaxrl saved")
     stored = _read_header(path)
     _check_headers(stored, adapter_table(config), dimension_sizes(config), {}, directory)
     return stored
@@ -174,15 +171,16 @@ class Stored:
 
 def _read_headers(directory: pathlib.Path) -> dict[str, Stored]:
     """All tensors of a directory, by name; no data is read."""
-    if (directory / SINGLE_FILE).is_file():
+    if (directory / SINGLE_FILE).exists():
         _check_header_sizes([directory / SINGLE_FILE])
         return _read_header(directory / SINGLE_FILE)
-    if not (directory / INDEX_FILE).is_file():
+    if not (directory / INDEX_FILE).exists():
         raise UserError(_why_no_weights(directory))
     file_of = _read_index(directory / INDEX_FILE)
     files = sorted(set(file_of.values()))
     for file in files:
-        if not (directory / file).is_file():
+        # A name in an index may be one that no file can have.
+        if not os.path.exists(directory / file):
             raise UserError(
                 f"{directory / file} does not exist, but {INDEX_FILE} names it; copy the missing "
                 "file, the directory may have been downloaded in part"
@@ -237,11 +235,13 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
     return file_of
 
 
-def _check_header_sizes(paths: Sequence[pathlib.Path]) -> None:
+def _check_header_sizes(
+    paths: Sequence[pathlib.Path], *, absent: str = "copy the files again"
+) -> None:
     """Refuses files whose headers would take long to read; each begins with its header's size."""
     total = 0
     for path in paths:
-        with open_file(path, absent=_ABSENT) as file:
+        with open_file(path, absent=absent) as file:
             size = int.from_bytes(file.read(8), "little")
             # What a file that is cut short says is not to be believed: safetensors refuses it.
             total += size if size <= os.fstat(file.fileno()).st_size else 0

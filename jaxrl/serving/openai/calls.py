@@ -122,6 +122,8 @@ class Limits:
 
 # What OpenAI's completions give that do not say; a chat goes on to the server's limit.
 _DEFAULT_COMPLETION_TOKENS = 16
+# Twice what tokens of prose have.
+_CHARS_PER_TOKEN = 8
 # Below it the most probable token is the only one; logits divided by it would leave the range of float32.
 _LOWEST_TEMPERATURE = 1e-5
 
@@ -133,6 +135,9 @@ def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
       ApiError, UserError: what is asked for is not here, or is not well formed.
     """
     request = _checked(CompletionRequest, body, limits)
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            _check_length(prompt, tokenizer, limits)
     prompts = [
         tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int32)
         for prompt in request.prompts
@@ -151,6 +156,7 @@ def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     """
     request = _checked(ChatRequest, body, limits)
     messages = [{"role": message.role, "content": message.text} for message in request.messages]
+    _check_length("".join(message["content"] for message in messages), tokenizer, limits)
     prompt = tokenizer.encode_chat(messages, **request.chat_template_kwargs)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -213,6 +219,18 @@ def _call(
         for prompt in prompts
     )
     return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
+
+
+def _check_length(text: str, tokenizer: Tokenizer, limits: Limits) -> None:
+    """Refuses a text whose beginning alone is too long, before all of it is tokenised."""
+    reach = _CHARS_PER_TOKEN * limits.max_context_tokens
+    if len(text) > reach and len(tokenizer.encode(text[:reach])) > limits.max_context_tokens:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limits.max_context_tokens} tokens, and of the prompt's "
+            f"{len(text)} characters the first {reach} have more; shorten the prompt",
+            code="context_length_exceeded",
+        )
 
 
 def _check_sizes(
