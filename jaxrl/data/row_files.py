@@ -34,12 +34,15 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import pyarrow.parquet as pq
 
 from jaxrl.data.jsonl import BadRow, object_of
 from jaxrl.errors import UserError
 from jaxrl.files import check_file, open_file, read_bytes, read_json_object
+
+# Its functions are made while it is imported, which no type checker sees.
+_COMPUTE: Any = pyarrow.compute
 
 Row = dict[str, Any]
 
@@ -509,11 +512,10 @@ def _text_bytes(array: pa.Array) -> int:
     """The bytes of all texts in an array, at any depth, each as often as it stands there."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        if not _is_binary(kind.value_type):
-            return 0
-        return _sum(_lengths(array.dictionary).take(array.indices))
+        lengths = _COMPUTE.binary_length(array.dictionary) if _is_binary(kind.value_type) else None
+        return 0 if lengths is None else _COMPUTE.sum(lengths.take(array.indices)).as_py() or 0
     if _is_binary(kind):
-        return _sum(_lengths(array))
+        return _COMPUTE.sum(_COMPUTE.binary_length(array)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, array.flatten()))
     if pa.types.is_map(kind):
@@ -526,15 +528,6 @@ def _text_bytes(array: pa.Array) -> int:
         pa.types.is_fixed_size_list,
     )
     return _text_bytes(array.flatten()) if any(is_kind(kind) for is_kind in lists) else 0
-
-
-def _lengths(texts: pa.Array) -> pa.Array:
-    # By name, since type checkers do not see the functions of pyarrow.compute.
-    return pc.call_function("binary_length", [texts])
-
-
-def _sum(numbers: pa.Array) -> int:
-    return pc.call_function("sum", [numbers]).as_py() or 0
 
 
 def _is_binary(kind: pa.DataType) -> bool:
