@@ -20,11 +20,12 @@ from jaxrl.rollout.backend import (
     expected_or_prompt_lengths,
 )
 from jaxrl.rollout.driver import EngineBackend
-from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Settings, Tokenizer, Work
+from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Tokenizer, Work
 from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
 from jaxrl.rollout.jetstream.package import ReturnSample
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
 # Of the decode state, beside the token.
@@ -88,7 +89,7 @@ class JetStreamBackend(EngineBackend):
 
         Raises:
           UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
-          ServingError: the engine has failed.
+          DriverFailed: the engine has failed.
         """
         assert not options.budget_tokens, "JetStream cannot leave a sample unfinished"
         _check_options(options)
@@ -143,7 +144,7 @@ class JetStreamBackend(EngineBackend):
             self.engine,
             self.params,
             Tokenizer(_no_text, self._decode_text, stop_ids=()),
-            Settings(options.seed, options.step, options.temperature, options.truncation),
+            DrawSettings(options.seed, options.step, options.temperature, options.truncation),
             samples_per_slot=per_slot,
             columns=FIELDS,
         )
@@ -195,12 +196,8 @@ def _sample_of(
     result.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
     result.finished = True
     result.truncated = int(tokens_R[-1]) not in stop_ids
-    if options.stop_strings:
-        stream = TextStream(decode_text, options.stop_strings)
-        for size, token in enumerate(tokens_R.tolist(), start=1):
-            stream.add(token)
-            if stream.stopped:
-                result.cut(size)
-                result.truncated = False
-                break
+    end = end_of_stop(tokens_R, len(tokens_R), options.stop_strings, decode_text)
+    if end is not None:
+        result.cut(end)
+        result.truncated = False
     return result
