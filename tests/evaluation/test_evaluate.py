@@ -25,6 +25,7 @@ from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.evaluation.policy_loading import find_model
+from jaxrl.mesh.devices import build_generation_mesh
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import adapter_config_json, config_json
@@ -32,7 +33,6 @@ from jaxrl.models.huggingface.model_files import write_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
-from jaxrl.serving.model_loading import build_generation_mesh
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.tracking.checkpoints import Checkpoints
 
