@@ -29,7 +29,7 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,8 +105,7 @@ class End(enum.Enum):
     PAUSED = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """What a dispatch has added to a sample.
 
     Attributes:
@@ -241,50 +240,42 @@ class DecodeLoop:
     def _collect(self, running: dict[int, SampleTask], decoded: DecodedTokens) -> list[Decoded]:
         """Adds decoded tokens to their samples, and frees the slots of the samples that ended."""
         results, ended, still_active = [], [], []
+        active = decoded.active.tolist()
         for slot, task in running.items():
-            result, turn_over = self._take(task, decoded, slot)
-            results.append(result)
-            if turn_over and decoded.active[slot]:
+            sample, before = task.sample, len(task.sample)
+            tokens, logprob, entropy = decoded.of_slot(slot)
+            sample.add_decoded(tokens, logprob, entropy, version=self._version)
+            stop = self._cut_at_stop(task, tokens)
+            kept = len(sample) - before
+            turn_over = stop is not None or not active[slot]
+            end = self._end_turn(task, stop) if turn_over else None
+            results.append(Decoded(task, tokens[:kept], logprob[:kept], end))
+            if turn_over and active[slot]:
                 # The device knows no stop strings and would decode on.
                 still_active.append(slot)
-            if result.end is not None:
+            if end is not None:
                 ended.append(slot)
         if still_active:
             self._slots.release(still_active)
         self._scheduler.finish(ended)
         return results
 
-    def _take(self, task: SampleTask, decoded: DecodedTokens, slot: int) -> tuple[Decoded, bool]:
-        """Adds what a slot has decoded to its sample.
-
-        Returns:
-          What was added, and whether the model's turn is over.
-        """
-        sample, before = task.sample, len(task.sample)
-        tokens, logprob, entropy = decoded.of_slot(slot)
-        sample.add_decoded(tokens, logprob, entropy, version=self._version)
-        stop = self._cut_at_stop(task, len(tokens))
-        kept = len(sample) - before
-        turn_over = stop is not None or not decoded.active[slot]
-        end = self._end_turn(task, stop) if turn_over else None
-        return Decoded(task, tokens[:kept], logprob[:kept], end), turn_over
-
-    def _cut_at_stop(self, task: SampleTask, newest: int) -> End | None:
+    def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:
         """Cuts the sample after the first stop string; returns how its turn was stopped, None if it was not.
 
         Args:
           task: the sample's task.
-          newest: number of tokens that this dispatch has added.
+          newest: int32, the tokens that this dispatch has added.
         """
         sample = task.sample
         if task.stop_strings:
-            tail = sample.tail(tokens_to_search(newest, task.stop_strings))
-            end = end_of_stop(tail, newest, task.stop_strings, self._decode_text)
+            tail = sample.tail(tokens_to_search(len(newest), task.stop_strings))
+            end = end_of_stop(tail, len(newest), task.stop_strings, self._decode_text)
             if end is not None:
                 sample.cut(len(sample) - (len(tail) - end))
                 return End.STOP_STRING
-        last = sample.tail(1)
-        return End.STOP_ID if len(last) and int(last[0]) in self._engine.config.stop_ids else None
+        stopped = len(newest) and int(newest[-1]) in self._engine.config.stop_ids
+        return End.STOP_ID if stopped else None
 
     def _end_turn(self, task: SampleTask, stop: End | None) -> End | None:
         """Finishes the sample, or leaves it unfinished, or lets it go on after the environment's answer.

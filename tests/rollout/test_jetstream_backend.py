@@ -75,3 +75,15 @@ def test_an_engine_failure_is_raised_and_nothing_is_killed(method, monkeypatch, 
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     assert threading.active_count() == before
     assert "driver has failed" in caplog.text
+
+
+def test_an_error_of_the_caller_ends_the_threads():
+    before = threading.active_count()
+
+    def broken(group):
+        raise KeyError("a mistake in a grader")
+
+    with pytest.raises(KeyError, match="a mistake in a grader") as caught:
+        loaded(JETSTREAM).generate(PROMPTS, OPTIONS, on_group=broken)
+    # While somebody still holds the traceback, and with it the frames.
+    assert caught.tb is not None and threading.active_count() == before

@@ -5,9 +5,10 @@ R tokens of a sample   C columns of a token
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Tokenizer, Work
 from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
 from jaxrl.rollout.jetstream.package import ReturnSample
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
+from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
@@ -96,25 +98,27 @@ class JetStreamBackend(EngineBackend):
         check_lengths(prompts, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
-        groups: dict[int, Completions] = {}
+        groups = SampleGroups(prompts, options, self._decode_text)
+        # Closed whatever `on_group` raises, since it has threads.
+        with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
+            for n, columns in sampled:
+                for sample, columns_RC in zip(groups.group(n), columns, strict=True):
+                    self._fill(sample, columns_RC, options)
+                groups.hand_out([n], on_group)
+        return groups.completions(range(len(groups)))
 
-        def take(n: int, columns: Sequence[np.ndarray]) -> None:
-            groups[n] = self._group(prompts.take([n]), columns, options)
-            if on_group is not None:
-                on_group(groups[n])
-
-        self._collect(prompts, options, order, take)
-        return Completions.concatenate([groups[n] for n in range(len(prompts))])
-
-    def _group(
-        self, prompt: Prompts, columns: Sequence[np.ndarray], options: SamplingOptions
-    ) -> Completions:
-        stop_ids, decode_text = self.engine.config.stop_ids, self._decode_text
-        samples = [
-            _sample_of(0, k, columns_RC, options, stop_ids, decode_text)
-            for k, columns_RC in enumerate(columns)
-        ]
-        return completions_of(prompt, samples, options.num_samples, decode_text)
+    def _fill(self, sample: Sample, columns_RC: np.ndarray, options: SamplingOptions) -> None:
+        """Gives a sample its tokens, up to its first stop."""
+        tokens_R = columns_RC[:, 0]
+        logprob_R, entropy_R = (
+            np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T
+        )
+        sample.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
+        end = end_of_stop(tokens_R, len(tokens_R), options.stop_strings, self._decode_text)
+        if end is not None:
+            sample.cut(end)
+        sample.finished = True
+        sample.truncated = end is None and int(tokens_R[-1]) not in self.engine.config.stop_ids
 
     def resume(
         self,
@@ -131,14 +135,10 @@ class JetStreamBackend(EngineBackend):
             "the driver of our own"
         )
 
-    def _collect(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        order: Sequence[int],
-        take: Callable[[int, list[np.ndarray]], None],
-    ) -> None:
-        """Hands prompt after prompt to `take`, with [R, C] of each of its samples."""
+    def _sampled(
+        self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
+    ) -> Generator[tuple[int, list[np.ndarray]]]:
+        """Yields prompt after prompt, with [R, C] of each of its samples."""
         per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
         adapter = JetStreamEngine(
             self.engine,
@@ -159,7 +159,7 @@ class JetStreamBackend(EngineBackend):
                     work = Work(prompts.tokens[n], longest, int(prompts.ids_N[n]), first)
                     driver.submit(work, channels[n][-1])
             for n, of_prompt in channels.items():
-                take(n, [columns for channel in of_prompt for columns in channel.wait()])
+                yield n, [columns for channel in of_prompt for columns in channel.wait()]
         finally:
             driver.stop()
 
@@ -179,25 +179,3 @@ def _check_options(options: SamplingOptions) -> None:
 
 def _no_text(text: str) -> np.ndarray:
     raise AssertionError(f"rollouts begin with tokens, not with {text!r}")
-
-
-def _sample_of(
-    prompt: int,
-    index: int,
-    columns_RC: np.ndarray,
-    options: SamplingOptions,
-    stop_ids: Sequence[int],
-    decode_text: Callable[[np.ndarray], str],
-) -> Sample:
-    """One finished sample, up to its first stop."""
-    tokens_R = columns_RC[:, 0]
-    logprob_R, entropy_R = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
-    result = Sample(prompt, index, options.step)
-    result.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
-    result.finished = True
-    result.truncated = int(tokens_R[-1]) not in stop_ids
-    end = end_of_stop(tokens_R, len(tokens_R), options.stop_strings, decode_text)
-    if end is not None:
-        result.cut(end)
-        result.truncated = False
-    return result
