@@ -36,6 +36,7 @@ from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
 from jaxrl.evaluation.sampled_answers import EVALUATION_STEP
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
@@ -43,7 +44,6 @@ from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.user_environment import environment_of
-from jaxrl.serving.model_loading import build_generation_mesh, dtype_on
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.types import Completions, Prompts
 

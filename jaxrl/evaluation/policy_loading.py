@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl.data.model_directory import (
+    check_is_directory,
+    generation_shardings,
+    is_run_folder,
+    read_model,
+)
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_bytes, read_text
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.serving.model_loading import context_of, read_model
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.run_weights import (
     files_of_run,
@@ -65,14 +68,14 @@ class FoundModel:
         Raises:
           UserError: a file is damaged, or a run's checkpoint is of another model.
         """
-        where = _where(self.model, mesh)
+        where = generation_shardings(self.model, mesh)
         if not self.run:
             return load_params(self.path, self.model, where, dtype=dtype)
         trained = model_of_run(files_of_run(self.path))
         like = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             decoder_graph(trained)[1],
-            _where(trained, mesh),
+            generation_shardings(trained, mesh),
         )
         _, params = read_newest_params(self.path, like)
 
@@ -102,28 +105,19 @@ def find_model(path: pathlib.Path) -> FoundModel:
     Raises:
       UserError: something is missing or broken, or the directory holds no language model.
     """
-    if path.exists() and not path.is_dir():
-        raise UserError(
-            f"--model {path} is a file; name the Hugging Face directory it lies in, with config.json, "
-            "tokenizer.json and the weights, or the folder of a run"
-        )
-    run = (path / "model").is_dir() and not (path / "config.json").exists()
+    check_is_directory(path, or_else=", or the folder of a run")
+    run = is_run_folder(path)
     directory = files_of_run(path) if run else path
-    model, tokenizer = read_model(directory)
+    found = read_model(directory)
     if run:
         newest = newest_weights(path)
         seal = zlib.crc32(newest.checkpoints.seal(newest.step).read_bytes())
         stage = newest.checkpoints.path.parent.name
         weights = f"{stage} step {newest.step}, {seal:08x}"
     else:
-        check_params(path, model)
+        check_params(path, found.model)
         weights = _fingerprint(path)
-    return FoundModel(path, model, tokenizer, context_of(directory), weights, run)
-
-
-def _where(model: ModelConfig, mesh: Mesh) -> Any:
-    _, shapes, axes = decoder_graph(model)
-    return shardings(axes, shapes, GENERATE_RULES, mesh)
+    return FoundModel(path, found.model, found.tokenizer, found.context_tokens, weights, run)
 
 
 def _fingerprint(directory: pathlib.Path) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.checks import between, check_value
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, ParallelLayout
+from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, LayoutConfig, ParallelLayout
 
 
 def simulate(num_devices: int, *, processes: int = 1) -> None:
@@ -61,6 +61,36 @@ def build_mesh(
         )
     grid = device_grid(dict(zip(axes, sizes, strict=True)), devices)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a command that only generates, over the first devices that its layout needs.
+
+    Args:
+      layout_name: "p-t-d", as --mesh has it.
+      devices: the devices; all by default.
+
+    Raises:
+      UserError: the layout is malformed, or needs more devices than there are.
+    """
+    try:
+        layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
+    except UserError as error:
+        raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
+    devices = jax.devices() if devices is None else devices
+    if layout.num_devices > len(devices):
+        raise UserError(
+            f"--mesh {layout_name} needs {layout.num_devices} devices, here are {len(devices)} "
+            f"({devices[0].device_kind}); choose a smaller one"
+        )
+    return build_mesh(layout, devices[: layout.num_devices])
+
+
+def dtype_on(mesh: Mesh, asked: str) -> str:
+    """The dtype of weights and activations: as asked, and for "auto" the fast one on a mesh."""
+    if asked != "auto":
+        return asked
+    return "float32" if platform_of(mesh) == "cpu" else "bfloat16"
 
 
 def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Which sample goes into which slot, and when. Plain Python: no device, no clock, no chance.
+"""Decides which sample runs in which slot, and when. Plain Python: no device, no clock, no chance.
 
-Sample requests are served in the order in which they are given. Those that start from the same sequence
-share its prefill, and sequences are prefilled in full batches, each once, ahead of the slots that will take
-them; the order depends on nothing but the requests and the lengths they turn out to have.
+Sample requests are served in the order in which they are added. Those that start from the same sequence
+share its prefill. Sequences are prefilled in full batches, each once, ahead of the slots that will take
+them. The order depends only on the requests and on the lengths of their samples.
 
 Slots are shared out over shards in equal runs. A sample keeps its shard: `resize` moves it within.
 """
@@ -19,11 +19,11 @@ from jaxrl.rollout.buckets import next_below, round_up
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """One sample that is wanted.
+    """One sample that waits for a slot.
 
     Attributes:
-      owner: who wants it, hashable and unlike all others.
-      source: names the sequence it starts from, hashable.
+      owner: identifies the sample; hashable and unique.
+      source: identifies the sequence it starts from; hashable.
     """
 
     owner: Any
@@ -35,13 +35,13 @@ class Admission:
     """Samples that start now, all from one prefill batch.
 
     Attributes:
-      sources: the batch.
-      fresh: it is to be prefilled; otherwise it is the one before.
-      slots: for each started sample (slot, place in `sources`, owner).
+      sources: the sequences of the batch.
+      needs_prefill: True for a new batch; False for the batch of the admission before.
+      slots: for each started sample (slot, batch index in `sources`, owner).
     """
 
     sources: tuple[Any, ...]
-    fresh: bool
+    needs_prefill: bool
     slots: tuple[tuple[int, int, Any], ...]
 
 
@@ -56,13 +56,13 @@ class Scheduler:
         prefill_batch: int,
         shards: int = 1,
     ):
-        """Nothing runs and there are no slots before `resize`.
+        """Starts without slots: `resize` makes the first.
 
         Args:
-          requests: in order of service.
-          slot_sizes: numbers of slots there may be, growing, all multiples of `shards`.
-          prefill_batch: sources of one prefill at most.
-          shards: over which slots are shared out.
+          requests: the first of the queue, in order of service.
+          slot_sizes: allowed numbers of slots, growing, all multiples of `shards`.
+          prefill_batch: most sources of one prefill.
+          shards: number of shards that the slots are shared out over.
         """
         self._queue = collections.deque(requests)
         self._slot_sizes = tuple(slot_sizes)
@@ -70,14 +70,18 @@ class Scheduler:
         self._shards: list[list[Any | None]] = [[] for _ in range(shards)]
         self._batch: dict[Any, int] = {}
 
+    def add(self, request: SampleRequest) -> None:
+        """Appends a request to the queue."""
+        self._queue.append(request)
+
     @property
     def unfinished(self) -> bool:
-        """Something is queued or running."""
+        """Whether anything is queued or running."""
         return bool(self._queue or self.running)
 
     @property
     def num_slots(self) -> int:
-        """Slots there are."""
+        """The number of slots, idle ones included."""
         return len(self._shards) * len(self._shards[0])
 
     @property
@@ -88,10 +92,11 @@ class Scheduler:
 
     @property
     def enough_active(self) -> int:
-        """Active slots down to which a dispatch should go on before the host can do something of use.
+        """The number of active slots at which a dispatch should end early.
 
-        While requests wait, an eighth of the slots may fall idle; after that, as many as a smaller number
-        of slots would do without. Always less than what runs, so that a dispatch does something.
+        While requests wait, an eighth of the slots may fall idle before the host refills them. After that a
+        dispatch ends when the next smaller number of slots is enough. Always below the number of running
+        samples, so that a dispatch decodes at least one token.
         """
         if self._queue:
             least = self.num_slots - max(1, self.num_slots // 8)
@@ -100,11 +105,11 @@ class Scheduler:
         return least if len(self.running) > least else 0
 
     def resize(self) -> list[int] | None:
-        """Makes as many slots as there is work for.
+        """Chooses the number of slots for the work at hand.
 
         Returns:
-          For each new slot the old one that it takes over, counted within its shard, or -1; None if nothing
-          changes.
+          For each new slot the old slot whose sample moves there, counted within its shard, or -1 for an idle
+          slot; None if nothing changes.
         """
         busiest = max(sum(owner is not None for owner in shard) for shard in self._shards)
         wanted = min(len(self.running) + len(self._queue), self._slot_sizes[-1])
@@ -120,23 +125,23 @@ class Scheduler:
         return moves
 
     def admit(self) -> Admission | None:
-        """Starts queued requests in free slots, as many as one prefill batch serves; None when none can."""
+        """Starts queued requests of one prefill batch in free slots; None if nothing can start."""
         free = self._free_slots()
         if not self._queue or not free:
             return None
-        fresh = self._queue[0].source not in self._batch
-        if fresh:
+        needs_prefill = self._queue[0].source not in self._batch
+        if needs_prefill:
             self._batch = self._next_batch()
         started = []
         while self._queue and free and self._queue[0].source in self._batch:
             request, slot = self._queue.popleft(), free.popleft()
-            shard, place = divmod(slot, len(self._shards[0]))
-            self._shards[shard][place] = request.owner
+            shard, index = divmod(slot, len(self._shards[0]))
+            self._shards[shard][index] = request.owner
             started.append((slot, self._batch[request.source], request.owner))
-        return Admission(tuple(self._batch), fresh, tuple(started))
+        return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
     def _free_slots(self) -> collections.deque[int]:
-        """Free slots, those of the emptiest shards first and turn by turn."""
+        """Free slots, alternating over the shards, the emptiest first."""
         size = len(self._shards[0])
         each = [[i for i, owner in enumerate(shard) if owner is None] for shard in self._shards]
         ranked = sorted(
@@ -147,6 +152,7 @@ class Scheduler:
         return collections.deque(s * size + i for _, s, i in ranked)
 
     def _next_batch(self) -> dict[Any, int]:
+        """The next sources of the queue, each with its batch index."""
         batch: dict[Any, int] = {}
         for request in self._queue:
             if request.source not in batch:
@@ -156,19 +162,19 @@ class Scheduler:
         return batch
 
     def finish(self, slots: Iterable[int]) -> list[Any]:
-        """Frees `slots`; returns who ran in each."""
+        """Frees `slots`; returns the owner of each."""
         owners = []
         for slot in slots:
-            shard, place = divmod(slot, len(self._shards[0]))
-            owners.append(self._shards[shard][place])
-            self._shards[shard][place] = None
+            shard, index = divmod(slot, len(self._shards[0]))
+            owners.append(self._shards[shard][index])
+            self._shards[shard][index] = None
         return owners
 
     def cancel(self, owner: Any) -> int | None:
-        """Forgets a request; returns the slot it ran in, which is free now, or None if it was queued.
+        """Forgets a request; returns the slot that it frees, or None if it was still queued.
 
         Raises:
-          KeyError: it is neither queued nor running.
+          KeyError: the request is neither queued nor running.
         """
         for slot, running in self.running.items():
             if running == owner:

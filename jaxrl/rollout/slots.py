@@ -1,11 +1,10 @@
-"""The slots of an engine as drivers see them: host arrays in, host arrays out.
+"""The slots of an engine, with host arrays in and host arrays out.
 
-    prefilled(engine, params, sequences) -> Prefix     host sequences to keys and values
-    Slots(engine, params)                              the decode state: samples come, decode, go
+    prefilled(engine, params, sequences) -> Prefix     runs host sequences and keeps their keys and values
+    Slots(engine, params)                              the decode state: insert, extend, generate, release
 
-Which sample is in which slot is the driver's affair. Two drivers may share an engine from two threads: on a
-mesh all devices must then get their programs in one order, so whoever dispatches holds the lock that both
-were given.
+The caller decides which sample is in which slot. Two callers may share an engine from two threads. On a mesh
+all devices must then get their programs in one order, so each holds the same lock while it dispatches.
 
     n slots   P sequences of a prefill   T tokens   W tokens of a dispatch
 """
@@ -13,8 +12,9 @@ were given.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,25 +25,41 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
-from jaxrl.rollout.sampling import Truncation
+from jaxrl.rollout.sampling import Truncation, untruncated
 
-# Most requests differ in little but their prompts and seeds.
+# Settings that stay on the devices: most requests differ only in their prompts and seeds.
 _KEPT_SETTINGS = 64
 
 
-class SlotAssignment(NamedTuple):
-    """A sample that starts, or goes on.
+@dataclasses.dataclass(frozen=True)
+class DrawSettings:
+    """How the tokens of a sample are drawn. Samples with equal settings are inserted together.
 
     Attributes:
-      slot: its slot.
-      place: of its sequence in the prefix.
-      prompt_id, sample_index: what its sampling key is made of.
-      max_tokens: of its response.
-      response_tokens: of its response, that the prefix holds already.
+      seed, step: with a prompt's id and a sample's index they determine the sample.
+      temperature: 0 is greedy.
+      truncation: which tokens may be drawn, as scalars.
+    """
+
+    seed: int = 0
+    step: int = 0
+    temperature: float = 0.0
+    truncation: Truncation = dataclasses.field(default_factory=untruncated)
+
+
+class SlotAssignment(NamedTuple):
+    """A sample that starts or goes on in a slot.
+
+    Attributes:
+      slot: the slot.
+      batch_index: index of its sequence in the prefix.
+      prompt_id, sample_index: parts of its sampling key.
+      max_tokens: tokens of its response at which the slot stops.
+      response_tokens: tokens of its response that the prefix holds already.
     """
 
     slot: int
-    place: int
+    batch_index: int
     prompt_id: int
     sample_index: int
     max_tokens: int
@@ -51,32 +67,30 @@ class SlotAssignment(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """Tokens that come on top of the sequence in a slot.
+    """Tokens to append to the sequence in a slot.
 
     Attributes:
-      slot: which.
       length: tokens of the sequence without them.
-      last: the last of these.
-      tokens: int32, the new ones.
+      last: the last token of the sequence without them.
+      tokens: int32 [T], the new tokens.
     """
 
-    slot: int
     length: int
     last: int
     tokens: np.ndarray
 
 
-# Seed, step, temperature and truncation, on the devices.
-Settings: TypeAlias = tuple[Any, ...]
+# The fields of `DrawSettings` as `Engine.insert` takes them, on the devices.
+DeviceSettings: TypeAlias = tuple[Any, ...]
 
 
 class DecodedTokens(NamedTuple):
-    """Tokens that a dispatch has decoded, on the host.
+    """The result of a dispatch, on the host.
 
     Attributes:
-      active: bool [n], still decoding.
-      num_tokens: int32 [n], how many were decoded.
-      token: int32 [n, W], of which `num_tokens` are real.
+      active: bool [n], True for slots that would decode on.
+      num_tokens: int32 [n], number of decoded tokens.
+      token: int32 [n, W], of which the first `num_tokens` are real.
       logprob, entropy: float32 [n, W].
     """
 
@@ -87,22 +101,22 @@ class DecodedTokens(NamedTuple):
     entropy: np.ndarray
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and entropies that were decoded in a slot."""
+        """The decoded tokens of a slot, their log-probabilities and entropies."""
         n = self.num_tokens[slot]
         return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
-    """A prefix of each sequence, in chunks where they are long.
+    """Prefills sequences, the long ones in chunks.
 
     Args:
       engine, params: of the model.
-      sequences: int32, one or more and no more than the largest prefill batch, none empty or too long.
+      sequences: int32, at least one and at most the largest prefill batch, none empty or too long.
     """
     chunk = engine.config.chunk_tokens
     P = round_up(engine.batch_sizes, len(sequences))
     longest = max(len(s) for s in sequences)
-    # A place that is left over holds one token, which nobody reads.
+    # An unused entry of the batch holds one token, which nobody reads.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
     prefix = engine.prefill(params, *_padded(engine, heads))
     if longest <= chunk:
@@ -134,22 +148,25 @@ def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...
 
 
 def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignment]) -> Assignment:
-    """The device's form of `assignments` in a state of so many slots."""
+    """`assignments` as arrays with one entry per slot, on the devices."""
     source_n, id_n, index_n, limit_n, count_n = (np.zeros(num_slots, np.int32) for _ in range(5))
     source_n[:] = -1
     for each in assignments:
-        source_n[each.slot], limit_n[each.slot] = each.place, each.max_tokens
+        source_n[each.slot], limit_n[each.slot] = each.batch_index, each.max_tokens
         count_n[each.slot] = each.response_tokens
         id_n[each.slot], index_n[each.slot] = each.prompt_id, each.sample_index
     return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
 
 
-def settings_on_device(
-    engine: Engine, *, seed: int, step: int, temperature: float, truncation: Truncation
-) -> Settings:
-    """Settings of samples as `Engine.insert` takes them; to be kept, since sending them takes a while."""
-    scalars = host_inputs(engine.mesh, np.uint32(seed), np.int32(step), np.float32(temperature))
-    limits, structure = jax.tree.flatten(truncation)
+def settings_on_device(engine: Engine, settings: DrawSettings) -> DeviceSettings:
+    """`settings` on the devices. Keep the result, since sending takes a while."""
+    scalars = host_inputs(
+        engine.mesh,
+        np.uint32(settings.seed),
+        np.int32(settings.step),
+        np.float32(settings.temperature),
+    )
+    limits, structure = jax.tree.flatten(settings.truncation)
     return *scalars, jax.tree.unflatten(structure, host_inputs(engine.mesh, *limits))
 
 
@@ -158,7 +175,7 @@ def insert(
     prefix: Prefix,
     state: DecodeState,
     assignments: Sequence[SlotAssignment],
-    settings: Settings,
+    settings: DeviceSettings,
 ) -> DecodeState:
     """`Engine.insert` of samples that share their settings; `state` is consumed."""
     return engine.insert(prefix, state, on_device(engine, state.num_slots, assignments), *settings)
@@ -173,31 +190,32 @@ class Slots:
         params: Params,
         lock: contextlib.AbstractContextManager | None = None,
     ):
-        """No memory is taken before there are slots.
+        """Takes no device memory before `make_room`.
 
         Args:
           engine, params: of the model.
-          lock: held while something is dispatched.
+          lock: context manager that is held while something is dispatched; None for no other thread.
         """
         self.engine = engine
         self._params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
         self._state: DecodeState | None = None
-        # Not of a method: a cache that refers to its owner would keep the decode state, which may be
-        # most of a device's memory, until Python looks for cycles.
-        send = functools.partial(settings_on_device, engine)
-        self._settings = functools.lru_cache(_KEPT_SETTINGS)(send)
+        # A cache of a method refers to its owner. It would keep the decode state, which may be most of a
+        # device's memory, until Python looks for cycles.
+        self._settings = functools.lru_cache(_KEPT_SETTINGS)(
+            functools.partial(settings_on_device, engine)
+        )
 
     def clear(self) -> None:
-        """Forgets all slots, and frees their memory."""
+        """Forgets all slots and frees their memory."""
         self._state = None
 
     def make_room(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
-        """Makes so many slots, with capacity for another dispatch of a sequence of `longest` tokens.
+        """Resizes the state for another dispatch.
 
         Args:
           num_slots: of `Scheduler.num_slots`.
-          moves: as `Scheduler.resize` has returned it.
+          moves: the result of `Scheduler.resize`.
           longest: tokens of the longest sequence that is in a slot or comes into one.
         """
         engine = self.engine
@@ -207,7 +225,7 @@ class Slots:
             with self._lock:
                 self._state = engine.init_decode_state(num_slots, capacity)
             return
-        # Less capacity is worth a copy if slots move anyway, or if it is much less.
+        # Shrink the cache only when slots move anyway or when capacity at least halves.
         if moves is None and state.capacity // 2 < capacity <= state.capacity:
             return
         if moves is None:
@@ -226,61 +244,62 @@ class Slots:
         self,
         prefix: Prefix,
         assignments: Sequence[SlotAssignment],
-        *,
-        temperature: float,
-        truncation: Truncation,
-        seed: int = 0,
-        step: int = 0,
+        settings: DrawSettings,
     ) -> None:
-        """Starts samples that share their settings; seed and step are parts of their keys."""
+        """Starts samples that share their settings."""
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         with self._lock:
-            settings = self._settings(
-                seed=seed, step=step, temperature=temperature, truncation=truncation
-            )
-            self._state = insert(self.engine, prefix, state, assignments, settings)
+            on_devices = self._settings(settings)
+            self._state = insert(self.engine, prefix, state, assignments, on_devices)
 
     def extend(
-        self, extensions: Sequence[Extension]
-    ) -> Iterator[tuple[Prefix, dict[int, Extension]]]:
-        """Sequences of slots with tokens on top, as prefixes, to be inserted in these slots again.
+        self, extensions: Mapping[int, Extension]
+    ) -> Iterator[tuple[Prefix, dict[int, int]]]:
+        """Appends tokens to sequences in slots, of which only the new tokens are run.
+
+        Args:
+          extensions: slot -> its new tokens.
 
         Yields:
-          A prefix and, for its places in use, which extension it holds. Only the new tokens are run.
+          A prefix to insert into these slots again, and for its batch indices in use the slot of each.
         """
-        engine = self.engine
-        state, shards = self._state, engine.shards
+        if not extensions:
+            return
+        engine, state = self.engine, self._state
         assert state is not None, "there are no slots"
-        per_shard = engine.batch_sizes[-1] // shards
-        slots_of_shard = state.num_slots // shards
-        # A prefix takes as many sequences from every shard.
-        waiting = [[e for e in extensions if e.slot // slots_of_shard == s] for s in range(shards)]
+        per_shard = engine.batch_sizes[-1] // engine.shards
+        slots_per_shard = state.num_slots // engine.shards
+        # A prefix takes the same number of sequences from every shard.
+        waiting: list[list[int]] = [[] for _ in range(engine.shards)]
+        for slot in extensions:
+            waiting[slot // slots_per_shard].append(slot)
         while any(waiting):
-            places = {
-                s * per_shard + place: extension
-                for s, of_shard in enumerate(waiting)
-                for place, extension in enumerate(of_shard[:per_shard])
+            slot_of = {
+                shard * per_shard + i: slot
+                for shard, slots in enumerate(waiting)
+                for i, slot in enumerate(slots[:per_shard])
             }
-            waiting = [of_shard[per_shard:] for of_shard in waiting]
-            yield self._extended(places), places
+            waiting = [slots[per_shard:] for slots in waiting]
+            yield self._extended(slot_of, extensions), slot_of
 
-    def _extended(self, places: dict[int, Extension]) -> Prefix:
+    def _extended(self, slot_of: dict[int, int], extensions: Mapping[int, Extension]) -> Prefix:
         engine, state = self.engine, self._state
         assert state is not None, "there are no slots"
         P = engine.batch_sizes[-1]
         slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
         parts = [np.zeros(0, np.int32)] * P
-        for place, extension in places.items():
-            slot_P[place] = extension.slot % (state.num_slots // engine.shards)
-            length_P[place], token_P[place] = extension.length - 1, extension.last
-            parts[place] = extension.tokens
+        for index, slot in slot_of.items():
+            extension = extensions[slot]
+            slot_P[index] = slot % (state.num_slots // engine.shards)
+            length_P[index], token_P[index] = extension.length - 1, extension.last
+            parts[index] = extension.tokens
         with self._lock:
             prefix = engine.extract(state, *host_inputs(engine.mesh, slot_P, length_P, token_P))
             return _extended(engine, self._params, prefix, parts)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Ends what is in `slots`."""
+        """Stops decoding in `slots`."""
         state, self._state = self._state, None
         assert state is not None, "there are no slots"
         keep_n = np.ones(state.num_slots, bool)
@@ -289,7 +308,7 @@ class Slots:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
     def generate(self, least_active: int) -> DecodedTokens:
-        """Decodes up to W tokens in every active slot, and waits for them; see `Engine.generate`."""
+        """Decodes up to W tokens in every active slot and fetches them; see `Engine.generate`."""
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         with self._lock:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-# What a decoder writes for bytes that are no character, or not yet.
+# A decoder writes this for bytes that are no character, or not yet.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # A character has at most four bytes; what is still broken after so many tokens stays so.
 _MAX_OPEN = 8
@@ -15,15 +15,14 @@ _LONGEST_WINDOW, _KEPT = 12, 4
 
 
 class TextStream:
-    """Tokens of one response to text, token by token.
+    """Turns the tokens of one response into text, a few tokens at a time.
 
-    Attributes:
-      stopped: a stop string has been spelled; the tokens up to here are all that count.
+    The stream does not decide where a response ends (`stop_strings` does). It holds back text that is a stop
+    string, or may become one, until more tokens or the end of the response tell.
     """
 
     def __init__(self, decode_text: Callable[[np.ndarray], str], stop: Sequence[str] = ()):
-        """Args: token ids to text; texts that end the response and are not part of it."""
-        self.stopped = False
+        """Args: token ids to text; texts that end the response and are not shown."""
         self._decode_text = decode_text
         self._stop = tuple(stop)
         self._window: list[int] = []
@@ -31,20 +30,28 @@ class TextStream:
         self._open = 0
         self._pending = ""
 
-    def add(self, token: int) -> tuple[str, str]:
-        """Text of the token, "" if that is no whole character yet, and the text that can be shown now."""
-        piece = self._spell(token)
-        self._pending += piece
-        ends = [at for stop in self._stop if (at := self._pending.find(stop)) >= 0]
-        if ends:
-            self.stopped = True
-            return piece, self._release(min(ends), drop=True)
-        return piece, self._release(len(self._pending) - self._possible_stop())
+    def add(self, tokens: Iterable[int]) -> tuple[tuple[str, ...], str]:
+        """Takes the next tokens.
 
-    def flush(self) -> str:
-        """The text not shown yet, at the end of a response that no stop string ended."""
-        rest = self._text_of(self._window)[len(self._window_text) :]
-        return self._release(len(self._pending)) + rest
+        Returns:
+          The text of each token, "" where it completes no character yet, and the text that can be shown now.
+        """
+        pieces = tuple(self._spell(int(token)) for token in tokens)
+        self._pending += "".join(pieces)
+        shown = len(self._pending) - self._held()
+        text, self._pending = self._pending[:shown], self._pending[shown:]
+        return pieces, text
+
+    def end(self, *, at_stop_string: bool = False) -> str:
+        """The text not shown yet, at the end of a response.
+
+        Args:
+          at_stop_string: the response ends with a stop string, which is not shown.
+        """
+        if at_stop_string:
+            found = (self._pending.find(stop) for stop in self._stop)
+            return self._pending[: min((at for at in found if at >= 0), default=None)]
+        return self._pending + self._text_of(self._window)[len(self._window_text) :]
 
     def _spell(self, token: int) -> str:
         self._window.append(token)
@@ -63,15 +70,10 @@ class TextStream:
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._decode_text(np.array(tokens, np.int32))
 
-    def _possible_stop(self) -> int:
-        """Length of the end of the pending text that may be the beginning of a stop string."""
-        longest = min(len(self._pending), max((len(s) - 1 for s in self._stop), default=0))
-        for size in range(longest, 0, -1):
-            if any(s.startswith(self._pending[-size:]) for s in self._stop):
-                return size
+    def _held(self) -> int:
+        """Length of the end of the pending text that is a stop string or may become one."""
+        for at in range(len(self._pending) if self._stop else 0):
+            rest = self._pending[at:]
+            if any(rest.startswith(stop) or stop.startswith(rest) for stop in self._stop):
+                return len(rest)
         return 0
-
-    def _release(self, size: int, *, drop: bool = False) -> str:
-        shown, rest = self._pending[:size], self._pending[size:]
-        self._pending = "" if drop else rest
-        return shown

@@ -6,19 +6,90 @@ What it takes to run the package today is listed in `rollout.jetstream.package`.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.jetstream import engine_adapter
-from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
-from jaxrl.rollout.jetstream.package import grpc, jetstream_pb2_grpc, orchestrator
-from jaxrl.rollout.request_errors import ServingError, Stopped
+from jaxrl.rollout.jetstream.orchestrator_driver import (
+    DriverFailed,
+    DriverStopped,
+    JetStreamDriver,
+)
+from jaxrl.rollout.jetstream.package import (
+    ReturnSample,
+    grpc,
+    jetstream_pb2_grpc,
+    orchestrator,
+)
+from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.request_checks import check_request
+
+
+class TextDriver(JetStreamDriver):
+    """JetStream's driver for requests of clients: checked, with text in the answer where text came in."""
+
+    def __init__(self, engine: engine_adapter.JetStreamEngine):
+        """Starts the threads; `stop` must be called, or the process does not end."""
+        self._adapter = engine
+        self._numbers = itertools.count()
+        super().__init__(engine)
+
+    def place_request_on_prefill_queue(self, request: orchestrator.ActiveRequest) -> None:
+        """Queues a request.
+
+        Args:
+          request: its content is a text or a list of token ids.
+
+        Raises:
+          UserError: the request can never be served.
+          DriverStopped: the driver takes no requests.
+        """
+        content: Any = request.prefill_content
+        add_text = None
+        if isinstance(content, str):
+            tokenizer = self._adapter.tokenizer
+            add_text = _Texts(tokenizer.decode_text).add
+            content = tokenizer.encode(content)[0]
+        work: Any = self._work_of(np.asarray(content, np.int64), request.max_tokens)
+        request.prefill_content = work
+        self._queue(request, add_text)
+
+    def _work_of(self, tokens: np.ndarray, max_tokens: int) -> engine_adapter.Work:
+        engine = self._adapter.engine
+        if max_tokens == engine.config.max_response_tokens:
+            # The number of requests that name none: as many tokens as there is room for.
+            max_tokens = min(max_tokens, engine.config.max_context_tokens - len(tokens))
+        check_request(engine, tokens, max_tokens)
+        return engine_adapter.Work(
+            tokens.astype(np.int32), max_tokens, prompt_id=next(self._numbers) % 2**31
+        )
+
+
+class _Texts:
+    """The texts of a request's samples while they grow."""
+
+    def __init__(self, decode_text: Callable[[np.ndarray], str]):
+        self._streams = collections.defaultdict(lambda: TextStream(decode_text))
+
+    def add(self, samples: Sequence[ReturnSample], complete: np.ndarray) -> None:
+        """Gives samples the text of their tokens; `complete` says which of them have ended."""
+        for index, (sample, ended) in enumerate(zip(samples, complete, strict=True)):
+            text = self._streams[index].add(sample.token_ids)[1]
+            if ended:
+                text += self._streams[index].end()
+            # By characters, so that nothing reads "<0x41>" in an answer as JetStream's way to write a byte.
+            sample.text = list(text)
 
 
 def start_driver(
@@ -26,17 +97,16 @@ def start_driver(
     params: Params,
     tokenizer: Tokenizer,
     lock: contextlib.AbstractContextManager,
-) -> JetStreamDriver:
+) -> TextDriver:
     """JetStream's driver for a server; it samples greedily, since its requests have no settings.
 
     Args:
       engine, params, tokenizer: of the model.
-      lock: held while something is dispatched; for another driver of the same devices.
+      lock: held while something is dispatched, for another driver of the same devices.
     """
     of_text = engine_adapter.Tokenizer(tokenizer.encode, tokenizer.decode, tokenizer.stop_ids)
-    settings = engine_adapter.Settings()
-    adapter = engine_adapter.JetStreamEngine(engine, params, of_text, settings, lock=lock)
-    return JetStreamDriver(adapter)
+    adapter = engine_adapter.JetStreamEngine(engine, params, of_text, DrawSettings(), lock=lock)
+    return TextDriver(adapter)
 
 
 class _Orchestrator(orchestrator.LLMOrchestrator):
@@ -63,9 +133,9 @@ class _Orchestrator(orchestrator.LLMOrchestrator):
                     yield response
         except UserError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except Stopped as error:
+        except DriverStopped as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except ServingError as error:
+        except DriverFailed as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
 
 

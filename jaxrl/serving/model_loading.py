@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jaxrl.checks import MAX_TOKENS
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.model_directory import (
+    SHORTEST_CONTEXT,
+    check_is_directory,
+    generation_shardings,
+    is_run_folder,
+    read_model,
+)
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh, memory_bytes, platform_of
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
+from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
+from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.huggingface.weight_loading import load_params
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
 
-# Context of a model whose config.json names none, and of one for which memory is short: shorter is no use.
-_SHORTEST_CONTEXT = 2048
 # Share of a device's memory that weights and caches may take; the rest is for temporaries of programs.
 _MEMORY_SHARE = 0.8
 
@@ -52,23 +52,20 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
       UserError: something is missing, broken, or does not fit.
     """
     directory = pathlib.Path(config.model)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(
-            f"--model {directory} is a file; name the Hugging Face directory it lies in, with config.json, "
-            "tokenizer.json and the weights"
-        )
-    if (directory / "model").is_dir() and not (directory / "config.json").exists():
+    check_is_directory(directory)
+    if is_run_folder(directory):
         raise UserError(
             f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
             f"--path {directory} --to hf --out DIR, and serve DIR"
         )
-    model, tokenizer = read_model(directory)
+    found = read_model(directory)
+    model, tokenizer = found.model, found.tokenizer
     mesh = build_generation_mesh(config.mesh, devices)
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
-    graph, shapes, axes = decoder_graph(model)
-    where = shardings(axes, shapes, GENERATE_RULES, mesh)
+    graph, shapes, _ = decoder_graph(model)
+    where = generation_shardings(model, mesh)
 
     def engine_of(lengths: Lengths) -> Engine:
         return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
@@ -76,16 +73,9 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     def fitting() -> int:
         return _fitting_tokens(config, engine_of(Lengths(1, 1, 2)), shapes, where)
 
-    engine = engine_of(lengths_of(config, context_of(directory), fitting))
+    engine = engine_of(lengths_of(config, found.context_tokens, fitting))
     params = load_params(directory, model, where, dtype=config.dtype)
     return Loaded(engine, params, tokenizer)
-
-
-def dtype_on(mesh: Mesh, asked: str) -> str:
-    """The type of weights and activations: as asked, and for "auto" what is fast on the devices of a mesh."""
-    if asked != "auto":
-        return asked
-    return "float32" if platform_of(mesh) == "cpu" else "bfloat16"
 
 
 class Lengths(NamedTuple):
@@ -110,7 +100,7 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     """
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     if not prompt and not response:
-        context = min(context, max(fitting(), _SHORTEST_CONTEXT))
+        context = min(context, max(fitting(), SHORTEST_CONTEXT))
         return Lengths(max(context - 1, 1), max(context - 1, 1), context)
     prompt = prompt or context - response
     response = response or context - prompt
@@ -121,38 +111,6 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
             "(max_position_embeddings of its config.json); lower them, or leave them out"
         )
     return Lengths(prompt, response, prompt + response)
-
-
-def context_of(directory: pathlib.Path) -> int:
-    """Tokens that a model has positions for."""
-    value = read_config_json(directory).get("max_position_embeddings")
-    if value is None:
-        return _SHORTEST_CONTEXT
-    if type(value) is not int or value < 2:
-        raise UserError(
-            f"{directory / 'config.json'}: max_position_embeddings is {value!r}; it must be a whole number "
-            "of 2 or more: copy the published file again"
-        )
-    return min(value, MAX_TOKENS)
-
-
-def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a layout "p-t-d" over the first of the devices, all by default.
-
-    Raises:
-      UserError: it is no layout, or needs more devices than there are.
-    """
-    try:
-        layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
-    except UserError as error:
-        raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
-    devices = jax.devices() if devices is None else devices
-    if layout.num_devices > len(devices):
-        raise UserError(
-            f"--mesh {layout_name} needs {layout.num_devices} devices, here are {len(devices)} "
-            f"({devices[0].device_kind}); choose a smaller one"
-        )
-    return build_mesh(layout, devices[: layout.num_devices])
 
 
 def _engine_config(
@@ -189,21 +147,3 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
     # HTTP's cache and, while it grows, the one before; JetStream's, which never grows.
     caches = 3 if config.grpc else 2
     return free * state.capacity // (caches * cache)
-
-
-def read_model(directory: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
-    """The shape of a language model and its tokenizer, from the files of its directory.
-
-    Raises:
-      UserError: a file is missing or broken, the model gives scores, or the tokenizer is another model's.
-    """
-    model = read_config(directory)
-    tokenizer = load_tokenizer(directory)
-    if model.num_scores:
-        raise UserError(f"{directory} holds a model of scores; name a language model")
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{model.vocab_size} rows; put two files of one model there"
-        )
-    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size), tokenizer

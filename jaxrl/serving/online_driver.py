@@ -1,42 +1,42 @@
-"""The online driver: requests come at any time, each with its own settings; text streams back per dispatch.
+"""Serves requests that come at any time, each with its own settings; text streams back per dispatch.
 
-    submit --> waiting --> [scheduler: queued --> slot] --> Delta, Delta, ... --> listener
-               cancel                 cancel
+    submit --> waiting --> [decode loop: queue --> slot] --> Delta, Delta, ... --> listener
+               cancel                    cancel
 
-One thread dispatches and owns everything below `waiting`; any thread may submit and cancel. A sample's key is
-made of its request's seed and its index, so an answer does not depend on what else is being answered. If a
-dispatch fails, the requests in its slots fail with it and those that wait are served.
+One thread feeds the decode loop (`rollout.decode_loop`) and calls the listeners. Any thread may submit and
+cancel. A sample's key is made of its request's seed and its index, so an answer does not depend on the
+other requests. If a dispatch fails, the requests in the loop fail with it and those that wait are served.
 
-n slots   W tokens of a dispatch   R tokens of a delta
+W tokens of a dispatch   R tokens of a delta
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End, SampleTask, StartSequence
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.request_checks import check_request
-from jaxrl.rollout.request_errors import NotFinite, Overloaded, ServingError, Stopped
+from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
-from jaxrl.rollout.slots import DecodedTokens, SlotAssignment, Slots
+from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.request_checks import check_request
+from jaxrl.serving.request_errors import NotFinite, Overloaded, ServingError, Stopped
 
 STOP, LENGTH = "stop", "length"
+_FINISH = {None: "", End.STOP_ID: STOP, End.STOP_STRING: STOP, End.FULL: LENGTH}
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ class Request:
 
     Attributes:
       prompt: int32 [T].
-      num_samples: how many.
-      max_tokens: of each, end-of-sequence included.
+      num_samples: number of samples.
+      max_tokens: most tokens of each sample, end-of-sequence included.
       seed: with a sample's index it determines the sample; 0 to 2**31 - 1.
       temperature: 0 is greedy.
       truncation: which tokens may be drawn, as scalars.
-      stop: texts that end a sample and are not part of its text.
+      stop: texts that end a sample and are not shown.
     """
 
     prompt: np.ndarray
@@ -71,12 +71,12 @@ class Delta:
     Example, with the stop string "\\n": tokens "9", "\\n", text "9", finish "stop".
 
     Attributes:
-      index: which sample of the request.
+      index: index of the sample in its request.
       tokens: int32 [R], the token that ended the sample included.
-      logprob: float32 [R], log-probability of each under the sampler's distribution, temperature applied,
-        before truncation.
-      pieces: R texts, what each token spells; "" for a part of a character and for special tokens.
-      text: what can be shown now; it lags behind the pieces while a stop string may have begun.
+      logprob: float32 [R], the log-probability of each token under the sampler's distribution, temperature
+        applied, before truncation.
+      pieces: the text of each of the R tokens; "" for a part of a character and for special tokens.
+      text: the text to show now; it lags behind the pieces while a stop string may have begun.
       finish: "stop" or "length" if this is the sample's end, else "".
     """
 
@@ -93,42 +93,19 @@ class Delta:
 Listener: TypeAlias = Callable[[Delta | ServingError], None]
 
 
-class _Sample:
-    """A sample that has not ended."""
+class _Answer(NamedTuple):
+    """The request that a sample belongs to, and the sample's text."""
 
-    def __init__(self, ticket: int, request: Request, index: int, text: TextStream):
-        self.ticket = ticket
-        self.request = request
-        self.index = index
-        self.text = text
-        self.length = len(request.prompt)
+    ticket: int
+    text: TextStream
 
 
 @dataclasses.dataclass
 class _OpenRequest:
-    """A request that somebody listens to, and how many of its samples have not ended."""
+    """A request that somebody listens to, with the number of its samples that have not ended."""
 
     listener: Listener
     unfinished: int
-
-
-_Owner: TypeAlias = tuple[int, int]  # ticket, index
-
-
-class _Queue(Scheduler):
-    """A scheduler whose requests come later."""
-
-    def __init__(self, engine: Engine):
-        super().__init__(
-            (),
-            slot_sizes=engine.slot_sizes,
-            prefill_batch=engine.batch_sizes[-1],
-            shards=engine.shards,
-        )
-
-    def add(self, owner: _Owner) -> None:
-        """Queues a sample; those of one ticket share a prefill."""
-        self._queue.append(SampleRequest(owner, owner[0]))
 
 
 class OnlineDriver:
@@ -148,25 +125,24 @@ class OnlineDriver:
         Args:
           engine, params: of the model, the weights in the generation layout.
           decode_text: token ids to text.
-          max_waiting: samples that may wait for a slot; more are refused.
-          lock: held while something is dispatched; for another driver of the same devices.
+          max_waiting: most samples that wait for a slot; more are refused.
+          lock: context manager that is held while something is dispatched, for another driver of the same
+            devices; None for no other driver.
         """
         self._engine = engine
-        self._slots = Slots(engine, params, lock)
         self._decode_text = decode_text
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
         # Shared with other threads, under the condition.
         self._changed = threading.Condition()
-        self._waiting: dict[_Owner, _Sample] = {}
+        self._waiting: dict[SampleTask, None] = {}
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._closing = False
         self._stopping = False
         # The thread's own.
-        self._scheduler = _Queue(engine)
-        self._scheduled: dict[Hashable, _Sample] = {}
-        self._prefix: Prefix | None = None
+        self._loop = DecodeLoop(engine, params, decode_text, lock=lock)
+        self._in_loop: dict[SampleTask, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()
 
@@ -178,13 +154,13 @@ class OnlineDriver:
 
     @property
     def alive(self) -> bool:
-        """Requests are taken."""
+        """Whether requests are taken."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def load(self) -> tuple[int, int]:
-        """Samples that wait, and samples that are in slots or about to be."""
-        return len(self._waiting), len(self._scheduled)
+        """The number of samples that wait, and of those in the decode loop."""
+        return len(self._waiting), len(self._in_loop)
 
     def check(self, request: Request) -> None:
         """Raises UserError for a request that can never be served."""
@@ -207,21 +183,21 @@ class OnlineDriver:
         """Queues a request.
 
         Args:
-          request: what is wanted.
-          listener: gets the answer, piece by piece.
+          request: the request.
+          listener: is called with the answer, dispatch by dispatch.
 
         Returns:
           A ticket, for `cancel`.
 
         Raises:
-          UserError: it can never be served.
-          Overloaded: it cannot be served now.
-          Stopped: the driver is closed, or has broken down.
+          UserError: the request can never be served.
+          Overloaded: too many samples wait.
+          Stopped: the driver is closed or has broken down.
         """
         return self.submit_all([(request, listener)])[0]
 
     def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
-        """`submit` of several requests, of all or of none."""
+        """Queues all of several requests or none of them; see `submit`."""
         for request, _ in requests:
             self.check(request)
         wanted = sum(request.num_samples for request, _ in requests)
@@ -237,22 +213,37 @@ class OnlineDriver:
             for request, listener in requests:
                 ticket = next(self._numbers)
                 self._open[ticket] = _OpenRequest(listener, request.num_samples)
-                for index in range(request.num_samples):
-                    text = TextStream(self._decode_text, request.stop)
-                    self._waiting[ticket, index] = _Sample(ticket, request, index, text)
+                self._waiting |= dict.fromkeys(self._tasks(ticket, request))
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
 
+    def _tasks(self, ticket: int, request: Request) -> Iterator[SampleTask]:
+        """The samples of a request, as the loop takes them."""
+        start = StartSequence(request.prompt)
+        settings = DrawSettings(temperature=request.temperature, truncation=request.truncation)
+        for index in range(request.num_samples):
+            yield SampleTask(
+                Sample(0, index, settings.step),
+                start,
+                # The seed takes the place of a prompt's id. So requests that differ in their seeds alone have
+                # the same settings, and are inserted together.
+                prompt_id=request.seed,
+                settings=settings,
+                max_tokens=request.max_tokens,
+                stop_strings=request.stop,
+                owner=_Answer(ticket, TextStream(self._decode_text, request.stop)),
+            )
+
     def cancel(self, ticket: int) -> None:
-        """Ends a request; its slots are free with the next dispatch. One that has ended is left alone."""
+        """Ends a request and frees its slots with the next dispatch. Ignores a request that has ended."""
         with self._changed:
             if self._open.pop(ticket, None) is not None:
                 self._cancelled.append(ticket)
                 self._changed.notify_all()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Takes no requests any more. What is not answered within `grace_s` gets `Stopped`."""
+        """Takes no more requests. Those not answered within `grace_s` seconds get `Stopped`."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._open, grace_s)
@@ -266,144 +257,74 @@ class OnlineDriver:
         try:
             while self._wait_for_work():
                 try:
-                    self._take_in()
-                    self._dispatch()
-                # What the device reports, such as that its memory does not suffice. The state may be lost.
+                    self._feed()
+                    self._pass_on(self._loop.dispatch())
+                # Errors of the device, such as too little memory. The slots may be lost.
                 except jax.errors.JaxRuntimeError as error:
                     failure = ServingError(f"the engine has failed: {_first_line(error)}")
                     _LOG.error("%s", failure)
-                    self._fail_scheduled(failure)
+                    self._fail_loop(failure)
         finally:
             # Whatever the reason, nobody is left waiting.
             self._end()
 
     def _wait_for_work(self) -> bool:
-        """Returns when there is some; False when it is time to stop."""
+        """Waits until there is work; False when it is time to stop."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._cancelled or self._scheduled):
+            while not (self._stopping or self._waiting or self._cancelled or self._in_loop):
                 self._changed.wait()
             return not self._stopping
 
-    def _take_in(self) -> None:
-        """Drops what was cancelled, and brings what waits to the scheduler."""
+    def _feed(self) -> None:
+        """Drops cancelled samples from the loop and adds waiting ones."""
         with self._changed:
             cancelled, self._cancelled = set(self._cancelled), []
-            if cancelled:
-                self._forget_waiting(cancelled)
-            # Few are queued ahead of their slots, since cancelling one of those means to search for it.
-            room = 2 * self._engine.max_concurrent_decodes - len(self._scheduled)
-            for owner in list(itertools.islice(self._waiting, max(0, room))):
-                self._scheduled[owner] = self._waiting.pop(owner)
-                self._scheduler.add(owner)
-        dropped = [owner for owner, s in self._scheduled.items() if s.ticket in cancelled]
-        slots = [self._scheduler.cancel(owner) for owner in dropped]
-        for owner in dropped:
-            del self._scheduled[owner]
-        if running := [slot for slot in slots if slot is not None]:
-            self._slots.release(running)
+            self._forget_waiting(cancelled)
+            dropped = [task for task in self._in_loop if task.owner.ticket in cancelled]
+            self._leave(dropped)
+            # Only a few samples queue for slots in the loop: dropping one means to search for it.
+            room = 2 * self._engine.max_concurrent_decodes - len(self._in_loop)
+            added = list(itertools.islice(self._waiting, max(0, room)))
+            for task in added:
+                self._in_loop[task] = self._waiting.pop(task)
+        self._loop.drop(dropped)
+        self._loop.add(added)
+
+    def _leave(self, tasks: Iterable[SampleTask]) -> None:
+        for task in tasks:
+            del self._in_loop[task]
 
     def _forget_waiting(self, tickets: Collection[int]) -> None:
-        for owner in [owner for owner in self._waiting if owner[0] in tickets]:
-            del self._waiting[owner]
+        if tickets:
+            for task in [task for task in self._waiting if task.owner.ticket in tickets]:
+                del self._waiting[task]
 
-    def _dispatch(self) -> None:
-        """Starts what can start, decodes up to W tokens in every slot, and passes it on to the listeners."""
-        scheduler = self._scheduler
-        if not scheduler.unfinished:
-            return
-        moves = scheduler.resize()
-        admissions = []
-        while (admission := scheduler.admit()) is not None:
-            admissions.append(admission)
-        running = scheduler.running
-        longest = max(self._scheduled[owner].length for owner in running.values())
-        self._slots.make_room(scheduler.num_slots, moves, longest)
-        for admission in admissions:
-            self._admit(admission)
-        self._collect(running, self._slots.generate(scheduler.enough_active))
+    def _pass_on(self, results: Sequence[Decoded]) -> None:
+        """Tells the listeners what a dispatch has decoded."""
+        self._leave(result.task for result in results if result.end is not None)
+        broken: dict[int, Decoded] = {}
+        for result in results:
+            if np.isfinite(result.logprob).all():
+                self._notify(result.task.owner.ticket, _delta_of(result))
+            else:
+                broken[result.task.owner.ticket] = result
+        for ticket, result in broken.items():
+            self._refuse_broken(ticket, result.task.num_tokens - len(result.tokens))
 
-    def _admit(self, admission: Admission) -> None:
-        """Prefills the admitted batch, unless it is the one before, and inserts its samples."""
-        if admission.fresh:
-            prompts: dict[Hashable, np.ndarray] = {
-                sample.ticket: sample.request.prompt for sample in self._scheduled.values()
-            }
-            self._prefix = self._slots.prefill([prompts[ticket] for ticket in admission.sources])
-        assert self._prefix is not None, "the first batch is fresh"
-        assignments = collections.defaultdict(list)
-        for slot, place, owner in admission.slots:
-            sample = self._scheduled[owner]
-            request = sample.request
-            # The seed stands where training has a prompt's id, so that requests which differ in their
-            # seeds alone are inserted together.
-            assignment = SlotAssignment(slot, place, request.seed, sample.index, request.max_tokens)
-            assignments[request.temperature, request.truncation].append(assignment)
-        for (temperature, truncation), alike in assignments.items():
-            self._slots.insert(self._prefix, alike, temperature=temperature, truncation=truncation)
-
-    def _collect(self, running: Mapping[int, Hashable], decoded: DecodedTokens) -> None:
-        ended, still_active = [], []
-        broken: dict[int, _Sample] = {}
-        for slot, owner in running.items():
-            sample = self._scheduled[owner]
-            tokens, logprob, _ = decoded.of_slot(slot)
-            if not np.isfinite(logprob).all():
-                broken[sample.ticket] = sample
-                continue
-            delta = self._delta_of(sample, tokens, logprob, going_on=bool(decoded.active[slot]))
-            if delta.finish:
-                ended.append(slot)
-                if decoded.active[slot]:
-                    still_active.append(slot)
-                del self._scheduled[owner]
-            self._notify(sample.ticket, delta)
-        self._scheduler.finish(ended)
-        if still_active:
-            self._slots.release(still_active)
-        for sample in broken.values():
-            self._refuse_broken(sample)
-
-    def _refuse_broken(self, sample: _Sample) -> None:
-        """Ends a request whose samples are drawn from no distribution."""
+    def _refuse_broken(self, ticket: int, num_tokens: int) -> None:
+        """Ends a request whose log-probabilities are not finite after so many tokens."""
         error = NotFinite(
-            f"the model's log-probabilities are not finite after a sequence of {sample.length} tokens, so "
+            f"the model's log-probabilities are not finite after a sequence of {num_tokens} tokens, so "
             "there is nothing to sample from; look for NaN or infinity in its weights, or try dtype float32"
         )
-        _LOG.error("request %d: %s", sample.ticket, error)
-        self._notify(sample.ticket, error)
+        _LOG.error("request %d: %s", ticket, error)
+        self._notify(ticket, error)
         # Frees the slots of all its samples before the next dispatch.
         with self._changed:
-            self._cancelled.append(sample.ticket)
-
-    def _delta_of(
-        self, sample: _Sample, tokens: np.ndarray, logprob: np.ndarray, *, going_on: bool
-    ) -> Delta:
-        pieces, shown = [], []
-        for token in tokens:
-            piece, text = sample.text.add(int(token))
-            pieces.append(piece)
-            shown.append(text)
-            if sample.text.stopped:
-                break
-        finish = ""
-        if sample.text.stopped:
-            finish = STOP
-        elif not going_on:
-            finish = STOP if int(tokens[-1]) in self._engine.config.stop_ids else LENGTH
-            shown.append(sample.text.flush())
-        size = len(pieces)
-        sample.length += size
-        return Delta(
-            sample.index,
-            tokens[:size].copy(),
-            logprob[:size].copy(),
-            tuple(pieces),
-            "".join(shown),
-            finish,
-        )
+            self._cancelled.append(ticket)
 
     def _notify(self, ticket: int, event: Delta | ServingError) -> None:
-        """Passes on what happened; after the last of a request its listener is forgotten."""
+        """Calls the listener of a request, and forgets the request after its last event."""
         with self._changed:
             opened = self._open.get(ticket)
             if opened is None:  # cancelled
@@ -417,13 +338,11 @@ class OnlineDriver:
                 self._changed.notify_all()
         opened.listener(event)
 
-    def _fail_scheduled(self, error: ServingError) -> None:
-        """Fails the requests that are in slots or about to be, and starts afresh with those that wait."""
-        tickets = dict.fromkeys(sample.ticket for sample in self._scheduled.values())
-        self._scheduled.clear()
-        self._scheduler = _Queue(self._engine)
-        self._prefix = None
-        self._slots.clear()
+    def _fail_loop(self, error: ServingError) -> None:
+        """Fails the requests with samples in the loop, and starts afresh with those that wait."""
+        tickets = dict.fromkeys(task.owner.ticket for task in self._in_loop)
+        self._in_loop.clear()
+        self._loop.clear()
         with self._changed:
             # A request fails as a whole.
             self._forget_waiting(tickets)
@@ -436,10 +355,19 @@ class OnlineDriver:
             self._waiting.clear()
             left, self._open = self._open, {}
             self._changed.notify_all()
-        self._scheduled.clear()
-        self._slots.clear()
+        self._in_loop.clear()
+        self._loop.clear()
         for opened in left.values():
             opened.listener(Stopped("the server has stopped before the answer was complete"))
+
+
+def _delta_of(result: Decoded) -> Delta:
+    stream = result.task.owner.text
+    pieces, text = stream.add(result.tokens.tolist())
+    if result.end is not None:
+        text += stream.end(at_stop_string=result.end is End.STOP_STRING)
+    index, finish = result.task.sample.index, _FINISH[result.end]
+    return Delta(index, result.tokens.copy(), result.logprob.copy(), pieces, text, finish)
 
 
 def _first_line(error: Exception) -> str:

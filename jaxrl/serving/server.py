@@ -19,9 +19,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.request_errors import NotFinite, ServingError
 from jaxrl.serving.model_loading import Loaded, load
 from jaxrl.serving.online_driver import Delta, OnlineDriver, Request
+from jaxrl.serving.request_errors import NotFinite, ServingError
 from jaxrl.serving.serve_config import ServeConfig
 
 

@@ -19,7 +19,8 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeText, OnGroup, SamplingOptions, check_lengths
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
+from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
@@ -103,67 +104,33 @@ class ArithmeticBackend:
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """See `RolloutBackend.resume`; group after group gets W tokens at a time."""
-        self._check(prompts, options, unfinished)
-        G = options.num_samples
-        before: list[Sample] = []
-        if unfinished is not None:
-            # Copies: what the caller has stays as it is.
-            before = [sample.at(sample.prompt) for sample in unfinished.samples]
-            prompts = Prompts.concatenate([unfinished.prompts, prompts])
-        groups = [before[n * G : (n + 1) * G] for n in range(len(before) // G)]
-        for n in range(len(groups), len(prompts)):
-            groups.append([Sample(n, k, options.step) for k in range(G)])
-        self._decode(prompts, groups, options, on_group)
-        finished = [n for n, group in enumerate(groups) if _finished(group)]
-        left = [n for n, group in enumerate(groups) if not _finished(group)]
-        return Rollout(
-            completions=self._completions(prompts, groups, finished, G),
-            prompt_indices=tuple(finished),
-            versions=tuple(s.version for n in finished for s in groups[n]),
-            unfinished=UnfinishedGroups(
-                prompts.take(left), G, tuple(s.at(i) for i, n in enumerate(left) for s in groups[n])
-            ),
-        )
-
-    def _check(
-        self, prompts: Prompts, options: SamplingOptions, unfinished: UnfinishedGroups | None
-    ) -> None:
         check_lengths(prompts, self._config.max_prompt_tokens)
         if options.environment is not None or options.stop_strings:
             raise UserError(
                 "the arithmetic backend knows neither environments nor stop strings; leave them out"
             )
-        if unfinished is not None and unfinished.num_samples != options.num_samples:
-            raise UserError(
-                f"unfinished groups have {unfinished.num_samples} samples each and would go on with "
-                f"num_samples {options.num_samples}; keep one number"
-            )
+        groups = SampleGroups(prompts, options, self._decode_text, unfinished)
+        self._decode(groups, options, on_group)
+        return groups.rollout()
 
     def _decode(
-        self,
-        prompts: Prompts,
-        groups: list[list[Sample]],
-        options: SamplingOptions,
-        on_group: OnGroup | None,
+        self, groups: SampleGroups, options: SamplingOptions, on_group: OnGroup | None
     ) -> None:
         """Rounds of W tokens for as many groups as have slots, until all have had theirs, or enough."""
         W, G = self._config.tokens_per_dispatch, options.num_samples
         budget = options.budget_tokens or self._config.max_response_tokens
-        ends = {id(sample): len(sample) + budget for sample in itertools.chain(*groups)}
+        ends = {id(sample): len(sample) + budget for sample in groups.samples}
 
         def running(n: int) -> bool:
-            return any(not s.finished and len(s) < ends[id(s)] for s in groups[n])
+            return any(not s.finished and len(s) < ends[id(s)] for s in groups.group(n))
 
         while waiting := [n for n in range(len(groups)) if running(n)]:
             now = waiting[: max(1, self._config.slots // G)]
             for n in now:
-                for sample in groups[n]:
+                for sample in groups.group(n):
                     count = min(W, ends[id(sample)] - len(sample))
-                    self._add(sample, prompts.tokens[n], count, options.step)
-            done = [n for n in now if _finished(groups[n])]
-            if on_group is not None and any(
-                [on_group(self._completions(prompts, groups, [n], G)) for n in done]
-            ):
+                    self._add(sample, groups.prompts.tokens[n], count, options.step)
+            if groups.hand_out([n for n in now if groups.finished(n)], on_group):
                 return
 
     def _add(self, sample: Sample, prompt: np.ndarray, count: int, step: int) -> None:
@@ -179,16 +146,6 @@ class ArithmeticBackend:
         )
         sample.finished = end == min(len(whole), most)
         sample.truncated = sample.finished and int(whole[end - 1]) not in self._config.stop_ids
-
-    def _completions(
-        self, prompts: Prompts, groups: list[list[Sample]], which: list[int], num_samples: int
-    ) -> Completions:
-        samples = [sample for n in which for sample in groups[n]]
-        return completions_of(prompts.take(which), samples, num_samples, self._decode_text)
-
-
-def _finished(group: list[Sample]) -> bool:
-    return all(sample.finished for sample in group)
 
 
 def counting(stop_ids: tuple[int, ...]) -> Respond:

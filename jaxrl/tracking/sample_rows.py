@@ -146,9 +146,9 @@ class TokenPieces:
 
     def _in_order(self, tokens: np.ndarray) -> list[str]:
         stream = TextStream(self._tokenizer.decode)
-        pieces = [stream.add(token)[0] for token in tokens.tolist()]
+        pieces = list(stream.add(tokens.tolist())[0])
         if pieces:
-            pieces[-1] += stream.flush()
+            pieces[-1] += stream.end()
         return pieces
 
 

@@ -25,6 +25,8 @@ from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.evaluation.policy_loading import find_model
+from jaxrl.mesh import devices as mesh_devices
+from jaxrl.mesh.devices import build_generation_mesh
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import adapter_config_json, config_json
@@ -32,8 +34,6 @@ from jaxrl.models.huggingface.model_files import write_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
-from jaxrl.serving import model_loading
-from jaxrl.serving.model_loading import build_generation_mesh
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.tracking.checkpoints import Checkpoints
 
@@ -250,7 +250,7 @@ def test_by_default_a_run_keeps_its_type_and_another_model_takes_what_is_fast_he
     assert EvaluateConfig(model="m", sets=("s",)).dtype == "auto"
     assert [type_of(run, "a"), type_of(directory, "b")] == ["bfloat16", "float32"]
     assert type_of(run, "c", dtype="float32") == "float32"
-    monkeypatch.setattr(model_loading, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(mesh_devices, "platform_of", lambda mesh: "tpu")
     assert type_of(directory, "d") == "bfloat16"
 
 

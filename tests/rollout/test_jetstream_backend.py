@@ -15,7 +15,7 @@ import_extra("dev", "jetstream")
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.rollout.jetstream import jetstream_backend  # noqa: E402
-from jaxrl.rollout.request_errors import ServingError  # noqa: E402
+from jaxrl.rollout.jetstream.orchestrator_driver import DriverFailed  # noqa: E402
 from jaxrl.rollout.sampling import truncation_of  # noqa: E402
 
 CHOICE = truncation_of(top_k=0, top_p=0.9, min_p=0.0)
@@ -70,8 +70,20 @@ def test_an_engine_failure_is_raised_and_nothing_is_killed(method, monkeypatch, 
 
     monkeypatch.setattr(engine_of(), method, out_of_memory)
     before = threading.active_count()
-    with pytest.raises(ServingError, match="the engine has failed: JaxRuntimeError") as caught:
+    with pytest.raises(DriverFailed, match="the engine has failed: JaxRuntimeError") as caught:
         loaded(JETSTREAM).generate(PROMPTS, OPTIONS.replace(num_samples=4))
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     assert threading.active_count() == before
     assert "driver has failed" in caplog.text
+
+
+def test_an_error_of_the_caller_ends_the_threads():
+    before = threading.active_count()
+
+    def broken(group):
+        raise KeyError("a mistake in a grader")
+
+    with pytest.raises(KeyError, match="a mistake in a grader") as caught:
+        loaded(JETSTREAM).generate(PROMPTS, OPTIONS, on_group=broken)
+    # While somebody still holds the traceback, and with it the frames.
+    assert caught.tb is not None and threading.active_count() == before

@@ -87,14 +87,14 @@ def test_every_sample_runs_exactly_once_in_order(case):
 def test_every_prompt_is_prefilled_once_in_full_batches(case):
     *sizes, seed = case
     admissions = run(*sizes, random.Random(seed))[0]
-    batches = [a.sources for a in admissions if a.fresh]
+    batches = [a.sources for a in admissions if a.needs_prefill]
     assert [p for batch in batches for p in batch] == list(range(sizes[0]))
     assert all(len(batch) == sizes[3] for batch in batches[:-1])
     latest: tuple = ()
     for admission in admissions:
-        latest = admission.sources if admission.fresh else latest
+        latest = admission.sources if admission.needs_prefill else latest
         assert admission.sources == latest
-        assert all(latest[place] == owner[0] for _, place, owner in admission.slots)
+        assert all(latest[index] == owner[0] for _, index, owner in admission.slots)
 
 
 @given(runs)
@@ -142,7 +142,7 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
 def test_ten_thousand_requests():
     admissions, finished = run(1250, 8, 32, 16, 4, random.Random(0))
     assert len(finished) == len(set(finished)) == 10_000
-    assert sum(a.fresh for a in admissions) == -(-1250 // 16)
+    assert sum(a.needs_prefill for a in admissions) == -(-1250 // 16)
 
 
 def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue():

@@ -20,14 +20,13 @@ from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.rollout.jetstream.engine_adapter import (  # noqa: E402
     JetStreamEngine,
-    Settings,
     Tokenizer,
     Work,
 )
 from jaxrl.rollout.jetstream.jetstream_backend import FIELDS, CollectedSamples  # noqa: E402
-from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver  # noqa: E402
-from jaxrl.rollout.request_errors import Stopped  # noqa: E402
-from jaxrl.serving.jetstream_grpc import GrpcServer  # noqa: E402
+from jaxrl.rollout.jetstream.orchestrator_driver import DriverStopped, JetStreamDriver  # noqa: E402
+from jaxrl.rollout.slots import DrawSettings  # noqa: E402
+from jaxrl.serving.jetstream_grpc import GrpcServer, TextDriver  # noqa: E402
 from jaxrl.serving.online_driver import OnlineDriver, Request  # noqa: E402
 
 # Importable since our module is.
@@ -39,7 +38,9 @@ def test_two_drivers_of_one_mesh_take_turns():
     """Two threads that dispatch programs with collectives to the same eight devices."""
     engine, lock = engine_of("1-2-4"), threading.Lock()
     tokenizer = Tokenizer(encode, decode, stop_ids=())
-    adapter = JetStreamEngine(engine, weights(), tokenizer, Settings(), columns=FIELDS, lock=lock)
+    adapter = JetStreamEngine(
+        engine, weights(), tokenizer, DrawSettings(), columns=FIELDS, lock=lock
+    )
     driver = JetStreamDriver(adapter)
     try:
         with OnlineDriver(engine, weights(), decode, lock=lock) as online:
@@ -69,7 +70,7 @@ def test_two_drivers_of_one_mesh_take_turns():
 @pytest.fixture(scope="module")
 def service():
     tokenizer = Tokenizer(encode, decode, CONFIG.stop_ids)
-    driver = JetStreamDriver(JetStreamEngine(engine_of(), weights(), tokenizer, Settings()))
+    driver = TextDriver(JetStreamEngine(engine_of(), weights(), tokenizer, DrawSettings()))
     server = GrpcServer(
         driver,
         host="127.0.0.1",
@@ -190,7 +191,7 @@ def test_a_failed_driver_says_so_and_refuses_what_comes_later(service, stub, mon
     assert not stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
     driver, _ = service
     for _ in range(2):
-        with pytest.raises(Stopped) as refused:
+        with pytest.raises(DriverStopped) as refused:
             driver.submit(Work(encode("a"), 4), CollectedSamples())
         assert isinstance(refused.value.__cause__, jax.errors.JaxRuntimeError)
         driver.stop()

@@ -18,10 +18,10 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import OnlineDriver, Request
+from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
 from jaxrl.types import Prompts
 
 MODEL = ModelConfig(

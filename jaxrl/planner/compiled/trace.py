@@ -32,7 +32,8 @@ from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
-from jaxrl.rollout.engine import Assignment, DecodeState, Engine
+from jaxrl.rollout.decode_state import Assignment, DecodeState
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, TrainBatch
 

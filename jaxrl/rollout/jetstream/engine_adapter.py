@@ -20,24 +20,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.jetstream.package import engine_api, tokenizer_api, tokenizer_pb2
-from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.slots import SlotAssignment, insert, prefilled, settings_on_device
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How all requests of a JetStream driver are sampled.
-
-    Attributes:
-      seed, step: with a request's own numbers they determine its samples.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars.
-    """
-
-    seed: int = 0
-    step: int = 0
-    temperature: float = 0.0
-    truncation: Truncation = dataclasses.field(default_factory=untruncated)
+from jaxrl.rollout.slots import DrawSettings, SlotAssignment, insert, prefilled, settings_on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +107,7 @@ class JetStreamEngine(engine_api.Engine):
         engine: Engine,
         params: Params,
         tokenizer: Tokenizer,
-        settings: Settings,
+        settings: DrawSettings,
         *,
         samples_per_slot: int = 1,
         columns: Sequence[str] = (),
@@ -143,7 +126,7 @@ class JetStreamEngine(engine_api.Engine):
         self.engine = engine
         self.tokenizer = tokenizer
         self._params = params
-        self._settings = settings_on_device(engine, **vars(settings))
+        self._settings = settings_on_device(engine, settings)
         self._samples_per_slot = samples_per_slot
         self._columns = tuple(columns)
         self._lock = threading.Lock() if lock is None else lock

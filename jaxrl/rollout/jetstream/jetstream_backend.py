@@ -5,9 +5,10 @@ R tokens of a sample   C columns of a token
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -20,11 +21,13 @@ from jaxrl.rollout.backend import (
     expected_or_prompt_lengths,
 )
 from jaxrl.rollout.driver import EngineBackend
-from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Settings, Tokenizer, Work
+from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Tokenizer, Work
 from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
 from jaxrl.rollout.jetstream.package import ReturnSample
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
+from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
 # Of the decode state, beside the token.
@@ -88,32 +91,34 @@ class JetStreamBackend(EngineBackend):
 
         Raises:
           UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
-          ServingError: the engine has failed.
+          DriverFailed: the engine has failed.
         """
         assert not options.budget_tokens, "JetStream cannot leave a sample unfinished"
         _check_options(options)
         check_lengths(prompts, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
-        groups: dict[int, Completions] = {}
+        groups = SampleGroups(prompts, options, self._decode_text)
+        # Closed whatever `on_group` raises, since it has threads.
+        with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
+            for n, columns in sampled:
+                for sample, columns_RC in zip(groups.group(n), columns, strict=True):
+                    self._fill(sample, columns_RC, options)
+                groups.hand_out([n], on_group)
+        return groups.completions(range(len(groups)))
 
-        def take(n: int, columns: Sequence[np.ndarray]) -> None:
-            groups[n] = self._group(prompts.take([n]), columns, options)
-            if on_group is not None:
-                on_group(groups[n])
-
-        self._collect(prompts, options, order, take)
-        return Completions.concatenate([groups[n] for n in range(len(prompts))])
-
-    def _group(
-        self, prompt: Prompts, columns: Sequence[np.ndarray], options: SamplingOptions
-    ) -> Completions:
-        stop_ids, decode_text = self.engine.config.stop_ids, self._decode_text
-        samples = [
-            _sample_of(0, k, columns_RC, options, stop_ids, decode_text)
-            for k, columns_RC in enumerate(columns)
-        ]
-        return completions_of(prompt, samples, options.num_samples, decode_text)
+    def _fill(self, sample: Sample, columns_RC: np.ndarray, options: SamplingOptions) -> None:
+        """Gives a sample its tokens, up to its first stop."""
+        tokens_R = columns_RC[:, 0]
+        logprob_R, entropy_R = (
+            np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T
+        )
+        sample.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
+        end = end_of_stop(tokens_R, len(tokens_R), options.stop_strings, self._decode_text)
+        if end is not None:
+            sample.cut(end)
+        sample.finished = True
+        sample.truncated = end is None and int(tokens_R[-1]) not in self.engine.config.stop_ids
 
     def resume(
         self,
@@ -130,20 +135,16 @@ class JetStreamBackend(EngineBackend):
             "the driver of our own"
         )
 
-    def _collect(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        order: Sequence[int],
-        take: Callable[[int, list[np.ndarray]], None],
-    ) -> None:
-        """Hands prompt after prompt to `take`, with [R, C] of each of its samples."""
+    def _sampled(
+        self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
+    ) -> Generator[tuple[int, list[np.ndarray]]]:
+        """Yields prompt after prompt, with [R, C] of each of its samples."""
         per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
         adapter = JetStreamEngine(
             self.engine,
             self.params,
             Tokenizer(_no_text, self._decode_text, stop_ids=()),
-            Settings(options.seed, options.step, options.temperature, options.truncation),
+            DrawSettings(options.seed, options.step, options.temperature, options.truncation),
             samples_per_slot=per_slot,
             columns=FIELDS,
         )
@@ -158,7 +159,7 @@ class JetStreamBackend(EngineBackend):
                     work = Work(prompts.tokens[n], longest, int(prompts.ids_N[n]), first)
                     driver.submit(work, channels[n][-1])
             for n, of_prompt in channels.items():
-                take(n, [columns for channel in of_prompt for columns in channel.wait()])
+                yield n, [columns for channel in of_prompt for columns in channel.wait()]
         finally:
             driver.stop()
 
@@ -178,29 +179,3 @@ def _check_options(options: SamplingOptions) -> None:
 
 def _no_text(text: str) -> np.ndarray:
     raise AssertionError(f"rollouts begin with tokens, not with {text!r}")
-
-
-def _sample_of(
-    prompt: int,
-    index: int,
-    columns_RC: np.ndarray,
-    options: SamplingOptions,
-    stop_ids: Sequence[int],
-    decode_text: Callable[[np.ndarray], str],
-) -> Sample:
-    """One finished sample, up to its first stop."""
-    tokens_R = columns_RC[:, 0]
-    logprob_R, entropy_R = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
-    result = Sample(prompt, index, options.step)
-    result.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
-    result.finished = True
-    result.truncated = int(tokens_R[-1]) not in stop_ids
-    if options.stop_strings:
-        stream = TextStream(decode_text, options.stop_strings)
-        for size, token in enumerate(tokens_R.tolist(), start=1):
-            stream.add(token)
-            if stream.stopped:
-                result.cut(size)
-                result.truncated = False
-                break
-    return result

@@ -18,8 +18,8 @@ takes to run it is in these files, each with its reason:
     BOS is put before every prompt                                            `_process_prefill_content`
     prompts are padded to a fixed list of sizes, longer ones cut              the same
     `max_tokens` is checked per dispatch, not per token                       the engine's own limit
-    tokens are turned into text one by one, which breaks characters           `JetStreamDriver._pass_on`
-    cancelled requests decode to their end                                    the same
+    tokens are turned into text one by one, which breaks characters           `jetstream_grpc._Texts`
+    cancelled requests decode to their end                                    `JetStreamDriver._pass_on`
     the server listens on all interfaces, on a port that it does not report   `GrpcServer`
 
 Not covered: JetStream's driver knows no settings per request, and keeps a state of full size; for both see

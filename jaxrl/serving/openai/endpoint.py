@@ -24,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.request_errors import Overloaded, ServingError, Stopped
 from jaxrl.serving.online_driver import Delta, OnlineDriver
 from jaxrl.serving.openai.answers import Answer, ChatForm, CompletionForm, Form
 from jaxrl.serving.openai.calls import (
@@ -39,6 +38,7 @@ from jaxrl.serving.openai.calls import (
     read_completion,
 )
 from jaxrl.serving.openai.protocol import Model, ModelList
+from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
 
 # A body that takes longer to arrive is given up.
 _BODY_TIMEOUT_S = 60.0

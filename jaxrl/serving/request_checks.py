@@ -1,4 +1,4 @@
-"""Requests that an engine can never serve, found before they are queued."""
+"""Refuses requests that an engine can never serve, before they are queued."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def check_request(engine: Engine, prompt: np.ndarray, max_tokens: int) -> None:
     """Raises UserError unless the engine can continue a prompt by so many tokens.
 
     Args:
-      engine: that is to.
+      engine: the engine.
       prompt: token ids, int [T].
-      max_tokens: of the response.
+      max_tokens: most tokens of the response.
     """
     config, model = engine.config, engine.model
     longest, most = config.max_prompt_tokens, config.max_response_tokens

@@ -1,0 +1,311 @@
+"""The decode loop: samples wait, run in slots, and leave when they end.
+
+    add(samples) -> [queue -> slot] -> dispatch() -> what each slot has decoded, and why a sample ended
+    drop(samples)
+
+The loop has no thread, no clock and no idea of where samples come from. Three callers feed it:
+
+    generate (rollout/driver.py)          adds the samples of a batch, dispatches until none is left
+    resume   (rollout/driver.py)          the same, but stops early; its samples go on in a later loop
+    serving  (serving/online_driver.py)   adds samples as requests arrive, and drops cancelled ones
+
+A dispatch, in this order:
+
+    resize        as many slots, of such a capacity, as the live samples need
+    extend        slots whose sample the environment has answered go on after the answer
+    admit         free slots take samples from the queue: prefill where needed, then insert
+    generate      up to W tokens in every slot
+    collect       cuts at stop strings, asks the environment, frees the slots of samples that ended
+
+All decisions depend on the arguments and on tokens, which all processes of a run read alike. So every
+process takes the same ones.
+
+W tokens of a dispatch   T tokens   R tokens of a sample that a dispatch has added
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.models.decoder import Params
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.slots import DecodedTokens, DrawSettings, Extension, SlotAssignment, Slots
+from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StartSequence:
+    """Tokens that samples start from. Samples with the same object share its prefill.
+
+    Attributes:
+      tokens: int32 [T].
+    """
+
+    tokens: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class SampleTask:
+    """A sample to decode, and how.
+
+    Attributes:
+      sample: takes the tokens; it may have some already.
+      start: the prompt and the tokens that the sample has already.
+      prompt_id: with `settings` and the sample's index it determines the noise of every token.
+      settings: how tokens are drawn.
+      max_tokens: tokens of a full sample, end-of-sequence included.
+      budget_tokens: most tokens that this loop adds; after them the sample is left unfinished. 0 is no limit.
+      stop_strings: texts that end a turn; tokens after one are cut off.
+      environment: answers a finished turn; None ends the sample with its first turn.
+      owner: anything that the caller wants to find again.
+      prompt_tokens: tokens before the sample.
+      limit: tokens of the sample at which its slot stops.
+    """
+
+    sample: Sample
+    start: StartSequence
+    prompt_id: int
+    settings: DrawSettings
+    max_tokens: int
+    budget_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    environment: Environment | None = None
+    owner: Any = None
+    prompt_tokens: int = dataclasses.field(init=False)
+    limit: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        count = len(self.sample)
+        self.prompt_tokens = len(self.start.tokens) - count
+        allowed = count + self.budget_tokens if self.budget_tokens else self.max_tokens
+        self.limit = min(allowed, self.max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the sample."""
+        return self.prompt_tokens + len(self.sample)
+
+
+class End(enum.Enum):
+    """Why a sample left the loop; after PAUSED it is not finished."""
+
+    STOP_ID = enum.auto()
+    STOP_STRING = enum.auto()
+    FULL = enum.auto()
+    PAUSED = enum.auto()
+
+
+class Decoded(NamedTuple):
+    """What a dispatch has added to a sample.
+
+    Attributes:
+      task: the sample's task.
+      tokens: int32 [R], without what a stop string cuts off; the answer of an environment is not among them.
+      logprob: float32 [R].
+      end: why the sample has ended; None if it goes on.
+    """
+
+    task: SampleTask
+    tokens: np.ndarray
+    logprob: np.ndarray
+    end: End | None
+
+
+class DecodeLoop:
+    """Decodes samples in the slots of one engine. For one thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        decode_text: Callable[[np.ndarray], str],
+        *,
+        version: int = 0,
+        lock: Any = None,
+    ):
+        """Takes no device memory before the first dispatch.
+
+        Args:
+          engine, params: of the model, the weights in the generation layout.
+          decode_text: token ids to text, for stop strings.
+          version: of the weights; recorded with every token.
+          lock: context manager that is held while something is dispatched, for another thread that uses the
+            same devices; None for no other thread.
+        """
+        self._engine = engine
+        self._decode_text = decode_text
+        self._version = version
+        self._slots = Slots(engine, params, lock)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all samples and frees the memory of their slots."""
+        self._scheduler = Scheduler(
+            (),
+            slot_sizes=self._engine.slot_sizes,
+            prefill_batch=self._engine.batch_sizes[-1],
+            shards=self._engine.shards,
+        )
+        self._prefix: Prefix | None = None
+        self._extensions: dict[SampleTask, Extension] = {}
+        self._slots.clear()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any sample waits or runs."""
+        return self._scheduler.unfinished
+
+    def add(self, tasks: Iterable[SampleTask]) -> None:
+        """Queues samples; the first ones start first."""
+        for task in tasks:
+            self._scheduler.add(SampleRequest(task, task.start))
+
+    def drop(self, tasks: Collection[SampleTask]) -> None:
+        """Forgets samples that wait or run; their slots are free for the next dispatch."""
+        freed = [self._scheduler.cancel(task) for task in tasks]
+        for task in tasks:
+            self._extensions.pop(task, None)
+        if running := [slot for slot in freed if slot is not None]:
+            self._slots.release(running)
+
+    def dispatch(self) -> list[Decoded]:
+        """Starts what can start and decodes up to W tokens in every slot.
+
+        Returns:
+          An entry for every running sample, in the order of their slots; none if there is nothing to do.
+        """
+        scheduler = self._scheduler
+        if not scheduler.unfinished:
+            return []
+        moves = scheduler.resize()
+        admissions = list(iter(scheduler.admit, None))
+        running = scheduler.running
+        longest = max(task.num_tokens for task in running.values())
+        self._slots.make_room(scheduler.num_slots, moves, longest)
+        self._extend_answered(running)
+        for admission in admissions:
+            self._admit(admission)
+        return self._collect(running, self._slots.generate(scheduler.enough_active))
+
+    # Into slots
+
+    def _admit(self, admission: Admission) -> None:
+        """Prefills the batch of an admission, unless that was done before, and inserts its samples."""
+        if admission.needs_prefill:
+            self._prefix = self._slots.prefill([start.tokens for start in admission.sources])
+        assert self._prefix is not None, "the first admission needs a prefill"
+        self._insert(self._prefix, admission.slots)
+
+    def _insert(self, prefix: Prefix, starts: Iterable[tuple[int, int, SampleTask]]) -> None:
+        """Puts samples into slots, all that share their settings at once.
+
+        Args:
+          prefix: the sequences.
+          starts: of each sample its slot, its batch index in the prefix and its task.
+        """
+        alike: dict[DrawSettings, list[SlotAssignment]] = collections.defaultdict(list)
+        for slot, batch_index, task in starts:
+            sample = task.sample
+            alike[task.settings].append(
+                SlotAssignment(
+                    slot, batch_index, task.prompt_id, sample.index, task.limit, len(sample)
+                )
+            )
+        for settings, assignments in alike.items():
+            self._slots.insert(prefix, assignments, settings)
+
+    def _extend_answered(self, running: dict[int, SampleTask]) -> None:
+        """Appends the environment's answers to the sequences in their slots, which then decode again."""
+        # A slot may have moved since its turn ended.
+        extensions = {
+            slot: extension
+            for slot, task in running.items()
+            if (extension := self._extensions.pop(task, None)) is not None
+        }
+        for prefix, slot_of in self._slots.extend(extensions):
+            self._insert(prefix, [(slot, index, running[slot]) for index, slot in slot_of.items()])
+
+    # Out of slots
+
+    def _collect(self, running: dict[int, SampleTask], decoded: DecodedTokens) -> list[Decoded]:
+        """Adds decoded tokens to their samples, and frees the slots of the samples that ended."""
+        results, ended, still_active = [], [], []
+        active = decoded.active.tolist()
+        for slot, task in running.items():
+            sample, before = task.sample, len(task.sample)
+            tokens, logprob, entropy = decoded.of_slot(slot)
+            sample.add_decoded(tokens, logprob, entropy, version=self._version)
+            stop = self._cut_at_stop(task, tokens)
+            kept = len(sample) - before
+            turn_over = stop is not None or not active[slot]
+            end = self._end_turn(task, stop) if turn_over else None
+            results.append(Decoded(task, tokens[:kept], logprob[:kept], end))
+            if turn_over and active[slot]:
+                # The device knows no stop strings and would decode on.
+                still_active.append(slot)
+            if end is not None:
+                ended.append(slot)
+        if still_active:
+            self._slots.release(still_active)
+        self._scheduler.finish(ended)
+        return results
+
+    def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:
+        """Cuts the sample after the first stop string; returns how its turn was stopped, None if it was not.
+
+        Args:
+          task: the sample's task.
+          newest: int32, the tokens that this dispatch has added.
+        """
+        sample = task.sample
+        if task.stop_strings:
+            tail = sample.tail(tokens_to_search(len(newest), task.stop_strings))
+            end = end_of_stop(tail, len(newest), task.stop_strings, self._decode_text)
+            if end is not None:
+                sample.cut(len(sample) - (len(tail) - end))
+                return End.STOP_STRING
+        stopped = len(newest) and int(newest[-1]) in self._engine.config.stop_ids
+        return End.STOP_ID if stopped else None
+
+    def _end_turn(self, task: SampleTask, stop: End | None) -> End | None:
+        """Finishes the sample, or leaves it unfinished, or lets it go on after the environment's answer.
+
+        Args:
+          task: a sample whose slot is idle.
+          stop: how the turn was stopped; None at the limit of tokens.
+
+        Returns:
+          Why the sample has ended; None if it goes on.
+        """
+        end = stop
+        if stop is None:
+            end = End.FULL if len(task.sample) >= task.max_tokens else End.PAUSED
+        elif task.environment is not None:
+            end = self._answer(task, task.environment, stop)
+        task.sample.finished = end not in (None, End.PAUSED)
+        task.sample.truncated = end is End.FULL
+        return end
+
+    def _answer(self, task: SampleTask, environment: Environment, stop: End) -> End | None:
+        """Asks the environment; None if it has answered, and the sample goes on after that."""
+        sample = task.sample
+        turn = sample.tail(len(sample))
+        answer = environment(Turn(task.prompt_id, sample.index, turn, sample.tokens))
+        if answer is None:
+            return stop
+        answer = np.asarray(answer, np.int32)
+        if len(sample) + len(answer) >= task.max_tokens:
+            return End.FULL
+        self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
+        sample.add_given(answer, self._version)
+        return None

@@ -1,0 +1,186 @@
+"""The program that decodes: up to W tokens in every active slot.
+
+The past is only read. The keys and values of the new tokens wait in a buffer, in which all slots write at
+the same index, and join the cache at the end. So nothing is scattered into a large array inside the loop.
+
+    n slots   W tokens of a dispatch   C capacity in tokens   D model width   V vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models.cache.interface import Cache, DecodeStep
+from jaxrl.models.compute import Compute
+from jaxrl.models.decoder import Decoder, Params
+from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.rollout.decode_state import DecodeState
+from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
+from jaxrl.rollout.slot_programs import SlotPrograms
+
+
+class Progress(NamedTuple):
+    """The part of a state that changes within a dispatch.
+
+    Attributes:
+      i: int32 scalar, tokens decoded so far in every slot that is still active.
+      recent: keys and values of these tokens, a buffer of the `CacheKind`.
+      token, active, out_count, out_token, out_logprob, out_entropy: as in `DecodeState`.
+    """
+
+    i: jax.Array
+    recent: Cache
+    token: jax.Array
+    active: jax.Array
+    out_count: jax.Array
+    out_token: jax.Array
+    out_logprob: jax.Array
+    out_entropy: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateProgram:
+    """Decodes with one model; `generate` may be traced.
+
+    Attributes:
+      graph, compute: the model, and how it computes on the mesh.
+      slots: programs without the model, over the same cache.
+      stop_ids: ids that end a response.
+    """
+
+    graph: nnx.GraphDef
+    compute: Compute
+    slots: SlotPrograms
+    stop_ids: tuple[int, ...]
+
+    def generate(
+        self, params: Params, state: DecodeState, least_active: jax.Array | int = 0
+    ) -> DecodeState:
+        """Decodes up to W tokens in every active slot; stops early at `least_active` active slots.
+
+        Args:
+          params: weights in the generation layout.
+          state: consumed. Its capacity is at least W more than the longest active sequence.
+          least_active: int32 scalar; 0 decodes as long as any slot is active.
+        """
+        model: Decoder = nnx.merge(self.graph, params)
+        past = self.slots.cache.decoding(model, state.context.cache, state.context.length)
+
+        def unfinished(progress: Progress):
+            return (progress.i < self.slots.tokens_per_dispatch) & (
+                progress.active.sum() > least_active
+            )
+
+        def decode(progress: Progress):
+            return self._decode(model, past, state, progress)
+
+        progress = jax.lax.while_loop(unfinished, decode, self._start(state))
+        return self.slots.layout.place(self._end(state, progress))
+
+    def _start(self, state: DecodeState) -> Progress:
+        """No tokens yet."""
+        return Progress(
+            jnp.int32(0),
+            self.slots.layout.place_buffer(
+                self.slots.cache.buffer(state.num_slots, self.slots.tokens_per_dispatch)
+            ),
+            state.context.token,
+            state.active,
+            jnp.zeros_like(state.count),
+            jnp.zeros_like(state.out_token),
+            jnp.zeros_like(state.out_logprob),
+            jnp.zeros_like(state.out_entropy),
+        )
+
+    def _end(self, state: DecodeState, progress: Progress) -> DecodeState:
+        """The state with all tokens of a dispatch in its cache, but for the newest."""
+        start = state.context
+        # The last token of the dispatch before was run first; that of this one was not run.
+        fed_nW = jnp.concatenate([start.token[:, None], progress.out_token[:, :-1]], axis=1)
+        context = self.slots.append(start, progress.recent, fed_nW, state.active)
+        return state.replace(
+            context=dataclasses.replace(
+                context, length=start.length + progress.out_count, token=progress.token
+            ),
+            count=state.count + progress.out_count,
+            active=progress.active,
+            out_count=progress.out_count,
+            out_token=progress.out_token,
+            out_logprob=progress.out_logprob,
+            out_entropy=progress.out_entropy,
+        )
+
+    def _decode(
+        self, model: Decoder, past: DecodeStep, state: DecodeState, progress: Progress
+    ) -> Progress:
+        """One token more for every active slot."""
+        i, active = progress.i, progress.active
+        hidden_n1D, new = past(progress.recent, i, active).run(
+            model,
+            progress.token[:, None],
+            (state.context.length + i)[:, None],
+            active[:, None],
+            self.compute,
+        )
+        logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
+        token_n, logprob_n, entropy_n = self._sample(logits_nV, state, progress)
+        stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32))
+        stopped_n |= state.count + i + 1 >= state.limit
+
+        def at_i(all_nW, new_n):
+            new_n = jnp.where(active, new_n, jnp.zeros_like(new_n))
+            return jax.lax.dynamic_update_slice_in_dim(all_nW, new_n[:, None], i, 1)
+
+        return Progress(
+            i + 1,
+            self.slots.cache.put(progress.recent, new, i),
+            jnp.where(active, token_n, progress.token),
+            active & ~stopped_n,
+            progress.out_count + active.astype(jnp.int32),
+            at_i(progress.out_token, token_n),
+            at_i(progress.out_logprob, logprob_n),
+            at_i(progress.out_entropy, entropy_n),
+        )
+
+    def _sample(
+        self, logits_nV: jax.Array, state: DecodeState, progress: Progress
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Draws a token for every slot.
+
+        Returns:
+          int32 [n] tokens, and their float32 [n] log-probabilities and entropies under the tempered
+          distribution, before truncation.
+        """
+        vocab_size = logits_nV.shape[-1]
+        greedy_n = state.temperature == 0
+        position_n = state.count + progress.i
+        scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
+        choice_nV = penalize(
+            scaled_nV, state.truncation, lambda: seen_tokens(vocab_size, state, progress)
+        )
+        choice_nV = forbid(choice_nV, state.truncation, position_n, self.stop_ids)
+        noise_nV = gumbel_noise(state.key, position_n, vocab_size)
+        noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
+        token_n = draw(choice_nV, noise_nV, state.truncation)
+        logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
+        return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
+
+
+def seen_tokens(vocab_size: int, state: DecodeState, progress: Progress) -> jax.Array:
+    """Bool [n, V]: the token occurs in the slot's sequence so far."""
+    context = state.context
+    slot_n1 = jnp.arange(state.num_slots)[:, None]
+    index_1C = jnp.arange(context.capacity)[None]
+    # Unused entries point outside of the vocabulary, which JAX drops.
+    past_nC = jnp.where(index_1C < context.length[:, None], context.history, vocab_size)
+    decoded_1W = jnp.arange(progress.out_token.shape[1])[None] < progress.i
+    decoded_nW = jnp.where(decoded_1W, progress.out_token, vocab_size)
+    seen_nV = jnp.zeros((state.num_slots, vocab_size), bool)
+    for tokens in (past_nC, decoded_nW, context.token[:, None]):
+        seen_nV = seen_nV.at[slot_n1, tokens].set(True, mode="drop")
+    return seen_nV

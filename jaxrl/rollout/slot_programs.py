@@ -1,0 +1,176 @@
+"""Programs that move sequences between prefixes and slots. None of them runs the model.
+
+idle                  -> state      n idle slots of capacity C
+insert    prefix      -> state      starts samples in slots
+extract   state       -> prefix     copies sequences out of slots
+resize    state       -> state      other numbers n and C, the sequences in use kept
+release   state       -> state      stops slots
+append    new tokens  -> prefix     writes tokens behind those of a sequence
+
+n slots   P sequences of a prefix   W tokens of a dispatch   C capacity in tokens
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models.cache import slot_moves
+from jaxrl.models.cache.interface import Cache, CacheKind
+from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
+from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
+from jaxrl.rollout.slot_layout import PREFIX_AXES, NewTokens, SlotLayout, slots_first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotPrograms:
+    """See above; every method may be traced.
+
+    Attributes:
+      cache: the kind of the cache.
+      layout: where slots lie.
+      tokens_per_dispatch: W.
+    """
+
+    cache: CacheKind
+    layout: SlotLayout
+    tokens_per_dispatch: int
+
+    def idle(self, n: int, capacity: int) -> DecodeState:
+        """A state of n idle slots with room for `capacity` tokens each."""
+        W = self.tokens_per_dispatch
+        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+        cache = self.cache.empty(n, capacity)
+        return self.layout.place(
+            DecodeState(
+                context=Prefix(cache, ints((n, capacity)), ints((n,)), ints((n,))),
+                key=jnp.zeros((n, 2), jnp.uint32),
+                temperature=jnp.ones((n,)),
+                truncation=jax.tree.map(lambda x: jnp.full((n,), x), untruncated()),
+                count=ints((n,)),
+                limit=ints((n,)),
+                active=jnp.zeros((n,), bool),
+                out_count=ints((n,)),
+                out_token=ints((n, W)),
+                out_logprob=jnp.zeros((n, W)),
+                out_entropy=jnp.zeros((n, W)),
+            )
+        )
+
+    def insert(
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        assignment: Assignment,
+        seed: jax.Array,
+        step: jax.Array,
+        temperature: jax.Array,
+        truncation: Truncation,
+    ) -> DecodeState:
+        """Starts samples in the assigned slots.
+
+        Args:
+          prefix: the sequences; its capacity is at most that of the state.
+          state: consumed.
+          assignment: which sequence goes into which slot.
+          seed, step, temperature, truncation: scalars, the same for all of these samples.
+        """
+        new_n = assignment.source >= 0
+
+        def put(old, new):
+            return jnp.where(new_n.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+
+        key_n2 = sample_keys(seed, step, assignment.prompt_id, assignment.sample_index)
+        context = self.layout.on_own_slots(
+            self._copied, state.context, assignment.source, whole=prefix
+        )
+        return self.layout.place(
+            state.replace(
+                context=context,
+                key=put(state.key, key_n2),
+                temperature=put(state.temperature, temperature),
+                truncation=jax.tree.map(put, state.truncation, truncation),
+                count=put(state.count, assignment.count),
+                limit=put(state.limit, assignment.limit),
+                active=put(state.active, True),
+                out_count=put(state.out_count, 0),
+            )
+        )
+
+    def extract(
+        self, state: DecodeState, slot_P: jax.Array, length_P: jax.Array, token_P: jax.Array
+    ) -> Prefix:
+        """Copies the sequences of some slots, or the beginnings of them, to extend and insert them again.
+
+        Args:
+          state: not consumed.
+          slot_P: int32 [P], the same number of slots from every shard, each counted within its shard.
+          length_P, token_P: length and last token of the result, as in `Prefix`.
+        """
+
+        def take(context: Prefix, slot_P):
+            taken = slot_moves.taken(_without_cache(context), PREFIX_AXES, slot_P)
+            return dataclasses.replace(taken, cache=self.cache.take(context.cache, slot_P))
+
+        context = self.layout.on_own_slots(take, state.context, slot_P)
+        return dataclasses.replace(context, length=length_P, token=token_P)
+
+    def resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:
+        """Moves the sequences in use to a state of other slots and capacity.
+
+        Args:
+          state: not consumed, since its arrays have other shapes.
+          slot_n: int32 [n'], for each new slot the old slot whose sequence moves there, counted within its
+            shard, or -1 for an idle slot.
+          capacity: C', at least W more than the longest sequence of an active slot.
+        """
+        idle = self.idle(slot_n.shape[0], capacity)
+        return self.layout.on_own_slots(self._copied, idle, slot_n, state)
+
+    def release(self, state: DecodeState, keep_n: jax.Array) -> DecodeState:
+        """Stops the active slots where `keep_n`, bool [n], is False."""
+        return state.replace(active=state.active & keep_n)
+
+    def append(
+        self, context: Prefix, new: Cache, tokens_nW: jax.Array, live_n: jax.Array
+    ) -> Prefix:
+        """Writes W tokens to cache and history behind the sequences of live slots. No length changes."""
+
+        def append(context: Prefix, new: NewTokens, live_n):
+            start_n = context.length
+            history = slot_moves.written(
+                context.history, PREFIX_AXES.history, new.tokens, start_n, live_n
+            )
+            cache = self.cache.write(context.cache, new.cache, start_n, live_n)
+            return dataclasses.replace(context, cache=cache, history=history)
+
+        return self.layout.on_own_slots(append, context, NewTokens(new, tokens_nW), live_n)
+
+    def with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
+        """The prefix with room for `capacity` tokens, more or fewer than before."""
+        history = slot_moves.with_capacity(prefix.history, PREFIX_AXES.history, capacity)
+        cache = self.cache.resize(prefix.cache, capacity)
+        return dataclasses.replace(prefix, cache=cache, history=history)
+
+    def widen(self, prefix: Prefix, *, capacity: int) -> Prefix:
+        """`with_capacity` as a program of its own."""
+        return self.layout.place(self.with_capacity(prefix, capacity))
+
+    def _copied(self, tree: Any, source_n: jax.Array, other: Any) -> Any:
+        """A state or prefix with slot i replaced by slot source_n[i] of `other`, unless that is negative."""
+        if isinstance(tree, DecodeState):
+            rest, others = tree.replace(context=None), other.replace(context=None)
+            copied = slot_moves.copied(rest, slots_first(rest), others, source_n)
+            return copied.replace(context=self._copied(tree.context, source_n, other.context))
+        rest, others = _without_cache(tree), _without_cache(other)
+        copied = slot_moves.copied(rest, PREFIX_AXES, others, source_n)
+        cache = self.cache.copy(tree.cache, other.cache, source_n)
+        return dataclasses.replace(copied, cache=cache)
+
+
+def _without_cache(prefix: Prefix) -> Prefix:
+    return dataclasses.replace(prefix, cache=None)

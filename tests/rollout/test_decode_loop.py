@@ -1,0 +1,141 @@
+"""The decode loop by itself: samples come, go and end as their caller likes, each as if it were alone."""
+
+import collections
+
+import numpy as np
+from byte_engine import CONFIG, OPTIONS, PROMPTS, decode, engine_of, loaded, weights
+
+from jaxrl.rollout.decode_loop import DecodeLoop, End, SampleTask, StartSequence
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.slots import DrawSettings
+
+G = 3
+SETTINGS = DrawSettings(OPTIONS.seed, OPTIONS.step, OPTIONS.temperature, OPTIONS.truncation)
+
+
+def tasks_of(prompt, **changes) -> list[SampleTask]:
+    start = StartSequence(PROMPTS.tokens[prompt])
+    return [
+        SampleTask(
+            Sample(prompt, k, OPTIONS.step),
+            start,
+            int(PROMPTS.ids_N[prompt]),
+            SETTINGS,
+            CONFIG.max_response_tokens,
+            **changes,
+        )
+        for k in range(G)
+    ]
+
+
+def new_loop(decode_text=decode) -> DecodeLoop:
+    return DecodeLoop(engine_of(), weights(), decode_text, version=4)
+
+
+def drain(loop, results):
+    while loop.unfinished:
+        results += loop.dispatch()
+    return results
+
+
+def offline(**changes):
+    """Tokens of all samples, by prompt and index, from the offline backend."""
+    options = OPTIONS.replace(num_samples=G, **changes)
+    completions = loaded(OfflineBackend).generate(PROMPTS, options)
+    return {divmod(b, G): tokens.tolist() for b, tokens in enumerate(completions.tokens)}
+
+
+def test_samples_that_come_while_others_run_are_the_same():
+    tasks = [task for prompt in range(5) for task in tasks_of(prompt)]
+    loop, results = new_loop(), []
+    assert loop.dispatch() == [] and not loop.unfinished
+    for start in range(0, len(tasks), 4):
+        loop.add(tasks[start : start + 4])
+        results += loop.dispatch()
+    drain(loop, results)
+    expected = offline()
+    added = collections.defaultdict(list)
+    for result in results:
+        added[result.task] += result.tokens.tolist()
+    for task in tasks:
+        sample = task.sample
+        assert sample.tokens.tolist() == added[task] == expected[sample.prompt, sample.index]
+        assert set(sample.version.tolist()) == {4}
+    ends = [(r.task, r.end) for r in results if r.end is not None]
+    assert len(ends) == len(tasks)
+    for task, end in ends:
+        stopped = int(task.sample.tokens[-1]) in CONFIG.stop_ids
+        assert end is (End.STOP_ID if stopped else End.FULL)
+        assert task.sample.finished and task.sample.truncated != stopped
+
+
+def test_dropped_samples_leave_their_slots_to_others():
+    batches = [tasks_of(prompt) for prompt in range(5)]
+    loop = new_loop()
+    for tasks in batches:
+        loop.add(tasks)
+    results = loop.dispatch()
+    # The first are in slots, the last wait: there are eight slots for fifteen samples.
+    running = {result.task for result in results if result.end is None}
+    gone = [task for task in batches[0] + batches[4] if task in running or task in batches[4]]
+    assert running & set(gone) and set(gone) - running
+    loop.drop(gone)
+    later = drain(loop, [])
+    assert not {result.task for result in later} & set(gone)
+    expected = offline()
+    for task in (task for tasks in batches[1:4] for task in tasks):
+        assert task.sample.finished
+        assert task.sample.tokens.tolist() == expected[task.sample.prompt, task.sample.index]
+
+
+def test_a_sample_at_its_budget_is_left_unfinished():
+    loop, tasks = new_loop(), tasks_of(1, budget_tokens=5)
+    loop.add(tasks)
+    last = {r.task: r.end for r in drain(loop, [])}
+    for task in tasks:
+        stopped = int(task.sample.tokens[-1]) in CONFIG.stop_ids
+        assert last[task] is (End.STOP_ID if stopped else End.PAUSED)
+        assert task.sample.finished == stopped and len(task.sample) <= 5
+    assert End.PAUSED in last.values()
+
+
+def test_environments_and_stop_strings_serve_whoever_feeds_the_loop():
+    """A conversation beside samples that came before and come after it."""
+    answer = np.array([5, 6, 7], np.int32)
+
+    def environment(turn):
+        return answer if len(turn.response) < 12 else None
+
+    expected = offline(environment=environment, stop_strings=("e",))
+    talks = [t for n in range(5) for t in tasks_of(n, environment=environment, stop_strings=("e",))]
+    loop = new_loop()
+    loop.add(tasks_of(2))
+    results = loop.dispatch()
+    loop.add(talks)
+    results += loop.dispatch()
+    loop.add(tasks_of(0))
+    drain(loop, results)
+    for task in talks:
+        assert task.sample.tokens.tolist() == expected[task.sample.prompt, task.sample.index]
+    assert any(not task.sample.mask.all() for task in talks)
+    # What a dispatch reports is what the model said; answers are in the sample alone.
+    said = collections.Counter()
+    for result in results:
+        said[result.task] += len(result.tokens)
+    assert all(said[task] == task.sample.mask.sum() for task in talks)
+
+
+def test_text_is_decoded_once_per_sample_and_dispatch():
+    decoded = []
+
+    def counted(tokens):
+        decoded.append(len(tokens))
+        return decode(tokens)
+
+    loop = new_loop(counted)
+    loop.add(task for n in range(5) for task in tasks_of(n, stop_strings=("never said",)))
+    results = drain(loop, [])
+    assert len(decoded) == len(results)
+    # The newest tokens and as many as the stop string has bytes, however long the sample is.
+    assert max(decoded) == CONFIG.tokens_per_dispatch + len("never said")
