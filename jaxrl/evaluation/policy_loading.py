@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.data.model_directory import (
-    check_is_directory,
-    generation_shardings,
-    is_run_folder,
-    read_model,
-)
+from jaxrl.data import model_directory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.files import open_file, read_bytes, read_text
 from jaxrl.models import lora
@@ -68,14 +63,14 @@ class FoundModel:
         Raises:
           UserError: a file is damaged, or a run's checkpoint is of another model.
         """
-        where = generation_shardings(self.model, mesh)
+        where = model_directory.generation_shardings(self.model, mesh)
         if not self.run:
             return load_params(self.path, self.model, where, dtype=dtype)
         trained = model_of_run(files_of_run(self.path))
         like = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             decoder_graph(trained)[1],
-            generation_shardings(trained, mesh),
+            model_directory.generation_shardings(trained, mesh),
         )
         _, params = read_newest_params(self.path, like)
 
@@ -105,10 +100,10 @@ def find_model(path: pathlib.Path) -> FoundModel:
     Raises:
       UserError: something is missing or broken, or the directory holds no language model.
     """
-    check_is_directory(path, or_else=", or the folder of a run")
-    run = is_run_folder(path)
+    model_directory.check_is_directory(path, or_else=", or the folder of a run")
+    run = model_directory.is_run_folder(path)
     directory = files_of_run(path) if run else path
-    found = read_model(directory)
+    found = model_directory.read_model(directory)
     if run:
         newest = newest_weights(path)
         seal = zlib.crc32(newest.checkpoints.seal(newest.step).read_bytes())

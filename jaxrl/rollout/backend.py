@@ -1,14 +1,14 @@
-"""The contract between a policy and whatever samples from it.
+"""The contract between a policy and the backends that sample from it.
 
-    load       weights in the generation layout; the backend holds them until `unload` gives them back
+    load       weights in the generation layout -> held until `unload` gives them back
     generate   prompts -> completions, every sample to its end
-    resume     prompts and unfinished groups -> finished groups and those that are still not
+    resume     prompts, unfinished groups -> finished groups, unfinished groups
 
-What holds for a whole run is given when a backend is built: the model, its devices, how tokens become text.
-How a batch is sampled travels as one `SamplingOptions` from the caller to the decoder; what belongs to a
-single call is an argument. Backends are named in `rollout.drivers`; one to test with is in `jaxrl.testing`.
+A backend is built with what holds for a whole run: the model, its devices, how tokens become text. One
+`SamplingOptions` says how a batch is sampled. `rollout.drivers` names the backends, `jaxrl.testing` has one
+without a model.
 
-A backend is used from one thread at a time, which `roles.policy.Actor` sees to.
+A backend is used from one thread at a time; `roles.policy.Actor` ensures that.
 
 N prompts   G samples of each   B = N * G
 """
@@ -31,8 +31,8 @@ from jaxrl.types import Completions, Prompts
 
 # Token ids to text.
 DecodeText: TypeAlias = Callable[[np.ndarray], str]
-# Called with each group as it is finished, as completions of one prompt, while the others are sampled. It may
-# do with it what it likes, and to `resume` it may say True: the others may be left.
+# Called with each finished group, as completions of one prompt, while the others are sampled. If it returns
+# True, `resume` leaves the other groups unfinished.
 OnGroup: TypeAlias = Callable[[Completions], bool | None]
 
 
@@ -46,8 +46,8 @@ class SamplingOptions:
       temperature: 0 is greedy.
       truncation: which tokens may be drawn, as scalars.
       stop_strings: texts that end a response as a stop id does; tokens after one are cut off.
-      environment: what answers a finished turn; None ends every sample at its first stop.
-      budget_tokens: most tokens that `resume` adds to a sample; 0 is no such limit.
+      environment: answers a finished turn; None ends every sample at its first stop.
+      budget_tokens: most tokens that `resume` adds to a sample; 0 is no limit.
     """
 
     num_samples: int
@@ -69,20 +69,20 @@ class RolloutBackend(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """Where it wants weights, laid out by `mesh.rules.GENERATE_RULES`."""
+        """The devices of its weights, laid out by `mesh.rules.GENERATE_RULES`."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """In which type it wants them."""
+        """The type of its weights."""
         ...
 
     def load(self, params: Params) -> None:
-        """Takes weights in the generation layout, in the place of those it has."""
+        """Takes weights in the generation layout and drops those it had."""
         ...
 
     def unload(self) -> Params | None:
-        """Gives back the arrays that `load` was given, unchanged and unused from now on; None without any."""
+        """Gives back the arrays of `load`, unchanged, and uses them no more; None if there are none."""
         ...
 
     def generate(
@@ -97,17 +97,17 @@ class RolloutBackend(Protocol):
 
         Args:
           prompts: N prompts.
-          options: how, without a budget.
-          on_group: called with each group, on this thread and in an order that every process has alike; what
-            it says changes nothing.
-          expected_tokens_N: how long responses are thought to become, from earlier steps say; the longest
-            start first. By default the length of the prompt is all there is to go by.
+          options: how to sample them, without a budget.
+          on_group: called with each group, on this thread and in the same order on every process. Its result
+            is ignored.
+          expected_tokens_N: expected lengths of the responses, for example from earlier steps. The longest
+            start first; by default those of the longest prompts.
 
         Returns:
           Completions with B = N * G samples, in the order of the prompts.
 
         Raises:
-          UserError: a prompt is empty or too long, or the options ask for something this backend cannot do.
+          UserError: a prompt is empty or too long, or this backend does not support an option.
         """
         ...
 
@@ -122,25 +122,25 @@ class RolloutBackend(Protocol):
     ) -> Rollout:
         """Goes on with the groups of an earlier call, samples `prompts`, and may leave groups unfinished.
 
-        An unfinished sample goes on under the weights there are now, with the keys of the step that began
-        it: if the weights are the same, so are its tokens.
+        An unfinished sample goes on under the present weights, with the keys of the step that began it. If
+        the weights are the same, its tokens are those of an uninterrupted sample.
 
         Args:
-          prompts, options: as of `generate`; a budget ends each sample after so many tokens more.
-          unfinished: groups that an earlier call has left; they come before `prompts`.
-          on_group: as of `generate`; once it says True nothing more is sampled.
-          expected_tokens_N: for each of `prompts`.
+          prompts, options: as in `generate`; a budget ends each sample after that many tokens more.
+          unfinished: unfinished groups of an earlier call; they come before `prompts`.
+          on_group: as in `generate`, but once it returns True nothing more is sampled.
+          expected_tokens_N: as in `generate`, for `prompts` alone.
 
         Returns:
           The finished groups, and the others.
 
         Raises:
-          UserError: as of `generate`, or the unfinished groups are of another size.
+          UserError: as in `generate`, or the unfinished groups have another size.
         """
         ...
 
     def close(self) -> None:
-        """Ends what the backend has started, such as threads and processes."""
+        """Ends the threads and processes of the backend."""
         ...
 
 
@@ -157,7 +157,7 @@ def check_lengths(prompts: Prompts, limit: int) -> None:
 def expected_or_prompt_lengths(
     prompts: Prompts, expected_tokens_N: np.ndarray | None
 ) -> np.ndarray:
-    """How long responses are thought to become, or where nobody knows how long the prompts are."""
+    """The expected lengths of responses; if they are not given, the lengths of the prompts."""
     if expected_tokens_N is None:
         return np.array([len(tokens) for tokens in prompts.tokens])
     return expected_tokens_N

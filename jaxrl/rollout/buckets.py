@@ -1,4 +1,4 @@
-"""Sizes that programs are compiled for: few enough to compile, close enough to what is needed."""
+"""Sizes that programs are compiled for: few, and close to what is needed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
     """Sizes from about `smallest` to exactly `largest`, growing: 2^n and 3 * 2^(n-1), two per doubling.
 
-    What needs any size in between is given at most two thirds as much again. There are at most
-    2 * log2(largest / smallest) + 3 of them; `largest` alone where nothing fits below. A size that would
-    save less than a quarter of the largest is not worth a program.
+    Rounding up to the next size adds at most two thirds. There are at most 2 * log2(largest / smallest) + 3
+    sizes, and only `largest` if it is below `smallest`. Sizes above three quarters of the largest are left
+    out: they would save too little for a program of their own.
     """
     sizes = {largest}
     octave = 1

@@ -1,4 +1,4 @@
-"""Arguments and results of the engine's programs: sequences with their cache, and the slots they decode in.
+"""Arguments and results of the engine's programs: sequences with their cache, and slots that decode.
 
 n slots   P sequences of a prefix   C capacity of a slot   R response tokens   W tokens of a dispatch
 """
@@ -16,12 +16,14 @@ from jaxrl.rollout.sampling import Truncation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """Sequences so far: all but their last token is cached, which the next step reads.
+    """Sequences with their cache. The last token of each is not in the cache yet; the next step runs it.
+
+    Example, the sequence 5 6 7 with C = 4: history 5 6 0 0, length 2, token 7.
 
     Attributes:
-      cache: keys and values of all layers, of some capacity C, as the engine's `CacheKind` has them.
+      cache: keys and values of all layers for C tokens, as the engine's `CacheKind` has them.
       history: int32 [P, C], the cached tokens.
-      length: int32 [P], how many.
+      length: int32 [P], number of cached tokens.
       token: int32 [P], the last token.
     """
 
@@ -32,20 +34,20 @@ class Prefix:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
+        """C, the number of tokens that a sequence has room for."""
         return self.history.shape[-1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which samples `insert` starts in which slots; one entry per slot.
+    """The samples that `insert` starts, with one entry per slot.
 
     Attributes:
       source: int32 [n], index into the prefix, or -1 to leave the slot alone.
-      prompt_id, sample_index: int32 [n], what the sampling key is made of.
+      prompt_id, sample_index: int32 [n], parts of the sampling key.
       limit: int32 [n], response tokens at which the slot stops, at most R.
-      count: int32 [n], response tokens that are already there.
+      count: int32 [n], response tokens that the prefix has already.
     """
 
     source: jax.Array
@@ -58,10 +60,10 @@ class Assignment:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """All slots in flight.
+    """All slots, with the samples in them.
 
     Attributes:
-      context: the sequences so far; the newest token is not in its cache.
+      context: the sequences.
       key: uint32 [n, 2].
       temperature: float32 [n]; 0 is greedy.
       truncation: which tokens may be drawn, fields [n].
@@ -86,12 +88,12 @@ class DecodeState:
 
     @property
     def num_slots(self) -> int:
-        """n."""
+        """The number of slots, n."""
         return self.active.shape[0]
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot has room for."""
+        """C, the number of tokens that a slot has room for."""
         return self.context.capacity
 
     def replace(self, **changes) -> DecodeState:

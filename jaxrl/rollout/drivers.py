@@ -1,7 +1,7 @@
-"""Rollout backends by name: what `rollout.driver` of a config may say.
+"""Rollout backends by name, for `rollout.driver` of a config.
 
-A further one needs a file of its own and a row here; or no row, if the config names it as
-"package.module:function", a function of the arguments of `Build`.
+Another backend needs a file of its own and a row here. It needs no row if the config names it as
+"package.module:function", a function with the arguments of `Build`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Build: TypeAlias = Callable[[ModelConfig, Mesh, EngineConfig, DecodeText], Rollo
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """A way to build a backend, and what it cannot do.
+    """How to build a backend, and what it does not support.
 
     Attributes:
-      build: makes one.
-      cannot: settings that it has to refuse.
-      package: that has to be installed for it, "" for none.
+      build: returns a backend.
+      cannot: settings that it refuses.
+      package: the package that must be installed for it; "" for none.
     """
 
     build: Build
@@ -66,10 +66,10 @@ DRIVERS = {
 
 
 def lookup_driver(name: str) -> Driver:
-    """The driver of a name, or the function that "package.module:function" names.
+    """The driver of a name of `DRIVERS`, or of a function "package.module:function".
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such driver.
     """
     if ":" in name:
         return Driver(
@@ -84,11 +84,11 @@ def lookup_driver(name: str) -> Driver:
 
 
 def check_driver(name: str, wanted: frozenset[str]) -> None:
-    """Raises UserError for a driver that is not known, or cannot do what is wanted of it.
+    """Raises UserError if a driver is unknown or does not support a setting of the run.
 
     Args:
-      name: of the driver.
-      wanted: which of `PARTIAL`, `ENVIRONMENT` and `SEVERAL_PROCESSES` a run asks for.
+      name: the driver's name.
+      wanted: those of `PARTIAL`, `ENVIRONMENT` and `SEVERAL_PROCESSES` that the run uses.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(
@@ -99,12 +99,12 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 def build_backend(
     driver: str, model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
 ) -> RolloutBackend:
-    """The backend of a driver's name; it has no weights yet.
+    """Builds the backend that a driver's name stands for; it has no weights yet.
 
     Args:
       driver: a name of `DRIVERS`, or "package.module:function".
-      model, mesh: what samples, where.
-      config: how.
+      model, mesh: the model, and the devices laid out for generation.
+      config: sizes and types of the engine.
       decode_text: token ids to text.
 
     Raises:

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.data.model_directory import (
-    SHORTEST_CONTEXT,
-    check_is_directory,
-    generation_shardings,
-    is_run_folder,
-    read_model,
-)
+from jaxrl.data import model_directory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
@@ -52,20 +46,20 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
       UserError: something is missing, broken, or does not fit.
     """
     directory = pathlib.Path(config.model)
-    check_is_directory(directory)
-    if is_run_folder(directory):
+    model_directory.check_is_directory(directory)
+    if model_directory.is_run_folder(directory):
         raise UserError(
             f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
             f"--path {directory} --to hf --out DIR, and serve DIR"
         )
-    found = read_model(directory)
+    found = model_directory.read_model(directory)
     model, tokenizer = found.model, found.tokenizer
     mesh = build_generation_mesh(config.mesh, devices)
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
     graph, shapes, _ = decoder_graph(model)
-    where = generation_shardings(model, mesh)
+    where = model_directory.generation_shardings(model, mesh)
 
     def engine_of(lengths: Lengths) -> Engine:
         return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
@@ -100,7 +94,7 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     """
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     if not prompt and not response:
-        context = min(context, max(fitting(), SHORTEST_CONTEXT))
+        context = min(context, max(fitting(), model_directory.SHORTEST_CONTEXT))
         return Lengths(max(context - 1, 1), max(context - 1, 1), context)
     prompt = prompt or context - response
     response = response or context - prompt

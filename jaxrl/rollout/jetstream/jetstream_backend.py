@@ -1,4 +1,4 @@
-"""A rollout backend that JetStream's driver drives: `rollout.driver="jetstream"`; one host only.
+"""The rollout backend of `rollout.driver="jetstream"`: our engine, driven by JetStream's threads on one host.
 
 R tokens of a sample   C columns of a token
 """
@@ -30,13 +30,13 @@ from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
-# Of the decode state, beside the token.
+# Fields of the decode state that travel with a token.
 FIELDS = ("out_logprob", "out_entropy")
 _COLUMNS = 1 + len(FIELDS)
 
 
 class CollectedSamples:
-    """The channel of a request whose sender waits for all of it: tokens, each followed by `FIELDS`."""
+    """The channel of a request whose sender waits for the whole answer: tokens, each followed by `FIELDS`."""
 
     def __init__(self):
         self._done = threading.Event()
@@ -44,11 +44,11 @@ class CollectedSamples:
         self._error: Exception | None = None
 
     def add_result(self, samples: list[ReturnSample]) -> None:
-        """Takes what a dispatch has given."""
+        """Takes the samples of a dispatch."""
         self._parts.append(samples)
 
     def cancelled(self) -> bool:
-        """Never; the sender waits."""
+        """False: the sender waits."""
         return False
 
     def close(self) -> None:
@@ -56,12 +56,12 @@ class CollectedSamples:
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:
-        """There will be no more, for this reason."""
+        """Ends the answer with an error."""
         self._error = error
         self._done.set()
 
     def wait(self) -> list[np.ndarray]:
-        """For each sample int32 [R, C], when all are complete; raises what `set_exception` was given."""
+        """Waits for the samples; returns int32 [R, C] of each, or raises the error of `set_exception`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -73,10 +73,10 @@ class CollectedSamples:
 
 
 class JetStreamBackend(EngineBackend):
-    """The engine and JetStream's driver: the samples that `rollout.driver.OfflineBackend` would give.
+    """Gives the same samples as `rollout.driver.OfflineBackend`, by JetStream's driver.
 
-    It keeps all slots at full length, and decodes past stop strings, which are looked for afterwards. There
-    are no several hosts, no environments and nothing is left unfinished.
+    It keeps all slots at full length, and decodes past stop strings, which it searches afterwards. Several
+    hosts, environments and unfinished samples are not supported.
     """
 
     def generate(
