@@ -1,7 +1,8 @@
 """What a run survives: killed at random moments, and every file of its folder damaged in turn.
 
-    python benchmarks/faults.py kill --rounds 8 --record benchmarks/results/2026-11-21-faults.md
-    python benchmarks/faults.py damage --record benchmarks/results/2026-11-21-faults.md
+    python benchmarks/faults.py --record benchmarks/results/2026-11-21-faults.md    # both of these
+    python benchmarks/faults.py kill --rounds 8
+    python benchmarks/faults.py damage
 
 Both train DAPO on a task that a two-layer model learns in seconds (repeat a digit).
 
@@ -338,29 +339,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
-    commands = parser.add_subparsers(required=True)
-    killing = commands.add_parser("kill", parents=[common])
-    killing.add_argument("--rounds", type=int, default=8, help="kills in all")
-    killing.add_argument("--seed", type=int, default=0)
-    killing.set_defaults(run=kill)
-    damaging = commands.add_parser("damage", parents=[common])
-    damaging.add_argument("--steps", type=int, default=2, help="of the run that is damaged")
-    damaging.add_argument("--each", action="store_true", help="every damage on every file")
-    damaging.set_defaults(run=damage)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="both by default")
+    parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
+    parser.add_argument("--rounds", type=int, default=8, help="kill: kills in all")
+    parser.add_argument("--seed", type=int, default=0, help="kill: of the moments")
+    parser.add_argument("--steps", type=int, default=2, help="damage: of the run that is damaged")
+    parser.add_argument("--each", action="store_true", help="damage: every damage on every file")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="faults") as work:
-        text, well = args.run(args, pathlib.Path(work))
-    print(text)
-    if args.record:
-        header = (
-            f"# What a run survives, {datetime.date.today()}\n\n{os.cpu_count()} cores "
-            f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}\n\n"
-        )
-        known = args.record.read_text() if args.record.exists() else header
-        args.record.write_text(f"{known.rstrip()}\n\n{text}\n")
-    sys.exit(not well)
+    all_well = True
+    for part in [args.part] if args.part else PARTS:
+        with tempfile.TemporaryDirectory(prefix="faults") as work:
+            text, well = PARTS[part](args, pathlib.Path(work))
+        print(text, flush=True)
+        all_well &= well
+        if args.record:
+            _add_to(args.record, text)
+    sys.exit(not all_well)
+
+
+PARTS = {"kill": kill, "damage": damage}
+
+
+def _add_to(record: pathlib.Path, text: str) -> None:
+    header = (
+        f"# What a run survives, {datetime.date.today()}\n\n{os.cpu_count()} cores "
+        f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}\n\n"
+    )
+    known = record.read_text() if record.exists() else header
+    record.write_text(f"{known.rstrip()}\n\n{text}\n")
 
 
 if __name__ == "__main__":
