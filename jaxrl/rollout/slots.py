@@ -235,6 +235,12 @@ class Slots:
             (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
             self._state = engine.resize(state, slot_n, capacity=capacity)
 
+    def _taken_state(self) -> DecodeState:
+        """The state, for a program that consumes it; there is none if that fails."""
+        state, self._state = self._state, None
+        assert state is not None, "make_room comes first"
+        return state
+
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
         """See `prefilled`."""
         with self._lock:
@@ -247,8 +253,7 @@ class Slots:
         settings: DrawSettings,
     ) -> None:
         """Starts samples that share their settings."""
-        state, self._state = self._state, None
-        assert state is not None, "make_room comes first"
+        state = self._taken_state()
         with self._lock:
             on_devices = self._settings(settings)
             self._state = insert(self.engine, prefix, state, assignments, on_devices)
@@ -300,8 +305,7 @@ class Slots:
 
     def release(self, slots: Sequence[int]) -> None:
         """Stops decoding in `slots`."""
-        state, self._state = self._state, None
-        assert state is not None, "there are no slots"
+        state = self._taken_state()
         keep_n = np.ones(state.num_slots, bool)
         keep_n[list(slots)] = False
         with self._lock:
@@ -309,8 +313,7 @@ class Slots:
 
     def generate(self, least_active: int) -> DecodedTokens:
         """Decodes up to W tokens in every active slot and fetches them; see `Engine.generate`."""
-        state, self._state = self._state, None
-        assert state is not None, "make_room comes first"
+        state = self._taken_state()
         with self._lock:
             (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
             state = self.engine.generate(self._params, state, least)

@@ -27,7 +27,8 @@ def end_of_stop(
 ) -> int | None:
     """The number of tokens up to the end of the first stop string; None if there is none.
 
-    The tokens are decoded once. Only if their text has a stop string, bisection finds where it ends.
+    The tokens are decoded once. Only if their text has a stop string, bisection finds where it ends. That
+    holds for text that more tokens only make longer, as whole characters are.
 
     Args:
       tokens: int32, the last `tokens_to_search` of a turn, or all of them.
