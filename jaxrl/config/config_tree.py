@@ -218,19 +218,18 @@ def _unlock_free_form(tree: ml_config_dict.ConfigDict) -> None:
 def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
     if not _is_mapping(tree):
         raise _wrong_type(path, tree, cls)
-    annotations, rules = _annotations(cls), checks.annotations_of(cls)
+    annotations = _annotations(cls)
     for key in tree:
         if key not in annotations:
             raise unknown_setting(_join(path, key), leaf_names(root))
     values = {}
-    for name, annotation in annotations.items():
+    for name, annotation in checks.annotations_of(cls).items():
         if name not in tree:
             raise UserError(
                 f'setting "{_join(path, name)}" is missing; '
                 f"a recipe starts from to_config_dict({root.__name__}()) and changes some lines"
             )
         values[name] = _read(annotation, tree[name], _join(path, name), root)
-        checks.check_value(_join(path, name), values[name], rules[name])
     try:
         return cls(**values)
     except ValueError as error:
@@ -238,47 +237,18 @@ def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
 
 
 def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
-    members = _union_members(annotation)
-    if len(members) > 1:
-        return _read_union(annotation, value, path, root)
-    if annotation is Any:
-        return _plain(value)
-    if group_class(annotation):
-        return _read_group(annotation, value, path, root)
-    if _is_dict(annotation):
-        return _read_dict(annotation, value, path, root)
-    if tuple in (annotation, typing.get_origin(annotation)):
-        return _read_tuple(annotation, value, path, root)
-    return _read_scalar(annotation, value, path)
-
-
-def _read_union(annotation: Any, value: Any, path: str, root: type) -> Any:
-    if value is None and accepts_none(annotation):
-        return None
-    inner = _without_none(annotation)
-    members = _union_members(inner)
-    # The only member gives the better message, in a group the name of the very setting.
-    if len(members) == 1 and (group_class(inner) or _is_dict(inner)):
-        return _read(inner, value, path, root)
-    for member in members:
-        try:
-            return _read(member, value, path, root)
-        except UserError:
-            continue
-    raise _wrong_type(path, value, annotation)
-
-
-def _read_dict(annotation: Any, value: Any, path: str, root: type) -> dict[str, Any]:
-    if not _is_mapping(value):
-        raise _wrong_type(path, value, annotation)
-    kind = _dict_value_type(annotation)
-    group = group_class(kind)
-    return {
-        key: _read(
-            kind, _filled(group, value[key]) if group else value[key], _join(path, key), root
-        )
-        for key in value
-    }
+    """A setting: groups by their names, all else as its annotation says."""
+    group, entry = group_class(annotation), entry_class(annotation)
+    if group and not (value is None and accepts_none(annotation)):
+        return _read_group(group, value, path, root)
+    if entry:
+        if not _is_mapping(value):
+            raise _wrong_type(path, value, annotation)
+        return {
+            key: _read_group(entry, _filled(entry, value[key]), _join(path, key), root)
+            for key in value
+        }
+    return checks.check_value(path, _plain(value), annotation)
 
 
 def _filled(group: type[DataclassInstance], entry: Any) -> Any:
@@ -292,37 +262,6 @@ def _filled(group: type[DataclassInstance], entry: Any) -> Any:
 def entry_class(annotation: Any) -> type[DataclassInstance] | None:
     """The dataclass that entries of a free-form dict are; None if `annotation` is something else."""
     return group_class(_dict_value_type(annotation)) if _is_dict(annotation) else None
-
-
-def _read_tuple(annotation: Any, value: Any, path: str, root: type) -> tuple:
-    if not isinstance(value, list | tuple):
-        raise _wrong_type(path, value, annotation)
-    kinds = typing.get_args(annotation) or (Any, ...)
-    if len(kinds) == 2 and kinds[1] is ...:
-        kinds = (kinds[0],) * len(value)
-    if len(kinds) != len(value):
-        raise _wrong_type(path, value, annotation)
-    return tuple(
-        _read(kind, item, f"{path}[{i}]", root)
-        for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
-
-
-def _read_scalar(annotation: Any, value: Any, path: str) -> Any:
-    if typing.get_origin(annotation) is typing.Literal:
-        for choice in typing.get_args(annotation):
-            if type(choice) is type(value) and choice == value:
-                return value
-        choices = " or ".join(repr(choice) for choice in typing.get_args(annotation))
-        raise UserError(f"{path} = {checks.shown(value)}: expected {choices}")
-    if annotation not in (bool, int, float, str, types.NoneType):
-        raise TypeError(f"{path} is annotated {type_name(annotation)}, which no setting can hold")
-    # Exact types, since a bool is an int to isinstance.
-    if annotation is float and type(value) is int and checks.is_finite(value):
-        return float(value)
-    if type(value) is not annotation:
-        raise _wrong_type(path, value, annotation)
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -205,7 +205,7 @@ def test_a_recipe_may_take_an_argument_and_build_on_another(recipe, tmp_path):
         ("--config.fast=maybe", "--config.fast=maybe: expected bool"),
         ("--config.limit=x: y", "--config.limit=x: y: expected int | None"),
         ("--config.shape=(1,", "--config.shape=(1,: expected tuple[int, ...]"),
-        ("--config.shape=(1,'a')", "shape[1] = 'a': expected int"),
+        ("--config.shape=(1,'a')", "shape[1] = 'a': expected a whole number"),
         ("--config.options.level=x", "--config.options.level=x: expected int"),
         ("--config.options=3", "--config.options=3: expected dict[str, Any]"),
         ("--config.options.kinds=['b']", "this entry can only be changed in the recipe"),

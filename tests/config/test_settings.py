@@ -25,7 +25,6 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options
 from jaxrl.config import command_line
-from jaxrl.config.config_tree import _read as read_type
 from jaxrl.config.config_tree import (
     accepts_none,
     flatten_config,
@@ -360,9 +359,7 @@ def refusal(setting: str, value: Any) -> str | None:
     try:
         if setting in KINDS:
             # The door begins with this. It is fast, and most values come no further.
-            checks.check_value(
-                setting, read_type(KINDS[setting], value, setting, Config), KINDS[setting]
-            )
+            checks.check_value(setting, value, KINDS[setting])
         checked(with_value(setting, value))
     except UserError as error:
         return str(error)
@@ -556,7 +553,7 @@ def _only(function, name: str):
         ("algorithm.loss_options", {"clip": 0.2}, "has no option clip"),
         ("data.train.options", {"min_terms": "three"}, "min_terms = 'three': expected a whole"),
         ("data.train.options", {"min_term": 3}, "has no setting 'min_term'"),
-        ("placement", {"all": 3}, "placement.all = 3: expected dict[str, Any]"),
+        ("placement", {"all": 3}, "placement.all = 3: expected a table"),
         ("placement", {"all": {}}, "placement.all.roles is None; name the roles"),
         ("placement", {"all": {"train": "1-1-1"}}, "placement.all.roles is None; name the roles"),
         ("placement", {"all": {"roles": 1}}, "placement.all.roles is 1; name the roles"),
