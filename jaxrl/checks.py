@@ -11,8 +11,8 @@ held against its signature by `algos.registry.check_options`. NaN never passes, 
 is refused before a library allocates it.
 
 pydantic reads the types, and its errors become our one line. Importing it and building the adapters of all
-settings takes 0.15 s of processor time; its own messages have several lines and no remedy. It is strict here: by
-default it takes "1" for a number and True for 1.
+settings takes 0.15 s of processor time; its own messages have several lines and no remedy. It is strict here:
+by default it takes "1" for a number and True for 1.
 
 Not covered: what two settings mean together, which each dataclass checks by itself.
 """
@@ -312,14 +312,14 @@ def _place(name: str, value: Any, loc: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _expected(error: Any, annotation: Any) -> str:
-    kind = error["type"]
+    kind: str = error["type"]
     if kind == "literal_error":
         return error["ctx"]["expected"]
     if kind in ("missing", "too_long"):
         members = (annotation, *typing.get_args(annotation))
         (pair,) = (member for member in members if typing.get_origin(member) is tuple)
         return f"{len(typing.get_args(pair))} values"
-    return _EXPECTED.get(kind, error["msg"].removeprefix("Input should be "))
+    return _EXPECTED[kind] if kind in _EXPECTED else error["msg"].removeprefix("Input should be ")
 
 
 # Words for pydantic's kinds of errors.

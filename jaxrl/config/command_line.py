@@ -18,6 +18,7 @@ import difflib
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 import typing
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ C = TypeVar("C", bound="DataclassInstance")
 
 _RECIPES = pathlib.Path("configs")
 _MAX_RECIPES_LISTED = 8
+_HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _NEGATION = re.compile(r"--?noconfig\.([^=]+)")
 
@@ -58,7 +60,7 @@ def run(
 
     Args:
       command: gets an instance of `config_class` and one boolean keyword for every switch; returns
-        the exit status, None for 0. The first line of its docstring heads the `--help` text.
+        the exit status, None for 0.
       config_class: the dataclass that holds all settings; its defaults are the defaults.
       switches: name and help of flags that are False unless given, such as `dry_run`.
       argv: program name and arguments; `sys.argv` if None.
@@ -324,16 +326,22 @@ def _usage(
 ) -> str:
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
-    settings = config_tree.flatten_config(config_class())
+    texts = config_tree.help_texts(config_class)
+    defaults = config_tree.flatten_config(config_class())
     return "\n".join(
         [
             *about,
             f"usage: {program} --config {_RECIPES}/RECIPE.py [--config.NAME=VALUE ...]{options}",
             *(f"  --{name}: {text}" for name, text in switches.items()),
             "settings and their defaults, which the recipe may change:",
-            *(f"  --config.{name}={value!r}" for name, value in settings.items()),
+            *(_described(name, value, texts.get(name, "")) for name, value in defaults.items()),
         ]
     )
+
+
+def _described(name: str, value: Any, text: str) -> str:
+    lines = textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join([f"  --config.{name}={value!r}", *lines])
 
 
 def _one_line(text: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict as ml_config_dict
 
-from jaxrl import checks
+from jaxrl import checks, flags
 from jaxrl.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -90,6 +90,16 @@ def leaf_types(cls: type[DataclassInstance]) -> dict[str, Any]:
         if group is not None:
             leaves |= {f"{name}.{leaf}": kind for leaf, kind in leaf_types(group).items()}
     return leaves
+
+
+def help_texts(cls: type[DataclassInstance]) -> dict[str, str]:
+    """Help text of every setting of `cls` by dotted name."""
+    texts = {}
+    for name, annotation in _annotations(cls).items():
+        texts[name] = flags.help_of(cls).get(name, "")
+        if group := group_class(annotation):
+            texts |= {f"{name}.{leaf}": text for leaf, text in help_texts(group).items()}
+    return texts
 
 
 def leaf_names(cls: type[DataclassInstance]) -> list[str]:
@@ -241,9 +251,9 @@ def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
     group, entry = group_class(annotation), entry_class(annotation)
     if group and not (value is None and accepts_none(annotation)):
         return _read_group(group, value, path, root)
+    if entry and not _is_mapping(value):
+        raise _wrong_type(path, value, annotation)
     if entry:
-        if not _is_mapping(value):
-            raise _wrong_type(path, value, annotation)
         return {
             key: _read_group(entry, _filled(entry, value[key]), _join(path, key), root)
             for key in value

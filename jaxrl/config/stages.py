@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import check_options, lookup
 from jaxrl.checks import NAME, check_fields, count, steps
-from jaxrl.data.made_pairs import MADE_PAIRS
-from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 
 
@@ -84,9 +81,6 @@ class PreferenceConfig:
 
     def __post_init__(self):
         check_fields(self)
-        lookup(MADE_PAIRS, self.made, "made")
-        loss = lookup(PREFERENCE_LOSSES, self.loss, "preference loss")
-        check_options(loss, self.options, f"preference loss {self.loss!r}")
         if bool(self.path) != bool(self.evaluation_path):
             raise ValueError("path and evaluation_path go together: set both, or neither")
         if len(self.harm_fields) not in (0, 2):

@@ -18,6 +18,7 @@ from jaxrl.checks import (
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
+from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
 
 MAX_ROWS = 10**9
@@ -111,6 +112,14 @@ class CurriculumConfig:
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_rewards(self, grader_weight: float) -> None:
+        """Raises UserError if problems are drawn by right and wrong, and no grader tells them apart."""
+        if self.by == "pass_rate" and not grader_weight:
+            raise UserError(
+                "data.curriculum.by 'pass_rate' goes by which answers are right, and reward.grader_weight 0 "
+                "says that this run rewards something else; set it above 0, or data.curriculum.by to off"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

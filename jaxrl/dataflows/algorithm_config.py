@@ -18,11 +18,9 @@ from jaxrl.checks import (
     positive,
     steps,
 )
-from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.roles import losses
-from jaxrl.roles.advantage_estimator import Estimator
+from jaxrl.errors import UserError
 from jaxrl.roles.correction import CorrectionConfig
-from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.optim_config import OptimConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +65,50 @@ class KlConfig:
     def needs_ref_logprobs(self) -> bool:
         """The reference's probabilities of the sampled tokens are asked for."""
         return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
+
+    def check_roles(self, dataflow: str, roles: tuple[str, ...]) -> None:
+        """Raises UserError if a coefficient needs a reference policy and the dataflow's roles have none."""
+        if self.needs_reference and "reference" not in roles:
+            raise UserError(
+                f"algorithm.kl has a coefficient above 0, but dataflow {dataflow!r} has no reference policy "
+                "to measure it against; set reward_coef and loss_coef to 0, or use dataflow grpo or ppo"
+            )
+
+    def check_pool(self, pool: str, *, has_reference: bool, same_layout: bool) -> None:
+        """Raises UserError if the KL over the vocabulary has its two models in different places.
+
+        Args:
+          pool: name of the actor's pool.
+          has_reference: the reference is in it too.
+          same_layout: it is split like the actor.
+        """
+        if not self.is_full or same_layout:
+            return
+        fault = (
+            f"placement.{pool}.layouts splits them otherwise; give both one layout"
+            if has_reference
+            else f"pool {pool} has the actor without the reference; put both into one pool"
+        )
+        raise UserError(
+            f"algorithm.kl.loss_estimate 'full' has the reference's weights in the actor's updates, and "
+            f"{fault}, or use k3, k3+ or k2, which take one number a token"
+        )
+
+    def check_ref_logprobs(self, loss: str) -> None:
+        """Raises UserError if nothing computes the reference's log-probabilities that a loss takes."""
+        if not self.needs_ref_logprobs:
+            raise UserError(
+                f"policy loss {loss!r} takes ref_logprob, and this run has no reference policy; set "
+                "algorithm.kl.loss_coef or algorithm.kl.reward_coef above 0"
+            )
+
+    def check_separate_rewards(self, advantage: str) -> None:
+        """Raises UserError if the reward has a penalty, which an advantage of separate rewards leaves out."""
+        if self.reward_coef:
+            raise UserError(
+                f"advantage {advantage!r} takes the reward in its parts, and the KL penalty "
+                "(algorithm.kl.reward_coef) is none of them; set it to 0 and use algorithm.kl.loss_coef"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +166,25 @@ class AlgorithmConfig:
                 'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
                 "ratio"
             )
-        find_dataflow(self.dataflow)
-        # Built and dropped: they hold names and options against the functions that take them.
-        Estimator.of(self.advantage, self.advantage_options)
-        losses.policy(
-            self.loss,
-            self.loss_options,
-            aggregation=self.aggregation,
-            aggregation_options=self.aggregation_options,
-        )
+
+    def check_one_step_off(self, pool: str, *, with_actor: bool, num_processes: int) -> None:
+        """Raises UserError if sampling beside learning has no devices or threads of its own.
+
+        Args:
+          pool: name of the pool of the role "rollout".
+          with_actor: the actor is in it too.
+          num_processes: of the run.
+        """
+        if with_actor:
+            raise UserError(
+                "algorithm.one_step_off samples while the actor learns, but both live in pool "
+                f"{pool}; give the role rollout a pool of its own in `placement`"
+            )
+        if num_processes > 1:
+            raise UserError(
+                "algorithm.one_step_off runs two threads of programs, which several processes could not "
+                "keep in one order; use hosts.num_processes=1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,3 +230,10 @@ class CostConfig:
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_model(self, dataflow: str) -> None:
+        """Raises UserError if a dataflow with a cost model has none."""
+        if not self.model:
+            raise UserError(
+                f"dataflow {dataflow!r} needs a cost model; set cost.model to its directory"
+            )

@@ -16,6 +16,7 @@ from jaxrl.checks import (
     finite,
     token_count,
 )
+from jaxrl.errors import UserError
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 
@@ -110,3 +111,21 @@ class RewardConfig:
                 )
             check_value(f"functions.{name}.path", function["path"], str)
             check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """Weight of each term of the reward, by its name."""
+        weights = {"grader": self.grader_weight}
+        weights |= {name: function["weight"] for name, function in self.functions.items()}
+        weights |= {"model": self.model_weight} if self.model else {}
+        return weights | ({"judge": self.judge.weight} if self.judge.model else {})
+
+    def check_several_terms(self, advantage: str) -> None:
+        """Raises UserError if an advantage that normalises each term finds fewer than two."""
+        counting = [name for name, weight in self.term_weights.items() if weight]
+        if len(counting) < 2:
+            raise UserError(
+                f"advantage {advantage!r} normalises each reward on its own, and this run has "
+                f"{', '.join(counting) or 'none'} alone; add reward.functions, reward.model or reward.judge "
+                "with a weight, or use advantage grpo"
+            )

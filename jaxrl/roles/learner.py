@@ -32,7 +32,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.narrow_moments import optimizer_shardings
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
-from jaxrl.roles.packed_model import PackedModel, TrainConfig, micro_of
+from jaxrl.roles.packed_model import PackedModel, micro_of
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 

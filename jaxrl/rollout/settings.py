@@ -14,11 +14,8 @@ from jaxrl.checks import (
     between,
     check_fields,
     count,
-    one_of,
     token_count,
 )
-from jaxrl.models.attention import IMPLEMENTATIONS
-from jaxrl.models.kernels.paged_attention import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class EngineSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
-    decode_attention: Annotated[str, one_of("auto", *DECODE_IMPLEMENTATIONS)] = "auto"
+    decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
 
     def __post_init__(self):
         check_fields(self)
@@ -77,7 +74,7 @@ class EngineConfig(EngineSettings):
     max_response_tokens: Annotated[int, token_count(1)]
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...]
     context_tokens: Annotated[int, token_count(0)] = 0
-    attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
     @property
     def cache_dtype(self) -> Any:

@@ -5,69 +5,59 @@ Each takes the program's name and its arguments, and returns the exit status.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
-from jaxrl.trainer import profiling, program
 
 
 def train(argv: Sequence[str]) -> int:
     """Reinforcement learning of a recipe, or its plan alone."""
+    command = _later(
+        "train_or_plan", "Trains a recipe, or only checks it and prints what it would take."
+    )
     switches = {"dry_run": "check and print, allocate nothing"}
-    return command_line.run(_train_or_plan, Config, switches=switches, argv=argv)
+    return command_line.run(command, Config, switches=switches, argv=argv)
 
 
 def sft(argv: Sequence[str]) -> int:
     """Supervised fine-tuning: the stage that `train` begins with, alone."""
-    return command_line.run(_fine_tune, Config, argv=argv)
+    command = _later("fine_tune", "Trains the warm start of a recipe.")
+    return command_line.run(command, Config, argv=argv)
 
 
 def dpo(argv: Sequence[str]) -> int:
     """Direct preference optimisation, the offline comparison to reinforcement learning."""
-    return command_line.run(_train_dpo, Config, argv=argv)
+    command = _later("train_dpo", "Trains a policy on the pairs that the config names.")
+    return command_line.run(command, Config, argv=argv)
 
 
 def reward_model(argv: Sequence[str]) -> int:
     """A reward or cost model from pairs, which other recipes name as `reward.model` or `cost.model`."""
-    return command_line.run(_train_reward_model, Config, argv=argv)
+    command = _later(
+        "train_reward_model", "Trains a reward or cost model on the pairs that the config names."
+    )
+    return command_line.run(command, Config, argv=argv)
 
 
 def profile(argv: Sequence[str]) -> int:
     """Where the time of one step of a recipe goes."""
-    return command_line.run(_profile, Config, argv=argv)
+    command = _later("profile", "Traces one step of a recipe, and prints where its time goes.")
+    return command_line.run(command, Config, argv=argv)
 
 
-# The first lines of these head what --help prints.
+def _later(function: str, about: str) -> Callable[..., int]:
+    """A function of `run_commands`, imported when it is called, so that a wrong key is told at once.
 
+    Args:
+      function: its name.
+      about: a line that heads `--help`.
+    """
 
-def _train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe, or only checks it and prints what it would take."""
-    if dry_run:
-        return program.dry_run(config)
-    program.start(config)
-    return program.train(config)
+    def command(config: Config, **switches: bool) -> int:
+        module = importlib.import_module("jaxrl.trainer.run_commands")
+        return getattr(module, function)(config, **switches)
 
-
-def _profile(config: Config) -> int:
-    """Traces one step of a recipe, and prints where its time goes."""
-    program.start(config)
-    return profiling.profile(config)
-
-
-def _fine_tune(config: Config) -> int:
-    """Trains the warm start of a recipe."""
-    program.start(config)
-    return program.fine_tune(config)
-
-
-def _train_dpo(config: Config) -> int:
-    """Trains on the pairs that the config names."""
-    program.start(config)
-    return program.train_dpo(config)
-
-
-def _train_reward_model(config: Config) -> int:
-    """Trains on the pairs that the config names."""
-    program.start(config)
-    return program.train_reward_model(config)
+    command.__doc__ = about
+    return command

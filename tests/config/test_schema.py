@@ -5,6 +5,7 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.trainer.cross_checks import check_algorithm
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ from jaxrl.errors import UserError
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
         ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
-        ("train.remat", "some", "'some' is not one of full, projections, offload, none"),
+        ("train.remat", "some", "'some': expected 'full', 'projections', 'offload' or 'none'"),
         ("train.rows", "0", "train.rows 0 is below 1"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
         ("run.num_steps", "0", "run.num_steps 0 is below 1"),
@@ -30,5 +31,5 @@ from jaxrl.errors import UserError
 )
 def test_refused(setting, value, message):
     with pytest.raises(UserError) as error:
-        load_config(Config, "configs/dapo_tiny.py", {setting: value})
+        check_algorithm(load_config(Config, "configs/dapo_tiny.py", {setting: value}))
     assert message in str(error.value)

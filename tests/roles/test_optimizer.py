@@ -23,8 +23,8 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.narrow_moments import BlockQuantized, block_of, dequantized, quantized
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate, matrix_dimensions
-from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import PackedBatch, TrainBatch
 
