@@ -29,6 +29,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from jaxrl.config import config_tree
+from jaxrl.config.removed_settings import replacement_of
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 if typing.TYPE_CHECKING:
@@ -105,7 +106,13 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
         raise UserError(f"no recipe given; add --config FILE, {_recipes_near('')}")
     kinds = config_tree.leaf_types(config_class)
     tree = load_recipe(recipe, known=list(kinds))
+    told = config_tree.told_names(config_class)
     for name, text in overrides.items():
+        if name.startswith(told):
+            raise UserError(
+                f"--config.{name}: the model's files tell this; set weights, or in the recipe "
+                "config.model = model_shapes(NAME)"
+            )
         _apply_override(tree, kinds | _add_entry(tree, kinds, name), name, text)
     return config_tree.from_config_dict(config_class, tree)
 
@@ -286,12 +293,23 @@ def _execute(path: str) -> dict[str, Any]:
 def _recipe_failure(path: str, error: Exception, known: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
     misspelt = _misspelt_setting(error)
+    if misspelt and lines:
+        misspelt = _name_in_recipe(path, lines[-1], misspelt)
     if misspelt:
         return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
     return f"{place}: {type(error).__name__}: {error}"
+
+
+def _name_in_recipe(path: str, line: int, leaf: str) -> str:
+    """The whole name of a removed setting in a line of a recipe, else the part that was not known."""
+    text = pathlib.Path(path).read_text().splitlines()[line - 1]
+    written = re.findall(r"\w+((?:\.\w+)+)", text)
+    names = [name[1:] for name in written if leaf in name.split(".")]
+    return next((name for name in names if replacement_of(name)), leaf)
 
 
 def _misspelt_setting(error: Exception) -> str | None:
@@ -327,7 +345,12 @@ def _usage(
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
     texts = config_tree.help_texts(config_class)
-    defaults = config_tree.flatten_config(config_class())
+    told = config_tree.told_names(config_class)
+    defaults = {
+        name: value
+        for name, value in config_tree.flatten_config(config_class()).items()
+        if not name.startswith(told)
+    }
     return "\n".join(
         [
             *about,

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from ml_collections import config_dict as ml_config_dict
 
 from jaxrl import checks, flags
+from jaxrl.config.removed_settings import replacement_of
 from jaxrl.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -80,16 +81,28 @@ def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
 def leaf_types(cls: type[DataclassInstance]) -> dict[str, Any]:
     """Annotation of every setting of `cls` by dotted name, in the order of the fields.
 
-    A group that may be None is listed itself, since it can be set to None, and before its settings.
+    A group that may be None is listed itself, since it can be set to None, and before its settings. Fields
+    that a class lists as `TOLD` are no settings: the files of a model say them.
     """
     leaves = {}
     for name, annotation in _annotations(cls).items():
+        if name in getattr(cls, "TOLD", ()):
+            continue
         group = group_class(annotation)
         if group is None or accepts_none(annotation):
             leaves[name] = annotation
         if group is not None:
             leaves |= {f"{name}.{leaf}": kind for leaf, kind in leaf_types(group).items()}
     return leaves
+
+
+def told_names(cls: type[DataclassInstance]) -> tuple[str, ...]:
+    """Dotted names of the fields of `cls` that are no settings."""
+    names = getattr(cls, "TOLD", ())
+    for name, annotation in _annotations(cls).items():
+        if group := group_class(annotation):
+            names += tuple(f"{name}.{told}" for told in told_names(group))
+    return names
 
 
 def help_texts(cls: type[DataclassInstance]) -> dict[str, str]:
@@ -130,6 +143,8 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     Returns:
       An error naming up to three near settings, nearest first.
     """
+    if replacement := replacement_of(name):
+        return UserError(f'setting "{name}" was removed; {replacement}')
     # The whole name settles ties of a leaf that several groups have.
     ranked = sorted(((*_likeness(name, other), other) for other in known), reverse=True)
     near = [other for likeness, _, other in ranked if likeness >= _NEAR_RATIO]
@@ -251,13 +266,11 @@ def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
     group, entry = group_class(annotation), entry_class(annotation)
     if group and not (value is None and accepts_none(annotation)):
         return _read_group(group, value, path, root)
-    if entry and not _is_mapping(value):
-        raise _wrong_type(path, value, annotation)
-    if entry:
-        return {
-            key: _read_group(entry, _filled(entry, value[key]), _join(path, key), root)
-            for key in value
-        }
+    if entry is not None:
+        if not _is_mapping(value):
+            raise _wrong_type(path, value, annotation)
+        entries = {key: _filled(entry, value[key]) for key in value}
+        return {k: _read_group(entry, e, _join(path, k), root) for k, e in entries.items()}
     return checks.check_value(path, _plain(value), annotation)
 
 
@@ -329,7 +342,7 @@ def _dict_value_type(annotation: Any) -> Any:
     return arguments[1] if arguments else Any
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: Any) -> typing.TypeGuard[collections.abc.Mapping[str, Any]]:
     return isinstance(value, dict | ml_config_dict.ConfigDict)
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from jaxrl.checks import (
     NAME,
     PROSE,
-    SEED,
     at_least,
     between,
     check_fields,
@@ -143,7 +142,6 @@ class DataConfig:
         refused.
       duplicates: a problem that stands in a file again: left out and counted, or kept. What tasks draw twice
         is kept.
-      shuffle_seed: of the order of training prompts; None takes the run's seed.
       curriculum: problems to train on that are drawn rarely.
     """
 
@@ -160,7 +158,6 @@ class DataConfig:
     overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
     bad_rows: Literal["drop", "error"] = "drop"
     duplicates: Literal["drop", "keep"] = "drop"
-    shuffle_seed: Annotated[int, SEED] | None = None
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
 
     def __post_init__(self):

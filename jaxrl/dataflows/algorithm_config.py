@@ -193,20 +193,24 @@ class CriticConfig:
 
     Attributes:
       weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.
-      optim: its optimiser.
+      lr: its peak learning rate; all else of its optimiser is as in `optim`.
       clip: how far a value may move in a step, in units of reward; inf for none.
       warmup_steps: steps in which the critic learns alone.
       epochs: times that a step goes through its minibatches.
     """
 
     weights: str = ""
-    optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
+    lr: Annotated[float, at_least(0)] = 1e-5
     clip: Annotated[float, positive(or_inf=True)] = 0.5
     warmup_steps: Annotated[int, steps(0)] = 0
     epochs: Annotated[int, between(1, 1000)] = 1
 
     def __post_init__(self):
         check_fields(self)
+
+    def optim(self, optim: OptimConfig) -> OptimConfig:
+        """The actor's optimiser with the critic's learning rate."""
+        return dataclasses.replace(optim, lr=self.lr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from jaxrl.checks import (
     MAX_LAYERS,
@@ -112,6 +112,28 @@ class ModelConfig:
         logits, as a reward, cost or value model needs one.
       lora: low-rank adapters, if any.
     """
+
+    # What a checkpoint's config.json or `model_shapes` says, and no command line.
+    TOLD: ClassVar[tuple[str, ...]] = (
+        "num_tokens",
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_theta",
+        "sliding_window",
+        "layer_pattern",
+        "rms_norm_eps",
+        "query_pre_attn_scalar",
+        "attention_softcap",
+        "logits_softcap",
+        "activation",
+        "post_norms",
+        "zero_centered_norms",
+        "scale_embeddings",
+        "num_experts",
+        "experts_per_token",
+        "normalize_experts",
+        "num_scores",
+    )
 
     vocab_size: Annotated[int, at_least(1, at_most=MAX_VOCABULARY)] = 128
     num_tokens: Annotated[int, at_least(0, at_most=MAX_VOCABULARY)] = 0

@@ -50,3 +50,31 @@ class OptimConfig:
                 f"lr_decay_steps {self.lr_decay_steps}; raise that above it, or set both to 0 for a "
                 "constant rate"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class StageOptimConfig:
+    """The optimiser of a stage before reinforcement learning. All else is as in the run's `optim`.
+
+    Attributes:
+      kind: "adamw", or "muon": matrices of the layers by Muon, all else by AdamW.
+      lr: peak learning rate.
+      lr_warmup_steps: steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps.
+      lr_decay_steps: steps until a cosine has brought the rate down to lr * lr_final; 0 keeps it constant.
+      lr_final: share of lr that a decay ends at.
+      weight_decay: of AdamW and Muon.
+    """
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    lr: Annotated[float, at_least(0)] = 1e-6
+    lr_warmup_steps: Annotated[int, steps(0)] = 10
+    lr_decay_steps: Annotated[int, steps(0)] = 0
+    lr_final: Annotated[float, between(0, 1)] = 0.0
+    weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
+
+    def __post_init__(self):
+        check_fields(self)
+
+    def merged_into(self, optim: OptimConfig) -> OptimConfig:
+        """The run's optimiser with these settings."""
+        return dataclasses.replace(optim, lr_stable_steps=0, **vars(self))

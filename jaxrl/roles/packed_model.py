@@ -69,7 +69,7 @@ class PackedModel:
         _check_products(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
-        if train.share_prompts and model.sliding_window:
+        if train.shares_prompts and model.sliding_window:
             raise UserError(
                 f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
                 f"{model.sliding_window} tokens is counted in places of the row; set it to False"
@@ -83,11 +83,11 @@ class PackedModel:
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
-            unroll=train.unroll,
+            unroll=train.layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             in_8_bits=product_in(train.products),
         )
-        platform, branches = platform_of(mesh), train.share_prompts
+        platform, branches = platform_of(mesh), train.shares_prompts
         implementation = pick_implementation(
             platform,
             train.dtype,

@@ -122,14 +122,15 @@ class Engine:
         self.mesh = mesh
         self._graph = graph
         self._constrain = constraint(mesh, GENERATE_RULES)
+        platform = platform_of(mesh)
+        unroll = config.layers_per_iteration(model.num_layers, platform)
         self._compute = Compute(
             dtype=jnp.dtype(config.dtype),
             constrain=self._constrain,
             experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
             layers=pipeline(scan_layers, mesh, GENERATE_RULES),
-            unroll=config.unroll,
+            unroll=unroll,
         )
-        platform = platform_of(mesh)
         implementation = pick_implementation(
             platform, config.dtype, config.attention, softcap=model.attention_softcap
         )
@@ -141,14 +142,14 @@ class Engine:
             mesh,
             dtype=config.dtype,
             kv_dtype=config.cache_dtype,
-            unroll=config.unroll,
+            unroll=unroll,
             decode_attention=config.decode_attention,
         )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
         # On accelerators one state for the whole run, allocated once: a second one would hold as much again.
         fixed = self._cache.reads_own_length
         self.slot_sizes = self._shared_out(
-            config.slots, config.slots if fixed else config.smallest_bucket
+            config.slots, config.slots if fixed else config.fewest_slots
         )
         # Few: each is compiled for every prompt size, and so is inserting from it.
         prompts = max(1, config.prefill_prompts // self.shards)

@@ -209,7 +209,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         lora.base_config(run.model),
         run.mesh_of("actor"),
         train=config.train,
-        optim=config.preference.optim,
+        optim=config.optim,
         seed=config.seed,
         tables=state_tables(config.mesh.sharding),
     )
@@ -227,7 +227,7 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
       StopRequested: a signal arrived; the last finished step is saved.
       UserError: the loss is not one of policies.
     """
-    actor = build_actor(run, optim=run.config.preference.optim, samples=False)
+    actor = build_actor(run, optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:
         reference = build_reference(run, "actor")
         starting = functools.partial(starting_params, run, stop)
@@ -240,9 +240,9 @@ def _open_loop(run: RunContext, stop: StopSignal):
         run,
         options.loss.upper().replace("_", " "),
         run.config.run_folder.preference,
-        num_steps=options.num_steps,
+        num_steps=run.config.run.num_steps,
         save_every=run.config.run.save_every,
-        evaluate_every=options.every,
+        evaluate_every=run.config.evaluation.every,
         stop=stop,
     )
 

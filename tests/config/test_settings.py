@@ -46,7 +46,7 @@ from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
 from jaxrl.trainer.memory_check import check_memory, check_memory_here
 
-STAGES = ("", "critic.", "preference.", "warm_start.")
+STAGES = ("", "warm_start.")
 
 HOSTILE = {
     "nan": math.nan,
@@ -114,8 +114,6 @@ MEANT = {
         (
             "critic.warmup_steps",
             "evaluation.every",
-            "preference.every",
-            "preference.num_steps",
             "run.num_steps",
             "run.rollouts_every",
             "run.save_every",
@@ -145,7 +143,6 @@ MEANT = {
             "algorithm.kl.horizon",
             "data.evaluation.size",
             "data.train.size",
-            "data.shuffle_seed",
             "model.query_pre_attn_scalar",
             "model.rope_local_theta",
             "model.rope_scaling.original_max_positions",
@@ -178,9 +175,7 @@ MEANT = {
     ),
     "10^9": dict.fromkeys(("data.evaluation.limit", "data.train.limit"), ALL)
     | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
-    | dict.fromkeys(
-        ("data.shuffle_seed", "model.rope_local_theta", "model.rope_theta", "seed"), LARGE
-    ),
+    | dict.fromkeys(("model.rope_local_theta", "model.rope_theta", "seed"), LARGE),
     # Llama 3 models stretched to a million tokens have 3.6e9.
     "2^31": dict.fromkeys(("model.rope_local_theta", "model.rope_theta"), LARGE),
     "0": dict.fromkeys(
@@ -196,11 +191,11 @@ MEANT = {
             "cost.limit",
             "cost.multiplier_lr",
             "cost.pretrain_coef",
+            "critic.lr",
             "critic.warmup_steps",
             "data.curriculum.decay",
             "data.evaluation.limit",
             "data.evaluation.seed",
-            "data.shuffle_seed",
             "data.train.limit",
             "data.train.seed",
             "evaluation.min_p",
@@ -235,7 +230,6 @@ MEANT = {
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.collapse.reward_loss",
-            "run.report_samples",
             "run.rollouts_every",
             "run.rollouts_prompts",
             "seed",
@@ -375,9 +369,10 @@ def is_meant(setting: str, hostile: str) -> bool:
         return kind is not Any and accepts_none(kind)
     if isinstance(value, bool):
         # Of a table that is open to all types ml_collections makes 1.0 of True where a number was.
-        is_switch = kind in (bool, bool | None) or isinstance(value_of(setting), bool)
+        is_switch = bool in (kind, *typing.get_args(kind)) or isinstance(value_of(setting), bool)
         is_switch |= (
             setting not in KINDS
+            and not setting.startswith("model.")
             and isinstance(value_of(setting), float)
             and not ((setting in NEVER_ONE and value) or (setting in NEVER_ZERO and not value))
         )

@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
@@ -73,7 +73,7 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
         warm_start=WarmStartConfig(
             num_steps=60,
             examples_per_step=16,
-            optim=OptimConfig(lr=1e-2, lr_warmup_steps=5, beta2=0.98),
+            optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=5),
             save_every=60,
         ),
         rollout=RolloutConfig(
