@@ -250,12 +250,16 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
     Raises:
       UserError: the value is of another type, or breaks a rule.
     """
-    if _has_settings(annotation):
-        return value  # which has checked its fields itself
+    if not _is_checked(annotation):
+        return value
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
         value = int(value) if isinstance(value, numbers.Integral) else float(value)  # of NumPy
     try:
-        return _adapter(annotation).validate_python(_as_tuple(value, annotation))
+        adapter = _adapter(annotation)
+    except TypeError:  # metadata of a user's that has no hash
+        adapter = _adapter.__wrapped__(annotation)
+    try:
+        return adapter.validate_python(_as_tuple(value, annotation))
     except ValidationError as error:
         raise UserError(_line(name, value, annotation, error.errors())) from None
 
@@ -263,19 +267,26 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter:
     # Lax, pydantic would read "1" as a number and True as 1.
-    return TypeAdapter(annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    return TypeAdapter(annotation, config=ConfigDict(strict=True))
 
 
-@functools.cache
-def _has_settings(annotation: Any) -> bool:
-    """Whether the annotation is a dataclass, or a table or union of one."""
-    return dataclasses.is_dataclass(annotation) or any(
-        map(_has_settings, filter(_is_type, typing.get_args(annotation)))
-    )
+_PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
 
 
-def _is_type(argument: Any) -> bool:
-    return isinstance(argument, type | types.GenericAlias | types.UnionType)
+def _is_checked(annotation: Any) -> bool:
+    """Whether an annotation is made of plain types alone.
+
+    Dataclasses check their fields themselves. Of functions of a user's an annotation may be missing, a text
+    that names nothing here, or any class.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return True
+    if origin is typing.Annotated:
+        return _is_checked(arguments[0])
+    if origin in (tuple, dict, Mapping, typing.Union, types.UnionType):
+        return all(kind is ... or _is_checked(kind) for kind in arguments)
+    return any(annotation is plain for plain in _PLAIN)
 
 
 def _as_tuple(value: Any, annotation: Any) -> Any:

@@ -1,5 +1,6 @@
 """The vocabulary of checks: what a rule lets through, and what it says of the rest."""
 
+import inspect
 import math
 from typing import Annotated, Any, Literal
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl import checks
-from jaxrl.checks import above, at_least, between, check_value, finite, one_of, positive
+from jaxrl.checks import NAME, above, at_least, between, check_value, finite, one_of, positive
+from jaxrl.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,46 @@ def test_any_object_may_be_asked_whether_it_is_a_finite_number():
         True,
         *[False] * 6,
     ]
+
+
+@pytest.mark.parametrize(
+    "annotation", [inspect.Parameter.empty, "Undefined", object, Annotated[object, []]]
+)
+def test_what_no_rule_is_known_for_passes(annotation):
+    assert check_value("x", [1], annotation) == [1]
+
+
+def test_metadata_without_a_hash_does_not_hide_the_rules():
+    annotation = Annotated[int, at_least(1), []]
+    assert check_value("x", 2, annotation) == 2
+    with pytest.raises(UserError, match="x 0 is below 1"):
+        check_value("x", 0, annotation)
+
+
+def test_lists_become_tuples_and_whole_numbers_floats():
+    assert check_value("x", [1, 2], tuple[float, ...]) == (1.0, 2.0)
+    assert isinstance(check_value("x", 1, float), float)
+    assert check_value("x", [[1], [2]], tuple[tuple[int, ...], ...]) == ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("x" * 1001, "longer than 1,000 characters"),
+        ("a\0b", "has the character '\\x00'"),
+        ("\ud800", "has the character '\\ud800'"),
+        (" a", "has blanks at its ends"),
+        ("a\nb", "has the character '\\n'"),
+    ],
+)
+def test_a_name_is_one_line_that_can_be_shown(value, fault):
+    with pytest.raises(UserError, match=fault.replace("\\", ".")) as refused:
+        check_value("name", value, Annotated[str, NAME])
+    assert len(str(refused.value)) < 250
+
+
+def test_numbers_that_float32_does_not_hold_are_refused():
+    for value in (1e-300, -1e-40, 5e-324):
+        with pytest.raises(UserError, match="is nearer to 0 than float32 holds"):
+            check_value("x", value, Annotated[float, between(0, 1)])
+    assert check_value("x", 1.2e-38, Annotated[float, between(0, 1)]) == 1.2e-38

@@ -38,9 +38,9 @@ class OptimConfig:
     lr_final: Annotated[float, between(0, 1)] = 0.0
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
-    epsilon: Annotated[float, positive(at_most=1)] = 1e-8
+    epsilon: Annotated[float, positive()] = 1e-8
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
-    grad_clip: Annotated[float, positive(or_inf=True)] = 1.0
+    grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
 
     def __post_init__(self):
         check_fields(self)

@@ -97,7 +97,7 @@ RELATIVE = "weights are relative to each other"
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
     | {"algorithm.correction.highest": NO_LIMIT}
-    | {f"{stage}optim.grad_clip": NO_LIMIT for stage in STAGES},
+    | {"optim.grad_clip": NO_LIMIT},
     "-1": dict.fromkeys(
         (
             "cost.limit",
@@ -158,6 +158,7 @@ MEANT = {
         LARGE,
     )
     | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | {"optim.grad_clip": NO_LIMIT}
     | dict.fromkeys(
         (
             "model.d_ff",
@@ -174,6 +175,7 @@ MEANT = {
         FITS,
     ),
     "10^9": dict.fromkeys(("data.evaluation.limit", "data.train.limit"), ALL)
+    | {"optim.grad_clip": NO_LIMIT}
     | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
     | dict.fromkeys(("model.rope_local_theta", "model.rope_theta", "seed"), LARGE),
     # Llama 3 models stretched to a million tokens have 3.6e9.

@@ -451,7 +451,7 @@ def test_a_stable_part_without_a_decay_is_refused(decay):
 
 @pytest.mark.parametrize("setting", [{"kind": "sgd"}, {"moments": "int4"}])
 def test_unknown_kinds_list_the_known(setting):
-    with pytest.raises(UserError, match=r"expected 'adamw' or 'muon'|expected 'float32' or"):
+    with pytest.raises(UserError, match=r"expected 'adamw' or 'muon'|expected 'float32', "):
         OptimConfig(**setting)
 
 
