@@ -34,8 +34,11 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from jaxrl.errors import UserError
 
-LARGEST = 10_000
-"""End of a range that names no other: far above every rate, coefficient and weight of published recipes."""
+LARGEST = 10**9
+"""End of a range that names no other."""
+
+MAX_COEFFICIENT = 10_000
+"""Far above every coefficient, weight, score and bound of published recipes."""
 
 SMALLEST = 2.0**-126
 """The number nearest to 0 that float32 holds with all its digits. Accelerators round smaller ones to 0."""
@@ -203,6 +206,21 @@ def between(low: float, high: float, *, has_low: bool = True, has_high: bool = T
 def one_of(*choices: Any) -> OneOf:
     """Some values, and no others; Literal where they need not be computed."""
     return OneOf(choices)
+
+
+def coefficient() -> Range:
+    """What a term is multiplied by; 0 leaves it out."""
+    return at_least(0, at_most=MAX_COEFFICIENT)
+
+
+def scale(*, or_inf: bool = False) -> Range:
+    """Bounds and factors, which are above 0."""
+    return positive(at_most=MAX_COEFFICIENT, or_inf=or_inf)
+
+
+def score() -> Range:
+    """Rewards and their weights, of either sign."""
+    return finite(at_most=MAX_COEFFICIENT)
 
 
 def steps(low: int) -> Range:

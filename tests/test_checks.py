@@ -32,17 +32,21 @@ def test_a_rule_lets_through(rule, values):
 @pytest.mark.parametrize(
     ("rule", "value", "fault"),
     [
-        (positive(), 0, "is not positive; use a number above 0, up to 10,000"),
+        (positive(), 0, "is not positive; use a number above 0, up to 1,000,000,000"),
         (positive(), math.nan, "is not a number; use a number above 0"),
         (positive(), math.inf, "is not finite; use"),
-        (positive(or_inf=True), -math.inf, "is not finite; use a number above 0, up to 10,000"),
+        (
+            positive(or_inf=True),
+            -math.inf,
+            "is not finite; use a number above 0, up to 1,000,000,000",
+        ),
         (positive(or_inf=True), math.nan, "or inf for none"),
-        (at_least(1), 0, "is below 1; use 1 to 10,000"),
-        (at_least(1), 10**12, "is above 10,000; use 1 to"),
-        (at_least(1), 10**400, "is above 10,000; use 1 to"),
+        (at_least(1), 0, "is below 1; use 1 to 1,000,000,000"),
+        (at_least(1), 10**12, "is above 1,000,000,000; use 1 to"),
+        (at_least(1), 10**400, "is above 1,000,000,000; use 1 to"),
         (above(1), 1, "is not above 1; use"),
         (between(0, 1, has_high=False), 1.0, "is not below 1; use 0 to 1 (1 excluded)"),
-        (finite(), -(10**12), "is below -10,000"),
+        (finite(), -(10**12), "is below -1,000,000,000"),
         (one_of("a", "b"), "c", "is not one of a, b"),
     ],
 )

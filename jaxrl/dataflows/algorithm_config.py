@@ -12,10 +12,11 @@ from jaxrl.checks import (
     at_least,
     between,
     check_fields,
+    coefficient,
     count,
-    finite,
     one_of,
-    positive,
+    scale,
+    score,
     steps,
 )
 from jaxrl.errors import UserError
@@ -37,11 +38,11 @@ class KlConfig:
       horizon: of the adaptation, in sequences.
     """
 
-    reward_coef: Annotated[float, at_least(0)] = 0.0
+    reward_coef: Annotated[float, coefficient()] = 0.0
     reward_estimate: Annotated[str, one_of(*KL_ESTIMATES)] = "k1"
-    loss_coef: Annotated[float, at_least(0)] = 0.0
+    loss_coef: Annotated[float, coefficient()] = 0.0
     loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
-    target: Annotated[float, at_least(0)] = 0.0
+    target: Annotated[float, coefficient()] = 0.0
     horizon: Annotated[float, at_least(1, at_most=10**8)] = 10_000.0
 
     def __post_init__(self):
@@ -147,7 +148,7 @@ class AlgorithmConfig:
     )
     aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entropy_coef: Annotated[float, at_least(0)] = 0.0
+    entropy_coef: Annotated[float, coefficient()] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
@@ -200,8 +201,8 @@ class CriticConfig:
     """
 
     weights: str = ""
-    lr: Annotated[float, at_least(0)] = 1e-5
-    clip: Annotated[float, positive(or_inf=True)] = 0.5
+    lr: Annotated[float, coefficient()] = 1e-5
+    clip: Annotated[float, scale(or_inf=True)] = 0.5
     warmup_steps: Annotated[int, steps(0)] = 0
     epochs: Annotated[int, between(1, 1000)] = 1
 
@@ -227,10 +228,10 @@ class CostConfig:
     """
 
     model: str = ""
-    limit: Annotated[float, finite()] = 0.0
-    multiplier: Annotated[float, positive()] = 1.0
+    limit: Annotated[float, score()] = 0.0
+    multiplier: Annotated[float, scale()] = 1.0
     multiplier_lr: Annotated[float, between(0, 10)] = 0.1
-    pretrain_coef: Annotated[float, at_least(0)] = 0.0
+    pretrain_coef: Annotated[float, coefficient()] = 0.0
 
     def __post_init__(self):
         check_fields(self)

@@ -6,13 +6,16 @@ import dataclasses
 from typing import Annotated, ClassVar
 
 from jaxrl.checks import (
+    MAX_COEFFICIENT,
     MAX_LAYERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     at_least,
     check_fields,
+    coefficient,
     one_of,
     positive,
+    scale,
     token_count,
 )
 
@@ -34,9 +37,9 @@ class RopeScaling:
       kind: "llama3" (Llama 3.1) stretches the long ones, "linear" all (Gemma 3).
     """
 
-    factor: Annotated[float, at_least(1)] = 8.0
-    low_freq_factor: Annotated[float, positive()] = 1.0
-    high_freq_factor: Annotated[float, positive()] = 4.0
+    factor: Annotated[float, at_least(1, at_most=MAX_COEFFICIENT)] = 8.0
+    low_freq_factor: Annotated[float, scale()] = 1.0
+    high_freq_factor: Annotated[float, scale()] = 4.0
     original_max_positions: Annotated[int, token_count(1)] = 8192
     kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
 
@@ -61,7 +64,7 @@ class LoraConfig:
     """
 
     rank: Annotated[int, at_least(0, at_most=65_536)] = 0
-    alpha: Annotated[float, positive()] = 32.0
+    alpha: Annotated[float, scale()] = 32.0
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
     def __post_init__(self):
@@ -153,8 +156,8 @@ class ModelConfig:
     qkv_bias: bool = True
     qk_norm: bool = False
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
-    attention_softcap: Annotated[float, at_least(0)] = 0.0
-    logits_softcap: Annotated[float, at_least(0)] = 0.0
+    attention_softcap: Annotated[float, coefficient()] = 0.0
+    logits_softcap: Annotated[float, coefficient()] = 0.0
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     post_norms: bool = False
     zero_centered_norms: bool = False

@@ -12,8 +12,9 @@ from jaxrl.checks import (
     between,
     check_fields,
     check_value,
+    coefficient,
     count,
-    finite,
+    score,
     token_count,
 )
 from jaxrl.errors import UserError
@@ -41,12 +42,12 @@ class JudgeConfig:
     """
 
     model: str = ""
-    weight: Annotated[float, finite()] = 1.0
+    weight: Annotated[float, score()] = 1.0
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
     chat: bool = True
-    low: Annotated[float, finite()] = 0.0
-    high: Annotated[float, finite()] = 10.0
-    failed_score: Annotated[float, finite()] = 0.0
+    low: Annotated[float, score()] = 0.0
+    high: Annotated[float, score()] = 10.0
+    failed_score: Annotated[float, score()] = 0.0
     max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
@@ -86,14 +87,14 @@ class RewardConfig:
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
     grader_timeout_s: Annotated[float, between(0.01, 3600)] = 4.0
-    grader_weight: Annotated[float, finite()] = 1.0
+    grader_weight: Annotated[float, score()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
     model: str = ""
-    model_weight: Annotated[float, finite()] = 1.0
+    model_weight: Annotated[float, score()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
-    overlong_penalty: Annotated[float, at_least(0)] = 1.0
+    overlong_penalty: Annotated[float, coefficient()] = 1.0
     mask_truncated: bool = False
 
     def __post_init__(self):
@@ -110,7 +111,7 @@ class RewardConfig:
                     f"functions.{name} is {function!r}; give each function its path and its weight"
                 )
             check_value(f"functions.{name}.path", function["path"], str)
-            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])
+            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, score()])
 
     @property
     def term_weights(self) -> dict[str, float]:

@@ -17,14 +17,14 @@ from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.moments import Tally, merge_tallies
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
-from jaxrl.checks import at_least, between, check_fields, positive
+from jaxrl.checks import between, check_fields, coefficient, scale
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
-Ratios = tuple[Annotated[float, positive()], Annotated[float, positive(or_inf=True)]]
+Ratios = tuple[Annotated[float, scale()], Annotated[float, scale(or_inf=True)]]
 """The lowest and the highest of pi_train / pi_rollout."""
 
-Nats = Annotated[float, positive()]
+Nats = Annotated[float, scale()]
 """The most of a divergence."""
 
 
@@ -102,8 +102,8 @@ class CorrectionConfig:
 
     bypass: bool = False
     weights: Literal["none", "token", "sequence"] = "none"
-    highest: Annotated[float, positive(or_inf=True)] = 2.0
-    lowest: Annotated[float, at_least(0)] = 0.0
+    highest: Annotated[float, scale(or_inf=True)] = 2.0
+    lowest: Annotated[float, coefficient()] = 0.0
     normalize: bool = False
     reject: RejectionConfig = dataclasses.field(default_factory=RejectionConfig)
     veto: Annotated[float, between(0, 1, has_high=False)] = 0.0

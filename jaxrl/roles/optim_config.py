@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import at_least, between, check_fields, positive, steps
+from jaxrl.checks import at_least, between, check_fields, coefficient, positive, scale, steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class OptimConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     moments_on_host: bool = False
-    lr: Annotated[float, at_least(0)] = 1e-6
+    lr: Annotated[float, coefficient()] = 1e-6
     lr_warmup_steps: Annotated[int, steps(0)] = 10
     lr_decay_steps: Annotated[int, steps(0)] = 0
     lr_stable_steps: Annotated[int, steps(0)] = 0
     lr_final: Annotated[float, between(0, 1)] = 0.0
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
-    epsilon: Annotated[float, positive()] = 1e-8
+    epsilon: Annotated[float, scale()] = 1e-8
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
     grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
 
@@ -66,7 +66,7 @@ class StageOptimConfig:
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
-    lr: Annotated[float, at_least(0)] = 1e-6
+    lr: Annotated[float, coefficient()] = 1e-6
     lr_warmup_steps: Annotated[int, steps(0)] = 10
     lr_decay_steps: Annotated[int, steps(0)] = 0
     lr_final: Annotated[float, between(0, 1)] = 0.0

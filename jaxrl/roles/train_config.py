@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, token_count
+from jaxrl.checks import MAX_LAYERS, at_least, check_fields, coefficient, count, token_count
 
 # What "auto" stands for (docs/learning.md has the measurements).
 _UNROLLED_LAYERS = 8
@@ -50,9 +50,9 @@ class TrainConfig:
     products: Literal["full", "int8", "fp8"] = "full"
     remat: Literal["full", "projections", "offload", "none"] = "none"
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
-    pipeline_microbatches: Annotated[int, at_least(0)] = 0
+    pipeline_microbatches: Annotated[int, coefficient()] = 0
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
-    load_balancing_coef: Annotated[float, at_least(0)] = 0.0
+    load_balancing_coef: Annotated[float, coefficient()] = 0.0
 
     def __post_init__(self):
         check_fields(self)

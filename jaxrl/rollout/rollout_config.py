@@ -11,6 +11,7 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
+    coefficient,
     count,
     positive,
     token_count,
@@ -58,7 +59,7 @@ class RolloutConfig(EngineSettings):
     generation_prompts: Annotated[int, count(1)] = 48
     max_generation_batches: Annotated[int, between(1, 10_000)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
-    min_spread: Annotated[float, at_least(0)] = 0.0
+    min_spread: Annotated[float, coefficient()] = 0.0
     if_too_few: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
     temperature: Annotated[float, TEMPERATURE] = 1.0
