@@ -36,9 +36,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch, TrainBatch
 
 # That of step_vs_peers.py.

@@ -39,9 +39,9 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine

@@ -54,12 +54,9 @@ SETTINGS = {
     "rollout.generation_prompts": 16,
     "rollout.slots": 128,
     "rollout.max_response_tokens": 192,
-    "rollout.unroll": 4,
-    "train.unroll": 4,
     "mesh.simulated_devices": 2,
     "mesh.train": "1-1-2",
     "reward.overlong_buffer_tokens": 0,
-    "train.share_prompts": True,
     "warm_start.run": "",
     "warm_start.num_steps": 0,
     # Sums of some terms are prompts of 50 to 64 characters.
@@ -84,10 +81,10 @@ CASES = {
     # Ten of 512 tokens of a model that knows nothing yet. Prompts are longer than answers.
     "ragged": {
         "rollout.stop_ids": str(tuple(range(100, 110))),
-        # The tiny recipes decode all slots to the end of the longest answer.
-        "rollout.smallest_bucket": 32,
         "train.rows": 4,
         "train.row_tokens": 256,
+        # Answers are shorter than their limit, by which "auto" goes.
+        "train.share_prompts": True,
     },
 }
 PHASES = {

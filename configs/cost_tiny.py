@@ -10,6 +10,7 @@ Hardware: any two cores; a minute after the demo's warm start. Score to expect: 
 import pathlib
 
 from jaxrl.config.command_line import load_recipe
+from jaxrl.roles.optim_config import OptimConfig
 
 
 def get_config():
@@ -17,7 +18,8 @@ def get_config():
     config.name = "cost_tiny"
     config.preference.made = "worked_or_guessed"
     config.preference.loss = "cost_preference"
-    config.preference.num_steps = 200
-    config.preference.optim.lr = 3e-4
+    config.optim = OptimConfig(lr=3e-4)
+    config.run.num_steps = 200
+    config.evaluation.every = 100
     config.run.save_every = 100
     return config

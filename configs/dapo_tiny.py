@@ -44,7 +44,6 @@ def get_config():
     config.warm_start.optim.lr_warmup_steps = 20
     config.warm_start.optim.lr_decay_steps = config.warm_start.get_ref("num_steps")
     config.warm_start.optim.lr_final = 0.1
-    config.warm_start.optim.beta2 = 0.98
     config.warm_start.optim.weight_decay = 0.01
 
     # Dynamic sampling: 40 prompts at a time until 24 groups of 8 have both right and wrong answers.
@@ -62,9 +61,6 @@ def get_config():
     config.algorithm.updates_per_step = 4
     config.train.rows = 4
     config.train.row_tokens = 112
-    config.rollout.unroll = 3
-    # Answers are short: compiling programs for the few slots of a tail takes longer than all tails.
-    config.rollout.smallest_bucket = 4096
 
     config.optim.lr = 3e-4
     config.optim.lr_warmup_steps = 5

@@ -10,6 +10,7 @@ Hardware: any two cores; two minutes after the demo's warm start. Score to expec
 import pathlib
 
 from jaxrl.config.command_line import load_recipe
+from jaxrl.roles.optim_config import OptimConfig
 
 
 def get_config():
@@ -18,7 +19,8 @@ def get_config():
     config.preference.made = "worked_or_guessed"
     config.preference.loss = "dpo"
     config.preference.options = {"beta": 0.1}
-    config.preference.num_steps = 300
-    config.preference.optim.lr = 1e-4
+    config.optim = OptimConfig(lr=1e-4)
+    config.run.num_steps = 300
+    config.evaluation.every = 100
     config.run.save_every = 100
     return config

@@ -45,7 +45,7 @@ def get_config():
     config.rollout.num_prompts = 1024
     config.rollout.num_samples = 1
     config.rollout.slots = 512
-    config.critic.optim.lr = 1e-5
+    config.critic.lr = 1e-5
     config.critic.warmup_steps = 0
     config.train.rows = 8
     return config

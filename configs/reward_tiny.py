@@ -16,9 +16,11 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "reward_tiny"
     config.preference.made = "right_or_wrong"
-    config.preference.num_steps = 2000
-    config.preference.optim = config.warm_start.optim.copy_and_resolve_references()
-    config.preference.optim.lr = 1e-3
-    config.preference.optim.lr_decay_steps = 2000
+    # As in the warm start, but for the rate and the length.
+    config.optim.update(config.warm_start.optim.copy_and_resolve_references())
+    config.optim.lr = 1e-3
+    config.optim.lr_decay_steps = 2000
+    config.run.num_steps = 2000
+    config.evaluation.every = 100
     config.run.save_every = 500
     return config

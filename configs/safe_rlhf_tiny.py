@@ -27,7 +27,6 @@ def get_config():
     config.algorithm.advantage_options = {"gamma": 1.0, "lam": 0.95}
     config.algorithm.whiten = True
     config.algorithm.kl.reward_coef = 0.001
-    config.critic.optim = config.optim.copy_and_resolve_references()
-    config.critic.optim.lr = 1e-3
+    config.critic.lr = 1e-3
     config.critic.warmup_steps = 2
     return config

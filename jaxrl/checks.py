@@ -11,6 +11,10 @@ held against its signature by `algos.registry.check_options`. NaN never passes, 
 `or_inf` says that it is meant. Every range ends: what no machine could be asked for is a slip of the pen, and
 is refused before a library allocates it.
 
+pydantic reads the types, and its errors become our one line. Importing it and building the adapters of all
+settings takes 0.15 s of processor time; its own messages have several lines and no remedy. It is strict here:
+by default it takes "1" for a number and True for 1.
+
 Not covered: what two settings mean together, which each dataclass checks by itself.
 """
 
@@ -24,13 +28,19 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
 
 from jaxrl.errors import UserError
 
-LARGEST = 10_000
-"""End of a range that names no other: far above every rate, coefficient and weight of published recipes."""
+LARGEST = 10**9
+"""End of a range that names no other."""
+
+MAX_COEFFICIENT = 10_000
+"""Far above every coefficient, weight, score and bound of published recipes."""
 
 SMALLEST = 2.0**-126
 """The number nearest to 0 that float32 holds with all its digits. Accelerators round smaller ones to 0."""
@@ -54,8 +64,25 @@ MAX_VOCABULARY = 10**7
 """Rows of an embedding; the largest published one has 262,144."""
 
 
+class Rule:
+    """What a value must keep besides its type, as metadata of Annotated."""
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with `value`, with the remedy; None if nothing is."""
+        raise NotImplementedError
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_after_validator_function(self._kept, handler(source))
+
+    def _kept(self, value: Any) -> Any:
+        if fault := self.fault(value):
+            # Braces in a fault would be read as a template.
+            raise PydanticCustomError(_RULE, "{fault}", {"fault": fault})
+        return value
+
+
 @dataclasses.dataclass(frozen=True)
-class Range:
+class Range(Rule):
     """Numbers from `low` to `high`.
 
     Attributes:
@@ -106,7 +133,7 @@ SEED = Range(0, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class OneOf:
+class OneOf(Rule):
     """Some values, and no others."""
 
     choices: tuple[Any, ...]
@@ -119,7 +146,7 @@ class OneOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class PathRule:
+class PathRule(Rule):
     """Texts that a file system takes for a path, and that leave room for the names of files in it.
 
     Attributes:
@@ -151,7 +178,7 @@ PATH = PathRule()
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class Text(Rule):
     """Text that can be printed.
 
     Attributes:
@@ -215,6 +242,21 @@ def one_of(*choices: Any) -> OneOf:
     return OneOf(choices)
 
 
+def coefficient() -> Range:
+    """What a term is multiplied by; 0 leaves it out."""
+    return at_least(0, at_most=MAX_COEFFICIENT)
+
+
+def positive_coefficient(*, or_inf: bool = False) -> Range:
+    """Bounds and factors, which are above 0."""
+    return positive(at_most=MAX_COEFFICIENT, or_inf=or_inf)
+
+
+def score() -> Range:
+    """Rewards and their weights, of either sign."""
+    return finite(at_most=MAX_COEFFICIENT)
+
+
 def steps(low: int) -> Range:
     """Numbers of steps, of a run or between two events of it."""
     return at_least(low, at_most=MAX_STEPS)
@@ -246,40 +288,120 @@ def annotations_of(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def check_value(name: str, value: Any, annotation: Any) -> None:
-    """Raises UserError unless `value` has the type that `annotation` names and keeps its rules.
+def check_value(name: str, value: Any, annotation: Any) -> Any:
+    """Returns `value` as the type that `annotation` names: a tuple for a list, a float for a whole number.
 
-    Any, dataclasses and other classes are not looked into.
+    Nothing else is converted. Any, dataclasses and other classes are not looked into.
 
     Args:
       name: of the setting, for the message.
       value: of it.
       annotation: bool, int, float, str, Literal, tuple[...] or dict[str, ...] of these, unions of these, each
         with rules as the metadata of Annotated.
+
+    Raises:
+      UserError: the value is of another type, or breaks a rule.
+    """
+    if not _is_checked(annotation):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # of NumPy
+    try:
+        adapter = _adapter(annotation)
+    except TypeError:  # metadata of a user's that has no hash
+        adapter = _adapter.__wrapped__(annotation)
+    try:
+        return adapter.validate_python(_as_tuple(value, annotation))
+    except ValidationError as error:
+        raise UserError(_line(name, value, annotation, error.errors())) from None
+
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter:
+    # Lax, pydantic would read "1" as a number and True as 1.
+    return TypeAdapter(annotation, config=ConfigDict(strict=True))
+
+
+_PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
+
+
+def _is_checked(annotation: Any) -> bool:
+    """Whether an annotation is made of plain types alone.
+
+    Dataclasses check their fields themselves. Of functions of a user's an annotation may be missing, a text
+    that names nothing here, or any class.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        kind, *rules = arguments
-        check_value(name, value, kind)
-        for rule in rules:
-            if isinstance(rule, Range | OneOf | PathRule | Text) and (fault := rule.fault(value)):
-                raise UserError(f"{name} {shown(value)} {fault}")
-    elif origin in (typing.Union, types.UnionType):
-        _check_union(name, value, arguments)
-    elif origin is Literal:
-        if not any(type(value) is type(choice) and value == choice for choice in arguments):
-            raise _wrong(name, value, " or ".join(map(repr, arguments)))
-    elif tuple in (annotation, origin):
-        _check_tuple(name, value, arguments or (Any, ...))
-    elif (origin or annotation) in (dict, Mapping):
-        _check_dict(name, value, arguments or (str, Any))
-    elif annotation in _KINDS and not is_a(value, annotation):
-        raise _wrong(name, value, _KINDS[annotation])
+    if origin is typing.Literal:
+        return True
+    if origin is typing.Annotated:
+        return _is_checked(arguments[0])
+    if origin in (tuple, dict, Mapping, typing.Union, types.UnionType):
+        return all(kind is ... or _is_checked(kind) for kind in arguments)
+    return any(annotation is plain for plain in _PLAIN)
+
+
+def _as_tuple(value: Any, annotation: Any) -> Any:
+    """Lists as tuples where a tuple is wanted: recipes write both."""
+    kinds = [annotation, *typing.get_args(annotation)]
+    wanted = any(tuple in (kind, typing.get_origin(kind)) for kind in kinds)
+    if not wanted or not isinstance(value, list | tuple):
+        return value
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def _line(name: str, value: Any, annotation: Any, errors: Sequence[Any]) -> str:
+    """What pydantic found, in one line: where, the value, the rule or the types that were expected."""
+    # A rule that a value of the right type breaks says more than the types that it is not of.
+    broken = [error for error in errors if error["type"] == _RULE]
+    first = broken[0] if broken else errors[0]
+    where, at = _place(name, value, first["loc"])
+    if broken:
+        return f"{where} {shown(at)} {first['msg']}"
+    expected = dict.fromkeys(_expected(error, annotation) for error in errors)
+    if at is value and types.NoneType in typing.get_args(annotation):
+        expected["None"] = None  # which pydantic does not list
+    return f"{where} = {shown(at)}: expected {' or '.join(expected)}"
+
+
+def _place(name: str, value: Any, loc: Sequence[Any]) -> tuple[str, Any]:
+    """The name and the value inside of a tuple or a table; a location has the members of unions besides."""
+    for part in loc:
+        if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            name, value = f"{name}[{part}]", value[part]
+        elif isinstance(value, Mapping) and part in value:
+            name, value = f"{name}.{part}", value[part]
+    return name, value
+
+
+def _expected(error: Any, annotation: Any) -> str:
+    kind: str = error["type"]
+    if kind == "literal_error":
+        return error["ctx"]["expected"]
+    if kind in ("missing", "too_long"):
+        members = (annotation, *typing.get_args(annotation))
+        (pair,) = (member for member in members if typing.get_origin(member) is tuple)
+        return f"{len(typing.get_args(pair))} values"
+    return _EXPECTED[kind] if kind in _EXPECTED else error["msg"].removeprefix("Input should be ")
+
+
+# Words for pydantic's kinds of errors.
+_EXPECTED = {
+    "bool_type": "True or False",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "none_required": "None",
+    "tuple_type": "a tuple",
+    "dict_type": "a table of names and values",
+}
+_RULE = "rule"
 
 
 def check_path(name: str, value: str | os.PathLike[str]) -> None:
     """Raises UserError unless an argument of a command keeps `PATH`; the name is for the message."""
-    check_value(name, os.fspath(value), Annotated[str, PATH])
+    check_value(name, os.fspath(value), typing.Annotated[str, PATH])
 
 
 def is_a(value: Any, kind: type) -> bool:
@@ -292,64 +414,7 @@ def is_a(value: Any, kind: type) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether `value` is a number that a float can hold; any object may be asked."""
-    return is_a(value, float) and _ANY_FLOAT.fault(value) is None
-
-
-_ANY_FLOAT = Range(-sys.float_info.max, sys.float_info.max)
-_KINDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    types.NoneType: "None",
-}
-
-
-def _check_union(name: str, value: Any, members: tuple[Any, ...]) -> None:
-    if value is None and types.NoneType in members:
-        return
-    expected, broken = [], None
-    for member in members:
-        if member is types.NoneType:
-            continue
-        try:
-            return check_value(name, value, member)
-        except _WrongTypeError as error:
-            expected.append(error.expected)
-        except UserError as error:
-            broken = error
-    # A rule that a value of the right type breaks says more than the types that it is not of.
-    raise broken or _wrong(name, value, " or ".join(expected))
-
-
-def _check_tuple(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
-    if not isinstance(value, tuple | list):
-        raise _wrong(name, value, "a tuple")
-    if len(kinds) == 2 and kinds[1] is ...:
-        kinds = (kinds[0],) * len(value)
-    if len(kinds) != len(value):
-        raise _wrong(name, value, f"{len(kinds)} values")
-    for i, (item, kind) in enumerate(zip(value, kinds, strict=True)):
-        check_value(f"{name}[{i}]", item, kind)
-
-
-def _check_dict(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
-    if not isinstance(value, Mapping):
-        raise _wrong(name, value, "a table of names and values")
-    for key, item in value.items():
-        check_value(f"{name}.{key}", item, kinds[1])
-
-
-class _WrongTypeError(UserError):
-    """A value is of another type than `expected`."""
-
-    def __init__(self, message: str, expected: str):
-        super().__init__(message)
-        self.expected = expected
-
-
-def _wrong(name: str, value: Any, expected: str) -> UserError:
-    return _WrongTypeError(f"{name} = {shown(value)}: expected {expected}", expected)
+    return is_a(value, float) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:

@@ -6,75 +6,59 @@ config leaves open ("auto") before the trainer sees it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-
-import jax
 
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
-from jaxrl.planner import planning, profiling
-from jaxrl.planner.resolve import resolved
-from jaxrl.trainer import needs, program
 
 
 def train(argv: Sequence[str]) -> int:
     """Reinforcement learning of a recipe, or its plan alone."""
+    command = _later(
+        "train_or_plan", "Trains a recipe, or only checks it and prints what it would take."
+    )
     switches = {"dry_run": "check and print, allocate nothing"}
-    return command_line.run(_train_or_plan, Config, switches=switches, argv=argv)
+    return command_line.run(command, Config, switches=switches, argv=argv)
 
 
 def sft(argv: Sequence[str]) -> int:
     """Supervised fine-tuning: the stage that `train` begins with, alone."""
-    return command_line.run(_fine_tune, Config, argv=argv)
+    command = _later("fine_tune", "Trains the warm start of a recipe.")
+    return command_line.run(command, Config, argv=argv)
 
 
 def dpo(argv: Sequence[str]) -> int:
     """Direct preference optimisation, the offline comparison to reinforcement learning."""
-    return command_line.run(_train_dpo, Config, argv=argv)
+    command = _later("train_dpo", "Trains a policy on the pairs that the config names.")
+    return command_line.run(command, Config, argv=argv)
 
 
 def reward_model(argv: Sequence[str]) -> int:
     """A reward or cost model from pairs, which other recipes name as `reward.model` or `cost.model`."""
-    return command_line.run(_train_reward_model, Config, argv=argv)
+    command = _later(
+        "train_reward_model", "Trains a reward or cost model on the pairs that the config names."
+    )
+    return command_line.run(command, Config, argv=argv)
 
 
 def profile(argv: Sequence[str]) -> int:
     """Where the time of one step of a recipe goes."""
-    return command_line.run(_profile, Config, argv=argv)
+    command = _later("profile", "Traces one step of a recipe, and prints where its time goes.")
+    return command_line.run(command, Config, argv=argv)
 
 
-# The first lines of these head what --help prints.
+def _later(function: str, about: str) -> Callable[..., int]:
+    """A function of `run_commands`, imported when it is called, so that a wrong key is told at once.
 
+    Args:
+      function: its name.
+      about: a line that heads `--help`.
+    """
 
-def _train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe, or only checks it and prints what it would take."""
-    if dry_run:
-        planning.plan(config).show()
-        return 0
-    return _start(config, program.train, needs.of_reinforcement)
+    def command(config: Config, **switches: bool) -> int:
+        module = importlib.import_module("jaxrl.run_commands")
+        return getattr(module, function)(config, **switches)
 
-
-def _profile(config: Config) -> int:
-    """Traces one step of a recipe, and prints where its time goes."""
-    return _start(config, profiling.profile, needs.of_reinforcement)
-
-
-def _fine_tune(config: Config) -> int:
-    """Trains the warm start of a recipe."""
-    return _start(config, program.fine_tune, needs.of_fine_tuning)
-
-
-def _train_dpo(config: Config) -> int:
-    """Trains on the pairs that the config names."""
-    return _start(config, program.train_dpo, needs.of_preferences)
-
-
-def _train_reward_model(config: Config) -> int:
-    """Trains on the pairs that the config names."""
-    return _start(config, program.train_reward_model, needs.of_preferences)
-
-
-def _start(config: Config, run: Callable[[Config], int], looked_up: needs.Needs) -> int:
-    """Starts this process, decides what the config leaves open, and runs."""
-    program.start(config)
-    return run(resolved(config, jax.devices(), needs=looked_up))
+    command.__doc__ = about
+    return command

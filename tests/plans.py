@@ -13,8 +13,8 @@ from jaxrl.planner.dry_run import dry_run
 from jaxrl.planner.memory import Holding
 from jaxrl.planner.tables import DryRun
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.settings import EngineConfig
 
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/dapo_qwen32b.py"

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From the ground up. Rooms on one line do not import each other.
 LINES = (
     ("types", "errors"),
-    ("user_code", "checks", "files"),
+    ("user_code", "checks", "files", "flags"),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
     ("roles", "testing", "serving"),
@@ -63,6 +63,7 @@ LATE_IMPORTS = {
 # Whoever imports what a text names, which `imports_of` cannot see.
 IMPORTS_BY_NAME = {
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
+    "jaxrl/trainer/commands.py": "a slip on the command line is told before JAX is imported",
     "jaxrl/user_code.py": "functions of a user's",
 }
 

@@ -1,5 +1,6 @@
 """The vocabulary of checks: what a rule lets through, and what it says of the rest."""
 
+import inspect
 import math
 from typing import Annotated, Any, Literal
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl import checks
-from jaxrl.checks import above, at_least, between, check_value, finite, one_of, positive
+from jaxrl.checks import NAME, above, at_least, between, check_value, finite, one_of, positive
+from jaxrl.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -30,17 +32,21 @@ def test_a_rule_lets_through(rule, values):
 @pytest.mark.parametrize(
     ("rule", "value", "fault"),
     [
-        (positive(), 0, "is not positive; use a number above 0, up to 10,000"),
+        (positive(), 0, "is not positive; use a number above 0, up to 1,000,000,000"),
         (positive(), math.nan, "is not a number; use a number above 0"),
         (positive(), math.inf, "is not finite; use"),
-        (positive(or_inf=True), -math.inf, "is not finite; use a number above 0, up to 10,000"),
+        (
+            positive(or_inf=True),
+            -math.inf,
+            "is not finite; use a number above 0, up to 1,000,000,000",
+        ),
         (positive(or_inf=True), math.nan, "or inf for none"),
-        (at_least(1), 0, "is below 1; use 1 to 10,000"),
-        (at_least(1), 10**12, "is above 10,000; use 1 to"),
-        (at_least(1), 10**400, "is above 10,000; use 1 to"),
+        (at_least(1), 0, "is below 1; use 1 to 1,000,000,000"),
+        (at_least(1), 10**12, "is above 1,000,000,000; use 1 to"),
+        (at_least(1), 10**400, "is above 1,000,000,000; use 1 to"),
         (above(1), 1, "is not above 1; use"),
         (between(0, 1, has_high=False), 1.0, "is not below 1; use 0 to 1 (1 excluded)"),
-        (finite(), -(10**12), "is below -10,000"),
+        (finite(), -(10**12), "is below -1,000,000,000"),
         (one_of("a", "b"), "c", "is not one of a, b"),
     ],
 )
@@ -81,7 +87,6 @@ def test_values_of_a_type_pass(annotation, values):
             "x = 'all': expected a whole number or 'auto'",
         ),
         (Annotated[int, at_least(1)], [1], r"x = \[1\]: expected a whole number"),
-        (Literal["a", 1], True, "x = True: expected 'a' or 1"),
         (tuple[Annotated[int, at_least(0)], ...], (1, -1), r"x\[1\] -1 is below 0"),
         (tuple[int, int], (1,), "expected 2 values"),
         (dict[str, Annotated[float, finite()]], {"y": math.nan}, "x.y nan is not a number"),
@@ -102,3 +107,46 @@ def test_any_object_may_be_asked_whether_it_is_a_finite_number():
         True,
         *[False] * 6,
     ]
+
+
+@pytest.mark.parametrize(
+    "annotation", [inspect.Parameter.empty, "Undefined", object, Annotated[object, []]]
+)
+def test_what_no_rule_is_known_for_passes(annotation):
+    assert check_value("x", [1], annotation) == [1]
+
+
+def test_metadata_without_a_hash_does_not_hide_the_rules():
+    annotation = Annotated[int, at_least(1), []]
+    assert check_value("x", 2, annotation) == 2
+    with pytest.raises(UserError, match="x 0 is below 1"):
+        check_value("x", 0, annotation)
+
+
+def test_lists_become_tuples_and_whole_numbers_floats():
+    assert check_value("x", [1, 2], tuple[float, ...]) == (1.0, 2.0)
+    assert isinstance(check_value("x", 1, float), float)
+    assert check_value("x", [[1], [2]], tuple[tuple[int, ...], ...]) == ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("x" * 1001, "longer than 1,000 characters"),
+        ("a\0b", "has the character '\\x00'"),
+        ("\ud800", "has the character '\\ud800'"),
+        (" a", "has blanks at its ends"),
+        ("a\nb", "has the character '\\n'"),
+    ],
+)
+def test_a_name_is_one_line_that_can_be_shown(value, fault):
+    with pytest.raises(UserError, match=fault.replace("\\", ".")) as refused:
+        check_value("name", value, Annotated[str, NAME])
+    assert len(str(refused.value)) < 250
+
+
+def test_numbers_that_float32_does_not_hold_are_refused():
+    for value in (1e-300, -1e-40, 5e-324):
+        with pytest.raises(UserError, match="is nearer to 0 than float32 holds"):
+            check_value("x", value, Annotated[float, between(0, 1)])
+    assert check_value("x", 1.2e-38, Annotated[float, between(0, 1)]) == 1.2e-38

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxrl.algos import kinks
 from jaxrl.algos.ratio import ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.segments import masked
-from jaxrl.checks import at_least, between, finite
+from jaxrl.checks import between, coefficient, score
 
 
 def covariance(old_logprob_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -75,8 +75,8 @@ def select_random(
     mask_BT: jax.Array,
     *,
     fraction: Annotated[float, between(0, 1, has_low=False)],
-    lowest: Annotated[float, finite()],
-    highest: Annotated[float, finite()],
+    lowest: Annotated[float, score()],
+    highest: Annotated[float, score()],
 ) -> jax.Array:
     """Trained tokens drawn from those with lowest < covariance < highest (Clip-Cov).
 
@@ -125,7 +125,7 @@ def kl_cov(
     advantage: jax.Array,
     *,
     selected: jax.Array,
-    kl_coef: Annotated[float, at_least(0)],
+    kl_coef: Annotated[float, coefficient()],
 ) -> Loss:
     """The plain surrogate, with a penalty on moving the selected tokens: -r A + kl_coef * |log r| (eq. 14).
 

@@ -31,7 +31,7 @@ from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked, segment_mean
-from jaxrl.checks import above, at_least, between, positive
+from jaxrl.checks import MAX_COEFFICIENT, above, between, coefficient, positive_coefficient
 
 # The bound of a sequence's mean log-ratio (GSPO), from above only: exp takes no harm from below.
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -44,7 +44,7 @@ def clipped(
     *,
     clip_low: ClipWidth,
     clip_high: ClipWidth,
-    dual_clip: Annotated[float, above(1, or_inf=True)],
+    dual_clip: Annotated[float, above(1, at_most=MAX_COEFFICIENT, or_inf=True)],
 ) -> Loss:
     """The clipped surrogate with separate bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
@@ -88,7 +88,7 @@ def trpo(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    kl_coef: Annotated[float, at_least(0)],
+    kl_coef: Annotated[float, coefficient()],
 ) -> Loss:
     """The unclipped surrogate with a penalty on the step's KL: -r A + kl_coef * (r - 1 - log r).
 
@@ -137,8 +137,8 @@ def sapo(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    tau_positive: Annotated[float, positive()] = 1.0,
-    tau_negative: Annotated[float, positive()] = 1.05,
+    tau_positive: Annotated[float, positive_coefficient()] = 1.0,
+    tau_negative: Annotated[float, positive_coefficient()] = 1.05,
 ) -> Loss:
     """A soft gate in the place of the clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
@@ -160,7 +160,7 @@ def dro(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    beta: Annotated[float, positive()],
+    beta: Annotated[float, positive_coefficient()],
 ) -> Loss:
     """Policy gradient with a quadratic pull to the old policy: -(A logprob - beta / 2 * (log r)^2).
 
@@ -181,7 +181,7 @@ def dppo_tv(
     *,
     limit_low: Annotated[float, between(0, 1)],
     limit_high: Annotated[float, between(0, 1)],
-    max_ratio: Annotated[float, positive(or_inf=True)],
+    max_ratio: Annotated[float, positive_coefficient(or_inf=True)],
 ) -> Loss:
     """Policy gradient that stops where the token's probability itself has moved far enough.
 
@@ -206,9 +206,9 @@ def dppo_kl(
     old_logprob: jax.Array,
     advantage: jax.Array,
     *,
-    limit_low: Annotated[float, at_least(0)],
-    limit_high: Annotated[float, at_least(0)],
-    max_ratio: Annotated[float, positive(or_inf=True)],
+    limit_low: Annotated[float, coefficient()],
+    limit_high: Annotated[float, coefficient()],
+    max_ratio: Annotated[float, positive_coefficient(or_inf=True)],
 ) -> Loss:
     """`dppo_tv` with the KL of "this token or another" in the place of the difference.
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxrl.algos.ratio import Loss
 from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked
-from jaxrl.checks import at_least, between, positive
+from jaxrl.checks import between, coefficient, positive_coefficient
 
 
 def preference_accuracy(better: jax.Array, worse: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def bradley_terry(
     rejected_score: jax.Array,
     margin: jax.Array | float = 0.0,
     *,
-    center_coef: Annotated[float, at_least(0)] = 0.0,
+    center_coef: Annotated[float, coefficient()] = 0.0,
 ) -> Loss:
     """Reward model: -log sigmoid(r_w - r_l - m) + center_coef * (r_w + r_l)^2.
 
@@ -113,7 +113,7 @@ def dpo(
     chosen_ref_logprob: jax.Array,
     rejected_ref_logprob: jax.Array,
     *,
-    beta: Annotated[float, positive()],
+    beta: Annotated[float, positive_coefficient()],
     label_smoothing: Annotated[float, between(0, 0.5, has_high=False)] = 0.0,
 ) -> Loss:
     """Direct preference optimisation: -(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta * (h_w - h_l).
@@ -145,7 +145,7 @@ def ipo(
     chosen_ref_logprob: jax.Array,
     rejected_ref_logprob: jax.Array,
     *,
-    beta: Annotated[float, positive()],
+    beta: Annotated[float, positive_coefficient()],
 ) -> Loss:
     """Identity preference optimisation: (h_w - h_l - 1 / (2 beta))^2.
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import kinks
-from jaxrl.checks import at_least
+from jaxrl.checks import coefficient
 
 Stats = dict[str, jax.Array]
 Loss = tuple[jax.Array, Stats]
 
-ClipWidth = Annotated[float, at_least(0)]
+ClipWidth = Annotated[float, coefficient()]
 """How far the ratio may leave 1 to one side; downwards 1 or more is no bound."""
 
 # Bounds the log-ratio before exp: e^20 is finite in float32 and bfloat16, and far outside any clip range.

@@ -18,6 +18,7 @@ import difflib
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 import typing
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from ml_collections.config_flags import config_path
 
 from jaxrl.checks import check_path
 from jaxrl.config import config_tree
+from jaxrl.config.removed_settings import replacement_of
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 if typing.TYPE_CHECKING:
@@ -41,6 +43,7 @@ C = TypeVar("C", bound="DataclassInstance")
 
 _RECIPES = pathlib.Path("configs")
 _MAX_RECIPES_LISTED = 8
+_HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _NEGATION = re.compile(r"--?noconfig\.([^=]+)")
 
@@ -59,7 +62,7 @@ def run(
 
     Args:
       command: gets an instance of `config_class` and one boolean keyword for every switch; returns
-        the exit status, None for 0. The first line of its docstring heads the `--help` text.
+        the exit status, None for 0.
       config_class: the dataclass that holds all settings; its defaults are the defaults.
       switches: name and help of flags that are False unless given, such as `dry_run`.
       argv: program name and arguments; `sys.argv` if None.
@@ -104,7 +107,13 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
         raise UserError(f"no recipe given; add --config FILE, {_recipes_near('')}")
     kinds = config_tree.leaf_types(config_class)
     tree = load_recipe(recipe, known=list(kinds))
+    told = config_tree.told_names(config_class)
     for name, text in overrides.items():
+        if name.startswith(told):
+            raise UserError(
+                f"--config.{name}: the model's files tell this; set weights, or in the recipe "
+                "config.model = model_shapes(NAME)"
+            )
         _apply_override(tree, kinds | _add_entry(tree, kinds, name), name, text)
     return config_tree.from_config_dict(config_class, tree)
 
@@ -286,12 +295,23 @@ def _execute(path: str) -> dict[str, Any]:
 def _recipe_failure(path: str, error: Exception, known: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
     misspelt = _misspelt_setting(error)
+    if misspelt and lines:
+        misspelt = _name_in_recipe(path, lines[-1], misspelt)
     if misspelt:
         return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
     return f"{place}: {type(error).__name__}: {error}"
+
+
+def _name_in_recipe(path: str, line: int, leaf: str) -> str:
+    """The whole name of a removed setting in a line of a recipe, else the part that was not known."""
+    text = pathlib.Path(path).read_text().splitlines()[line - 1]
+    written = re.findall(r"\w+((?:\.\w+)+)", text)
+    names = [name[1:] for name in written if leaf in name.split(".")]
+    return next((name for name in names if replacement_of(name)), leaf)
 
 
 def _misspelt_setting(error: Exception) -> str | None:
@@ -326,16 +346,27 @@ def _usage(
 ) -> str:
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
-    settings = config_tree.flatten_config(config_class())
+    texts = config_tree.help_texts(config_class)
+    told = config_tree.told_names(config_class)
+    defaults = {
+        name: value
+        for name, value in config_tree.flatten_config(config_class()).items()
+        if not name.startswith(told)
+    }
     return "\n".join(
         [
             *about,
             f"usage: {program} --config {_RECIPES}/RECIPE.py [--config.NAME=VALUE ...]{options}",
             *(f"  --{name}: {text}" for name, text in switches.items()),
             "settings and their defaults, which the recipe may change:",
-            *(f"  --config.{name}={value!r}" for name, value in settings.items()),
+            *(_described(name, value, texts.get(name, "")) for name, value in defaults.items()),
         ]
     )
+
+
+def _described(name: str, value: Any, text: str) -> str:
+    lines = textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join([f"  --config.{name}={value!r}", *lines])
 
 
 def _one_line(text: str) -> str:

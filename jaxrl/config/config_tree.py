@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict as ml_config_dict
 
-from jaxrl import checks
+from jaxrl import checks, flags
+from jaxrl.config.removed_settings import replacement_of
 from jaxrl.config.synonyms import synonyms_of
 from jaxrl.errors import UserError
 
@@ -81,16 +82,38 @@ def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
 def leaf_types(cls: type[DataclassInstance]) -> dict[str, Any]:
     """Annotation of every setting of `cls` by dotted name, in the order of the fields.
 
-    A group that may be None is listed itself, since it can be set to None, and before its settings.
+    A group that may be None is listed itself, since it can be set to None, and before its settings. Fields
+    that a class lists as `TOLD` are no settings: the files of a model say them.
     """
     leaves = {}
     for name, annotation in _annotations(cls).items():
+        if name in getattr(cls, "TOLD", ()):
+            continue
         group = group_class(annotation)
         if group is None or accepts_none(annotation):
             leaves[name] = annotation
         if group is not None:
             leaves |= {f"{name}.{leaf}": kind for leaf, kind in leaf_types(group).items()}
     return leaves
+
+
+def told_names(cls: type[DataclassInstance]) -> tuple[str, ...]:
+    """Dotted names of the fields of `cls` that are no settings."""
+    names = getattr(cls, "TOLD", ())
+    for name, annotation in _annotations(cls).items():
+        if group := group_class(annotation):
+            names += tuple(f"{name}.{told}" for told in told_names(group))
+    return names
+
+
+def help_texts(cls: type[DataclassInstance]) -> dict[str, str]:
+    """Help text of every setting of `cls` by dotted name."""
+    texts = {}
+    for name, annotation in _annotations(cls).items():
+        texts[name] = flags.help_of(cls).get(name, "")
+        if group := group_class(annotation):
+            texts |= {f"{name}.{leaf}": text for leaf, text in help_texts(group).items()}
+    return texts
 
 
 def leaf_names(cls: type[DataclassInstance]) -> list[str]:
@@ -121,6 +144,8 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     Returns:
       An error naming up to three near settings, nearest first.
     """
+    if replacement := replacement_of(name):
+        return UserError(f'setting "{name}" was removed; {replacement}')
     known = set(known)
     # The whole name settles ties of a leaf that several groups have.
     ranked = sorted(((*_likeness(name, other), other) for other in known), reverse=True)
@@ -221,19 +246,18 @@ def _unlock_free_form(tree: ml_config_dict.ConfigDict) -> None:
 def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
     if not _is_mapping(tree):
         raise _wrong_type(path, tree, cls)
-    annotations, rules = _annotations(cls), checks.annotations_of(cls)
+    annotations = _annotations(cls)
     for key in tree:
         if key not in annotations:
             raise unknown_setting(_join(path, key), leaf_names(root))
     values = {}
-    for name, annotation in annotations.items():
+    for name, annotation in checks.annotations_of(cls).items():
         if name not in tree:
             raise UserError(
                 f'setting "{_join(path, name)}" is missing; '
                 f"a recipe starts from to_config_dict({root.__name__}()) and changes some lines"
             )
         values[name] = _read(annotation, tree[name], _join(path, name), root)
-        checks.check_value(_join(path, name), values[name], rules[name])
     try:
         return cls(**values)
     except ValueError as error:
@@ -241,47 +265,16 @@ def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
 
 
 def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
-    members = _union_members(annotation)
-    if len(members) > 1:
-        return _read_union(annotation, value, path, root)
-    if annotation is Any:
-        return _plain(value)
-    if group_class(annotation):
-        return _read_group(annotation, value, path, root)
-    if _is_dict(annotation):
-        return _read_dict(annotation, value, path, root)
-    if tuple in (annotation, typing.get_origin(annotation)):
-        return _read_tuple(annotation, value, path, root)
-    return _read_scalar(annotation, value, path)
-
-
-def _read_union(annotation: Any, value: Any, path: str, root: type) -> Any:
-    if value is None and accepts_none(annotation):
-        return None
-    inner = _without_none(annotation)
-    members = _union_members(inner)
-    # The only member gives the better message, in a group the name of the very setting.
-    if len(members) == 1 and (group_class(inner) or _is_dict(inner)):
-        return _read(inner, value, path, root)
-    for member in members:
-        try:
-            return _read(member, value, path, root)
-        except UserError:
-            continue
-    raise _wrong_type(path, value, annotation)
-
-
-def _read_dict(annotation: Any, value: Any, path: str, root: type) -> dict[str, Any]:
-    if not _is_mapping(value):
-        raise _wrong_type(path, value, annotation)
-    kind = _dict_value_type(annotation)
-    group = group_class(kind)
-    return {
-        key: _read(
-            kind, _filled(group, value[key]) if group else value[key], _join(path, key), root
-        )
-        for key in value
-    }
+    """A setting: groups by their names, all else as its annotation says."""
+    group, entry = group_class(annotation), entry_class(annotation)
+    if group and not (value is None and accepts_none(annotation)):
+        return _read_group(group, value, path, root)
+    if entry is not None:
+        if not _is_mapping(value):
+            raise _wrong_type(path, value, annotation)
+        entries = {key: _filled(entry, value[key]) for key in value}
+        return {k: _read_group(entry, e, _join(path, k), root) for k, e in entries.items()}
+    return checks.check_value(path, _plain(value), annotation)
 
 
 def _filled(group: type[DataclassInstance], entry: Any) -> Any:
@@ -295,37 +288,6 @@ def _filled(group: type[DataclassInstance], entry: Any) -> Any:
 def entry_class(annotation: Any) -> type[DataclassInstance] | None:
     """The dataclass that entries of a free-form dict are; None if `annotation` is something else."""
     return group_class(_dict_value_type(annotation)) if _is_dict(annotation) else None
-
-
-def _read_tuple(annotation: Any, value: Any, path: str, root: type) -> tuple:
-    if not isinstance(value, list | tuple):
-        raise _wrong_type(path, value, annotation)
-    kinds = typing.get_args(annotation) or (Any, ...)
-    if len(kinds) == 2 and kinds[1] is ...:
-        kinds = (kinds[0],) * len(value)
-    if len(kinds) != len(value):
-        raise _wrong_type(path, value, annotation)
-    return tuple(
-        _read(kind, item, f"{path}[{i}]", root)
-        for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
-
-
-def _read_scalar(annotation: Any, value: Any, path: str) -> Any:
-    if typing.get_origin(annotation) is typing.Literal:
-        for choice in typing.get_args(annotation):
-            if type(choice) is type(value) and choice == value:
-                return value
-        choices = " or ".join(repr(choice) for choice in typing.get_args(annotation))
-        raise UserError(f"{path} = {checks.shown(value)}: expected {choices}")
-    if annotation not in (bool, int, float, str, types.NoneType):
-        raise TypeError(f"{path} is annotated {type_name(annotation)}, which no setting can hold")
-    # Exact types, since a bool is an int to isinstance.
-    if annotation is float and type(value) is int and checks.is_finite(value):
-        return float(value)
-    if type(value) is not annotation:
-        raise _wrong_type(path, value, annotation)
-    return value
 
 
 def _plain(value: Any) -> Any:
@@ -383,7 +345,7 @@ def _dict_value_type(annotation: Any) -> Any:
     return arguments[1] if arguments else Any
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: Any) -> typing.TypeGuard[collections.abc.Mapping[str, Any]]:
     return isinstance(value, dict | ml_config_dict.ConfigDict)
 
 

@@ -20,8 +20,8 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.tracking.run_folder import RunFolder, StageFolder

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import check_options, lookup
 from jaxrl.checks import NAME, PATH, check_fields, count, steps
-from jaxrl.data.made_pairs import MADE_PAIRS
-from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 
 
@@ -37,7 +34,7 @@ class WarmStartConfig:
     messages_field: Annotated[str, NAME] = "messages"
     run: Annotated[str, NAME] = ""
     examples_per_step: Annotated[int, count(1)] = 32
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    optim: StageOptimConfig = dataclasses.field(default_factory=StageOptimConfig)
     save_every: Annotated[int, steps(1)] = 200
     log_every: Annotated[int, steps(1)] = 1
 
@@ -54,6 +51,8 @@ class WarmStartConfig:
 class PreferenceConfig:
     """Learning from pairs of answers, of which one was chosen: reward models, cost models, DPO.
 
+    Its optimiser is `optim`, its updates `run.num_steps`, and it measures every `evaluation.every` steps.
+
     Attributes:
       path: JSONL file of pairs, as of `data.preferences.read_preferences`; "" makes pairs of the problems of
         `data` instead, to train on and to evaluate with.
@@ -63,11 +62,8 @@ class PreferenceConfig:
       harm_fields: the two fields that say which answer does harm; () has none.
       loss, options: a name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keywords: "bradley_terry"
         or "cost_preference" of a model that scores, "dpo" or "ipo" of a policy.
-      num_steps: optimiser updates.
       pairs_per_step: of one update.
       evaluation_pairs: how many pairs the accuracy is measured on.
-      every: steps between two measurements.
-      optim: the optimiser.
     """
 
     path: Annotated[str, PATH] = ""
@@ -77,17 +73,11 @@ class PreferenceConfig:
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
     loss: Annotated[str, NAME] = "bradley_terry"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    num_steps: Annotated[int, steps(1)] = 1000
     pairs_per_step: Annotated[int, count(1)] = 16
     evaluation_pairs: Annotated[int, count(1)] = 256
-    every: Annotated[int, steps(1)] = 100
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
     def __post_init__(self):
         check_fields(self)
-        lookup(MADE_PAIRS, self.made, "made")
-        loss = lookup(PREFERENCE_LOSSES, self.loss, "preference loss")
-        check_options(loss, self.options, f"preference loss {self.loss!r}")
         if self.evaluation_path and not self.path:
             raise ValueError(
                 f"evaluation_path {self.evaluation_path!r} is a file of pairs, and path names none to train "

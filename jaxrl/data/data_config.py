@@ -9,7 +9,6 @@ from jaxrl.checks import (
     NAME,
     PATH,
     PROSE,
-    SEED,
     at_least,
     between,
     check_fields,
@@ -19,6 +18,7 @@ from jaxrl.checks import (
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
+from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
 
 MAX_ROWS = 10**9
@@ -113,6 +113,14 @@ class CurriculumConfig:
     def __post_init__(self):
         check_fields(self)
 
+    def check_rewards(self, grader_weight: float) -> None:
+        """Raises UserError if problems are drawn by right and wrong, and no grader tells them apart."""
+        if self.by == "pass_rate" and not grader_weight:
+            raise UserError(
+                "data.curriculum.by 'pass_rate' goes by which answers are right, and reward.grader_weight 0 "
+                "says that this run rewards something else; set it above 0, or data.curriculum.by to off"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -136,7 +144,6 @@ class DataConfig:
         refused.
       duplicates: a problem that stands in a file again: left out and counted, or kept. What tasks draw twice
         is kept.
-      shuffle_seed: of the order of training prompts; None takes the run's seed.
       curriculum: problems to train on that are drawn rarely.
     """
 
@@ -153,7 +160,6 @@ class DataConfig:
     overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
     bad_rows: Literal["drop", "error"] = "drop"
     duplicates: Literal["drop", "keep"] = "drop"
-    shuffle_seed: Annotated[int, SEED] | None = None
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
 
     def __post_init__(self):

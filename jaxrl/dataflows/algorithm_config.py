@@ -13,17 +13,16 @@ from jaxrl.checks import (
     at_least,
     between,
     check_fields,
+    coefficient,
     count,
-    finite,
     one_of,
-    positive,
+    positive_coefficient,
+    score,
     steps,
 )
-from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.roles import losses
-from jaxrl.roles.advantage_estimator import Estimator
+from jaxrl.errors import UserError
 from jaxrl.roles.correction import CorrectionConfig
-from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.optim_config import OptimConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +39,11 @@ class KlConfig:
       horizon: of the adaptation, in sequences.
     """
 
-    reward_coef: Annotated[float, at_least(0)] = 0.0
+    reward_coef: Annotated[float, coefficient()] = 0.0
     reward_estimate: Annotated[str, one_of(*KL_ESTIMATES)] = "k1"
-    loss_coef: Annotated[float, at_least(0)] = 0.0
+    loss_coef: Annotated[float, coefficient()] = 0.0
     loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
-    target: Annotated[float, at_least(0)] = 0.0
+    target: Annotated[float, coefficient()] = 0.0
     horizon: Annotated[float, at_least(1, at_most=10**8)] = 10_000.0
 
     def __post_init__(self):
@@ -68,6 +67,50 @@ class KlConfig:
     def needs_ref_logprobs(self) -> bool:
         """The reference's probabilities of the sampled tokens are asked for."""
         return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
+
+    def check_roles(self, dataflow: str, roles: tuple[str, ...]) -> None:
+        """Raises UserError if a coefficient needs a reference policy and the dataflow's roles have none."""
+        if self.needs_reference and "reference" not in roles:
+            raise UserError(
+                f"algorithm.kl has a coefficient above 0, but dataflow {dataflow!r} has no reference policy "
+                "to measure it against; set reward_coef and loss_coef to 0, or use dataflow grpo or ppo"
+            )
+
+    def check_pool(self, pool: str, *, has_reference: bool, same_layout: bool) -> None:
+        """Raises UserError if the KL over the vocabulary has its two models in different places.
+
+        Args:
+          pool: name of the actor's pool.
+          has_reference: the reference is in it too.
+          same_layout: it is split like the actor.
+        """
+        if not self.is_full or same_layout:
+            return
+        fault = (
+            f"placement.{pool}.layouts splits them otherwise; give both one layout"
+            if has_reference
+            else f"pool {pool} has the actor without the reference; put both into one pool"
+        )
+        raise UserError(
+            f"algorithm.kl.loss_estimate 'full' has the reference's weights in the actor's updates, and "
+            f"{fault}, or use k3, k3+ or k2, which take one number a token"
+        )
+
+    def check_ref_logprobs(self, loss: str) -> None:
+        """Raises UserError if nothing computes the reference's log-probabilities that a loss takes."""
+        if not self.needs_ref_logprobs:
+            raise UserError(
+                f"policy loss {loss!r} takes ref_logprob, and this run has no reference policy; set "
+                "algorithm.kl.loss_coef or algorithm.kl.reward_coef above 0"
+            )
+
+    def check_separate_rewards(self, advantage: str) -> None:
+        """Raises UserError if the reward has a penalty, which an advantage of separate rewards leaves out."""
+        if self.reward_coef:
+            raise UserError(
+                f"advantage {advantage!r} takes the reward in its parts, and the KL penalty "
+                "(algorithm.kl.reward_coef) is none of them; set it to 0 and use algorithm.kl.loss_coef"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +149,7 @@ class AlgorithmConfig:
     )
     aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entropy_coef: Annotated[float, at_least(0)] = 0.0
+    entropy_coef: Annotated[float, coefficient()] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
@@ -125,15 +168,25 @@ class AlgorithmConfig:
                 'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
                 "ratio"
             )
-        find_dataflow(self.dataflow)
-        # Built and dropped: they hold names and options against the functions that take them.
-        Estimator.of(self.advantage, self.advantage_options)
-        losses.policy(
-            self.loss,
-            self.loss_options,
-            aggregation=self.aggregation,
-            aggregation_options=self.aggregation_options,
-        )
+
+    def check_one_step_off(self, pool: str, *, with_actor: bool, num_processes: int) -> None:
+        """Raises UserError if sampling beside learning has no devices or threads of its own.
+
+        Args:
+          pool: name of the pool of the role "rollout".
+          with_actor: the actor is in it too.
+          num_processes: of the run.
+        """
+        if with_actor:
+            raise UserError(
+                "algorithm.one_step_off samples while the actor learns, but both live in pool "
+                f"{pool}; give the role rollout a pool of its own in `placement`"
+            )
+        if num_processes > 1:
+            raise UserError(
+                "algorithm.one_step_off runs two threads of programs, which several processes could not "
+                "keep in one order; use hosts.num_processes=1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,20 +195,24 @@ class CriticConfig:
 
     Attributes:
       weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.
-      optim: its optimiser.
+      lr: its peak learning rate; all else of its optimiser is as in `optim`.
       clip: how far a value may move in a step, in units of reward; inf for none.
       warmup_steps: steps in which the critic learns alone.
       epochs: times that a step goes through its minibatches.
     """
 
     weights: Annotated[str, PATH] = ""
-    optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-5))
-    clip: Annotated[float, positive(or_inf=True)] = 0.5
+    lr: Annotated[float, coefficient()] = 1e-5
+    clip: Annotated[float, positive_coefficient(or_inf=True)] = 0.5
     warmup_steps: Annotated[int, steps(0)] = 0
     epochs: Annotated[int, between(1, 1000)] = 1
 
     def __post_init__(self):
         check_fields(self)
+
+    def optim(self, optim: OptimConfig) -> OptimConfig:
+        """The actor's optimiser with the critic's learning rate."""
+        return dataclasses.replace(optim, lr=self.lr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +229,17 @@ class CostConfig:
     """
 
     model: Annotated[str, PATH] = ""
-    limit: Annotated[float, finite()] = 0.0
-    multiplier: Annotated[float, positive()] = 1.0
+    limit: Annotated[float, score()] = 0.0
+    multiplier: Annotated[float, positive_coefficient()] = 1.0
     multiplier_lr: Annotated[float, between(0, 10)] = 0.1
-    pretrain_coef: Annotated[float, at_least(0)] = 0.0
+    pretrain_coef: Annotated[float, coefficient()] = 0.0
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_model(self, dataflow: str) -> None:
+        """Raises UserError if a dataflow with a cost model has none."""
+        if not self.model:
+            raise UserError(
+                f"dataflow {dataflow!r} needs a cost model; set cost.model to its directory"
+            )

@@ -17,68 +17,24 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
+from jaxrl.flags import add_flags, settings_of
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-
-_HELP = {
-    "out": "folder of samples.jsonl, results.json and samples.html",
-    "n": "answers to each problem",
-    "temperature": "0 is greedy",
-    "top_p": "only the most probable tokens that have this probability together; 1 is all",
-    "top_k": "only so many of the most probable tokens; 0 is all",
-    "min_p": "only tokens with this share of the most probable one's probability",
-    "seed": "of the samples",
-    "grader": "answer, math, choice, ... or your own: package.module:function or path/to/file.py:function",
-    "grader_workers": "processes for graders that need them; 0 is one for each core",
-    "code_sandbox": "where the grader code runs programs: bubblewrap, webassembly, landlock or none; auto "
-    "takes the first of the three that works here",
-    "template": 'text around a problem, with "{prompt}" where it goes (default: the problem alone; of a run '
-    "what it was trained with)",
-    "prompt_field": "of the files; by default recognised",
-    "answer_field": "of the files; by default recognised",
-    "limit": "only the first so many problems of each set; 0 is all",
-    "max_prompt_tokens": "longest prompt; 0: the longest there is",
-    "max_response_tokens": "longest response; 0: what the model's context leaves, up to 8192",
-    "overlong": "prompts that are too long: error, drop, or cut: left, right, middle",
-    "environment": "your own function that answers finished turns: package.module:function or "
-    "path/to/file.py:function (default: of a run the one it was trained with, which 'none' leaves out)",
-    "mesh": "p-t-d of the devices to use: pipeline, tensor and data parallel size",
-    "slots": "samples decoded side by side at most",
-    "smallest_bucket": "fewest slots that a program is compiled for; more compile less and end slower",
-    "prefill_prompts": "prompts of one prefill",
-    "prefill_chunk_tokens": "prompts are prefilled so many tokens at a time",
-    "tokens_per_dispatch": "tokens decoded between two looks of the host",
-    "unroll": "layers per iteration of the layer scan; all of them is fastest on CPU",
-    "dtype": "of weights and activations: float32, bfloat16, or auto: of a run what it sampled in, else "
-    "float32 on CPUs and bfloat16 on accelerators",
-    "kv_dtype": "of the cache, float32, bfloat16 or int8 (default: as dtype)",
-}
-_HOSTS_HELP = {
-    "coordinator": "address:port of process 0 where several processes evaluate together, or auto",
-    "num_processes": "how many there are; all are started with the same command",
-    "process_id": "which of them this is, from 0",
-    "lost_after_s": "seconds of silence after which another process counts as lost",
-}
-_SWITCHES = {
-    "chat": "send prompts through the tokenizer's chat template",
-    "tokens": "keep every token with its log-probability, for jaxrl browse",
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates as the program's name and its arguments say; returns the exit status."""
     program, *arguments = argv
     parser = _parser(program)
-    settings: dict[str, Any] = vars(parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
     planned: list[Planned] = []
     try:
-        config = _config_of(settings)
+        config = _config_of(args)
         hosts.start(config.hosts)
         keep_compiled_programs()
         with hosts.watched(config.hosts):
@@ -92,14 +48,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _config_of(settings: dict[str, Any]) -> EvaluateConfig:
-    of_hosts = {name: settings.pop(name) for name in _HOSTS_HELP}
-    sets, stops = (tuple(settings.pop(name)) for name in ("sets", "stop_strings"))
+def _config_of(args: argparse.Namespace) -> EvaluateConfig:
     try:
-        config = hosts.HostsConfig(**of_hosts)
+        return settings_of(
+            EvaluateConfig, args, sets=tuple(args.sets), stop_strings=tuple(args.stop_strings)
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    return EvaluateConfig(**settings, sets=sets, stop_strings=stops, hosts=config)
 
 
 def _run(config: EvaluateConfig, planned: list[Planned]) -> None:
@@ -134,7 +89,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="Hugging Face directory, or folder of a run")
     parser.add_argument(
         "--set",
         dest="sets",
@@ -152,10 +106,5 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="text that ends an answer; may be given several times (default: of a run what it was trained "
         "with)",
     )
-    for name, text in (_HELP | _HOSTS_HELP).items():
-        default = getattr(hosts.HostsConfig if name in _HOSTS_HELP else EvaluateConfig, name)
-        shown = f"{text} (default: {default})" if default != "" else text
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=shown)
-    for name, text in _SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+    add_flags(parser, EvaluateConfig, without=("sets", "stop_strings"))
     return parser

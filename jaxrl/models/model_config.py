@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from jaxrl.checks import (
+    MAX_COEFFICIENT,
     MAX_LAYERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     at_least,
     check_fields,
+    coefficient,
     one_of,
     positive,
+    positive_coefficient,
     token_count,
 )
 
@@ -34,9 +37,9 @@ class RopeScaling:
       kind: "llama3" (Llama 3.1) stretches the long ones, "linear" all (Gemma 3).
     """
 
-    factor: Annotated[float, at_least(1)] = 8.0
-    low_freq_factor: Annotated[float, positive()] = 1.0
-    high_freq_factor: Annotated[float, positive()] = 4.0
+    factor: Annotated[float, at_least(1, at_most=MAX_COEFFICIENT)] = 8.0
+    low_freq_factor: Annotated[float, positive_coefficient()] = 1.0
+    high_freq_factor: Annotated[float, positive_coefficient()] = 4.0
     original_max_positions: Annotated[int, token_count(1)] = 8192
     kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
 
@@ -61,7 +64,7 @@ class LoraConfig:
     """
 
     rank: Annotated[int, at_least(0, at_most=65_536)] = 0
-    alpha: Annotated[float, positive()] = 32.0
+    alpha: Annotated[float, positive_coefficient()] = 32.0
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
     def __post_init__(self):
@@ -72,7 +75,7 @@ class LoraConfig:
             )
 
     @property
-    def scale(self) -> float:
+    def positive_coefficient(self) -> float:
         """What the adapter's output is multiplied by."""
         return self.alpha / self.rank
 
@@ -113,6 +116,28 @@ class ModelConfig:
       lora: low-rank adapters, if any.
     """
 
+    # What a checkpoint's config.json or `model_shapes` says, and no command line.
+    TOLD: ClassVar[tuple[str, ...]] = (
+        "num_tokens",
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_theta",
+        "sliding_window",
+        "layer_pattern",
+        "rms_norm_eps",
+        "query_pre_attn_scalar",
+        "attention_softcap",
+        "logits_softcap",
+        "activation",
+        "post_norms",
+        "zero_centered_norms",
+        "scale_embeddings",
+        "num_experts",
+        "experts_per_token",
+        "normalize_experts",
+        "num_scores",
+    )
+
     vocab_size: Annotated[int, at_least(1, at_most=MAX_VOCABULARY)] = 128
     num_tokens: Annotated[int, at_least(0, at_most=MAX_VOCABULARY)] = 0
     num_layers: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 4
@@ -131,8 +156,8 @@ class ModelConfig:
     qkv_bias: bool = True
     qk_norm: bool = False
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
-    attention_softcap: Annotated[float, at_least(0)] = 0.0
-    logits_softcap: Annotated[float, at_least(0)] = 0.0
+    attention_softcap: Annotated[float, coefficient()] = 0.0
+    logits_softcap: Annotated[float, coefficient()] = 0.0
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     post_norms: bool = False
     zero_centered_norms: bool = False

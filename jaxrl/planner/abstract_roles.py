@@ -160,7 +160,9 @@ def abstract_roles(config: Config, mesh_of: MeshOf) -> AbstractRoles:
         backend=OfflineBackend(engine, _no_text),
     )
     critics = {
-        role: Critic(models[role][0], **common(role), optim=config.critic.optim, seed=0)
+        role: Critic(
+            models[role][0], **common(role), optim=config.critic.optim(config.optim), seed=0
+        )
         for role in ("critic", "cost_critic")
         if role in models
     }

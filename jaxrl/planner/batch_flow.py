@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.settings import EngineConfig
 
 

@@ -40,9 +40,9 @@ from jaxrl.planner.tables import DryRun, PoolHoldings
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.objective import Objective
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig

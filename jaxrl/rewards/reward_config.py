@@ -12,10 +12,12 @@ from jaxrl.checks import (
     between,
     check_fields,
     check_value,
+    coefficient,
     count,
-    finite,
+    score,
     token_count,
 )
+from jaxrl.errors import UserError
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
 from jaxrl.rewards.sandbox import SandboxChoice
@@ -41,12 +43,12 @@ class JudgeConfig:
     """
 
     model: Annotated[str, PATH] = ""
-    weight: Annotated[float, finite()] = 1.0
+    weight: Annotated[float, score()] = 1.0
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
     chat: bool = True
-    low: Annotated[float, finite()] = 0.0
-    high: Annotated[float, finite()] = 10.0
-    failed_score: Annotated[float, finite()] = 0.0
+    low: Annotated[float, score()] = 0.0
+    high: Annotated[float, score()] = 10.0
+    failed_score: Annotated[float, score()] = 0.0
     max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
@@ -89,15 +91,15 @@ class RewardConfig:
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
     grader_timeout_s: Annotated[float, between(0.01, 3600)] = 4.0
-    grader_weight: Annotated[float, finite()] = 1.0
+    grader_weight: Annotated[float, score()] = 1.0
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
     functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
     model: Annotated[str, PATH] = ""
+    model_weight: Annotated[float, score()] = 1.0
     code_sandbox: SandboxChoice = "auto"
-    model_weight: Annotated[float, finite()] = 1.0
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
-    overlong_penalty: Annotated[float, at_least(0)] = 1.0
+    overlong_penalty: Annotated[float, coefficient()] = 1.0
     mask_truncated: bool = False
 
     def __post_init__(self):
@@ -114,4 +116,22 @@ class RewardConfig:
                     f"functions.{name} is {function!r}; give each function its path and its weight"
                 )
             check_value(f"functions.{name}.path", function["path"], Annotated[str, PATH])
-            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, finite()])
+            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, score()])
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """Weight of each term of the reward, by its name."""
+        weights = {"grader": self.grader_weight}
+        weights |= {name: function["weight"] for name, function in self.functions.items()}
+        weights |= {"model": self.model_weight} if self.model else {}
+        return weights | ({"judge": self.judge.weight} if self.judge.model else {})
+
+    def check_several_terms(self, advantage: str) -> None:
+        """Raises UserError if an advantage that normalises each term finds fewer than two."""
+        counting = [name for name, weight in self.term_weights.items() if weight]
+        if len(counting) < 2:
+            raise UserError(
+                f"advantage {advantage!r} normalises each reward on its own, and this run has "
+                f"{', '.join(counting) or 'none'} alone; add reward.functions, reward.model or reward.judge "
+                "with a weight, or use advantage grpo"
+            )

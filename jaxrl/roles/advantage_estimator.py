@@ -105,6 +105,31 @@ class Estimator:
                 "compute; use another estimator, or a dataflow with a critic (ppo) or a greedy answer (remax)"
             )
 
+    def check_uses(self, dataflow: str, computed: frozenset[str]) -> None:
+        """Raises UserError if a dataflow computes `computed` for it, and it does not use all of it."""
+        if not computed <= self.inputs:
+            raise UserError(
+                f"dataflow {dataflow!r} computes {', '.join(sorted(computed))}, which advantage "
+                f"{self.name!r} does not use; set algorithm.advantage to "
+                f"{'gae' if VALUES in computed else 'remax'}, or use dataflow grpo"
+            )
+
+    def check_group_size(self, num_samples: int) -> None:
+        """Raises UserError if it compares the answers to a prompt, and there is one."""
+        if not self.inputs.isdisjoint({"group_B", "group_BT"}) and num_samples < 2:
+            raise UserError(
+                f"rollout.num_samples {num_samples}: advantage {self.name!r} compares the answers to a "
+                "prompt with each other; use at least 2 answers to each prompt"
+            )
+
+    def check_bypass(self, *, bypass: bool) -> None:
+        """Raises UserError if it needs the forward pass that `algorithm.correction.bypass` saves."""
+        if SUM_PI_SQUARED in self.inputs and bypass:
+            raise UserError(
+                f"advantage {self.name!r} looks at the trainer's probabilities of the whole vocabulary, and "
+                "algorithm.correction.bypass saves the forward pass that has them; set it to False"
+            )
+
     def __call__(
         self,
         batch: TrainBatch,

@@ -17,13 +17,16 @@ from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.moments import RunningMoments, merge_moments
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
-from jaxrl.checks import at_least, between, check_fields, positive
+from jaxrl.checks import between, check_fields, coefficient, positive_coefficient
+from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
-Ratios = tuple[Annotated[float, positive()], Annotated[float, positive(or_inf=True)]]
+Ratios = tuple[
+    Annotated[float, positive_coefficient()], Annotated[float, positive_coefficient(or_inf=True)]
+]
 """The lowest and the highest of pi_train / pi_rollout."""
 
-Nats = Annotated[float, positive()]
+Nats = Annotated[float, positive_coefficient()]
 """The most of a divergence."""
 
 
@@ -101,8 +104,8 @@ class CorrectionConfig:
 
     bypass: bool = False
     weights: Literal["none", "token", "sequence"] = "none"
-    highest: Annotated[float, positive(or_inf=True)] = 2.0
-    lowest: Annotated[float, at_least(0)] = 0.0
+    highest: Annotated[float, positive_coefficient(or_inf=True)] = 2.0
+    lowest: Annotated[float, coefficient()] = 0.0
     normalize: bool = False
     reject: RejectionConfig = dataclasses.field(default_factory=RejectionConfig)
     veto: Annotated[float, between(0, 1, has_high=False)] = 0.0
@@ -119,6 +122,29 @@ class CorrectionConfig:
     def weighs(self) -> bool:
         """The loss has importance weights."""
         return self.weights != "none"
+
+    def check_sequence_loss(self, loss: str) -> None:
+        """Raises UserError if single tokens are corrected for a loss that takes the ratio of a sequence."""
+        by_token = ["correction.weights 'token'"] if self.weights == "token" else []
+        by_token += [
+            f"correction.reject.{name}" for name in self.reject.given if name.startswith("token_")
+        ]
+        if by_token:
+            raise UserError(
+                f"loss {loss!r} takes the ratio of a whole sequence, and algorithm."
+                f"{' and '.join(by_token)} corrects single tokens of it; use 'sequence' for weights and "
+                "a seq_mean bound to reject"
+            )
+
+    def check_load_balancing(self, coef: float) -> None:
+        """Raises UserError if the divisor of a load balancing loss would be known too late."""
+        late = self.bypass and (self.rejections or self.normalize)
+        if late and coef:
+            raise UserError(
+                "algorithm.correction.bypass rejects and normalizes inside the loss, whose divisor is known "
+                "only at the end, and train.load_balancing_coef is divided before; set one of the two "
+                "to 0 or False"
+            )
 
     def __post_init__(self):
         check_fields(self)

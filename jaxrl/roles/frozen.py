@@ -8,7 +8,8 @@ from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import offload, onloaded_copy
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.packed_model import PackedModel, TrainConfig
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.train_config import TrainConfig
 
 
 class Frozen(PackedModel):

@@ -30,7 +30,8 @@ from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
 from jaxrl.roles.narrow_moments import optimizer_shardings
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
-from jaxrl.roles.packed_model import PackedModel, TrainConfig
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 

@@ -5,10 +5,9 @@ U minibatches   M microbatches   R rows   T tokens of a row
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
-from jaxrl.checks import MAX_LAYERS, at_least, check_fields, count, one_of, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
@@ -28,72 +26,23 @@ from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
 from jaxrl.models import lora
 from jaxrl.models.attention import (
-    IMPLEMENTATIONS,
     Branches,
     attention,
     pick_block_tokens,
     pick_implementation,
 )
-from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
+from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
-from jaxrl.models.low_precision import ProductKind, product_in
+from jaxrl.models.low_precision import product_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 Batch = TypeVar("Batch")
 Values = TypeVar("Values")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How the learning step is computed.
-
-    Attributes:
-      rows: R, rows of a microbatch over the whole mesh.
-      row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
-      fill_minibatches: samples may change places with ones of another minibatch of their step where it then
-        runs fewer microbatches; about one in a hundred does. Which update a sample is in then depends on
-        `rows` and `row_tokens`, which otherwise change nothing.
-      share_prompts: the answers to a prompt that lie in a row share it: it is computed once there, forward
-        and backward, and each answer is a branch that goes on from it. The same numbers for fewer tokens;
-        docs/learning.md says where that pays.
-      logprob_chunk_tokens: positions of a row whose logits are in memory at once.
-      dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
-      products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
-        "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
-      remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
-      unroll: layers per iteration of the layer scan; with all of them there is none.
-      pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
-        p > 1; a multiple of p, 0 for p itself. More of them leave the stages idle for a smaller share of
-        the time, and give each less work at once.
-      attention: implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      load_balancing_coef: weight of `models.mixture.load_balancing_loss` in the loss of a mixture of
-        experts, taken microbatch by microbatch.
-    """
-
-    rows: Annotated[int, count(1)] = 8
-    row_tokens: Annotated[int, token_count(1)] = 256
-    fill_minibatches: bool = False
-    share_prompts: bool = False
-    logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    products: ProductKind = "full"
-    remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
-    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
-    pipeline_microbatches: Annotated[int, at_least(0)] = 0
-    attention: Annotated[str, one_of("auto", *IMPLEMENTATIONS)] = "auto"
-    load_balancing_coef: Annotated[float, at_least(0)] = 0.0
-
-    def __post_init__(self):
-        check_fields(self)
-        if self.share_prompts and self.fill_minibatches:
-            raise ValueError(
-                "train.fill_minibatches lets samples change their minibatch, and train.share_prompts keeps "
-                "those of a prompt together; set one of the two to False"
-            )
 
 
 class PackedModel:
@@ -120,7 +69,7 @@ class PackedModel:
         _check_products(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
-        if train.share_prompts and model.sliding_window:
+        if train.shares_prompts and model.sliding_window:
             raise UserError(
                 f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
                 f"{model.sliding_window} tokens is counted in places of the row; set it to False"
@@ -134,11 +83,11 @@ class PackedModel:
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
-            unroll=train.unroll,
+            unroll=train.layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             in_8_bits=product_in(train.products),
         )
-        platform, branches = platform_of(mesh), train.share_prompts
+        platform, branches = platform_of(mesh), train.shares_prompts
         implementation = pick_implementation(
             platform,
             train.dtype,

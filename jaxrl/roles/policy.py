@@ -27,8 +27,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig, each_micro
+from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packed_model import each_micro
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import OnGroup, RolloutBackend, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch

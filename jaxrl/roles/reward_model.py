@@ -18,8 +18,9 @@ from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.objective import Stats
-from jaxrl.roles.packed_model import TrainConfig, each_micro
+from jaxrl.roles.packed_model import each_micro
 from jaxrl.roles.score_learner import ScoreLearner
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 

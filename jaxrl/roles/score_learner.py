@@ -12,8 +12,9 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.heads import score_config, score_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig, each_micro
+from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packed_model import each_micro
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 

@@ -94,7 +94,7 @@ class Engine:
             mesh,
             dtype=config.dtype,
             kv_dtype=config.cache_dtype,
-            unroll=config.unroll,
+            unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
             decode_attention=config.decode_attention,
         )
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
@@ -108,7 +108,7 @@ class Engine:
     def _compile(self, graph: nnx.GraphDef) -> None:
         """Makes the programs, which compile when they are called."""
         config, layout = self.config, self._layout
-        compute = _compute(config, layout)
+        compute = _compute(config, model.num_layers, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)
@@ -169,7 +169,7 @@ def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _compute(config: EngineConfig, layout: SlotLayout) -> Compute:
+def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compute:
     """How the model computes on the layout's mesh."""
     mesh = layout.mesh
     return Compute(
@@ -177,7 +177,7 @@ def _compute(config: EngineConfig, layout: SlotLayout) -> Compute:
         constrain=layout.constrain,
         experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
         layers=pipeline(scan_layers, mesh, GENERATE_RULES),
-        unroll=config.unroll,
+        unroll=config.layers_per_iteration(num_layers, platform_of(mesh)),
     )
 
 

@@ -41,7 +41,7 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
     longest += -longest % cache.capacity_multiple
     prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
     slots = max(1, config.slots // shards)
-    fewest = slots if fixed else max(1, config.smallest_bucket // shards)
+    fewest = slots if fixed else max(1, config.fewest_slots // shards)
     # Only two: each is compiled for every prompt size, and so is inserting from it.
     prompts = max(1, config.prefill_prompts // shards)
     return EngineSizes(

@@ -11,11 +11,12 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
+    coefficient,
     count,
     positive,
     token_count,
 )
-from jaxrl.rollout.drivers import check_driver
+from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
@@ -58,7 +59,7 @@ class RolloutConfig(EngineSettings):
     generation_prompts: Annotated[int, count(1)] = 48
     max_generation_batches: Annotated[int, between(0, 10_000)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
-    min_spread: Annotated[float, at_least(0)] = 0.0
+    min_spread: Annotated[float, coefficient()] = 0.0
     if_too_few: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
     temperature: Annotated[float, TEMPERATURE] = 1.0
@@ -75,7 +76,6 @@ class RolloutConfig(EngineSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_driver(self.driver, frozenset())
         if self.min_response_tokens >= self.max_response_tokens:
             raise ValueError(
                 f"min_response_tokens {self.min_response_tokens} leaves no room below max_response_tokens "
@@ -90,4 +90,23 @@ class RolloutConfig(EngineSettings):
         if "" in self.stop_strings:
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
+            )
+
+    def check_partial(self, dataflow: str, *, dynamic_sampling: bool, one_step_off: bool) -> None:
+        """Raises UserError if steps that end early have nothing to end on, or another way to overlap.
+
+        Args:
+          dataflow: its name.
+          dynamic_sampling: its steps are full when enough groups are mixed.
+          one_step_off: it samples the next step while this one learns.
+        """
+        if self.partial and not dynamic_sampling:
+            raise UserError(
+                f"rollout.partial ends a step when it has enough groups, and dataflow {dataflow!r} takes "
+                "what it gets; use dataflow dapo, or rollout.partial=False"
+            )
+        if self.partial and one_step_off:
+            raise UserError(
+                "rollout.partial and algorithm.one_step_off are two ways to keep the devices busy while long "
+                "samples end, and do not go together; choose one"
             )

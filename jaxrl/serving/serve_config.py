@@ -42,7 +42,7 @@ class ServeConfig(EngineSettings):
     grpc: bool = True
     slots: Annotated[int, count(1)] = 64
     # Few requests at a time are the rule, and the last of them are waited for.
-    smallest_bucket: Annotated[int, count(1)] = 8
+    smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
     # What a layer makes of all of a long prompt at once may not fit.
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048

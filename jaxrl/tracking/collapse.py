@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from jaxrl.checks import at_least, check_fields, positive, shown
+from jaxrl.checks import check_fields, coefficient, positive, shown
 
 # Metrics of evaluations, of which more is better.
 _EVALUATION = "val-core/"
@@ -38,7 +38,7 @@ class CollapseConfig:
     """
 
     accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
-    reward_loss: Annotated[float, at_least(0)] = 0.0
+    reward_loss: Annotated[float, coefficient()] = 0.0
     ranges: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, at_least, between, check_fields, count, steps
+from jaxrl.checks import NAME, PATH, at_least, check_fields, count, steps
 from jaxrl.tracking.collapse import CollapseConfig
 
 
@@ -26,7 +26,6 @@ class RunConfig:
       stop_within_s: seconds after SIGTERM or Ctrl-C by which the run has ended, unless it is saving a
         checkpoint by then. A step that takes longer is given up.
       wandb_project: also log to this wandb project (extra `wandb`); "" does not.
-      report_samples: evaluation problems whose answers the report shows before and after.
       rollouts_every: steps between two whose samples are kept to be looked at (`jaxrl browse`); those of the
         first step are kept too. 0 keeps none.
       rollouts_prompts: how many prompts of such a step are kept, with all their samples; 0 keeps all.
@@ -39,7 +38,6 @@ class RunConfig:
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
     resume: Literal["auto", "or_restart", "never"] = "auto"
     wandb_project: Annotated[str, NAME] = ""
-    report_samples: Annotated[int, between(0, 10_000)] = 8
     rollouts_every: Annotated[int, steps(0)] = 10
     stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0
     rollouts_prompts: Annotated[int, count(0)] = 8

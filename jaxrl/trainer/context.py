@@ -121,8 +121,15 @@ def build_context(
     check_memory_here(config, model, devices, sum(len(e.prompts.ids_N) for e in evaluation))
     roles = roles_of(config)
     check_role_batches(config, {role: placement.pool_of(role).mesh_of(role) for role in roles})
+    train_config = config.train.with_shared_prompts(
+        platform=devices[0].platform,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        num_samples=config.rollout.num_samples,
+        allowed=not model.sliding_window and config.mesh.context == 1,
+    )
     return RunContext(
-        config=config,
+        config=dataclasses.replace(config, train=train_config),
         tokenizer=tokenizer,
         problems=problems,
         evaluation_prompts=_evaluation_prompts(evaluation),

@@ -28,6 +28,7 @@ from jaxrl.data.row_writers import rows_of, write_rows
 from jaxrl.data.stream import EncodedPrompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.flags import add_flags
 from jaxrl.trainer.context import tokenizer_of
 from jaxrl.trainer.needs import truth_faults
 from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
@@ -80,12 +81,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--to", default="", help="file to write: out.jsonl or out.parquet")
     of_files = parser.add_argument_group("of files; a recipe has settings for these")
     of_files.add_argument("--tokenizer", default="", help="Hugging Face tokenizer directory")
-    of_files.add_argument("--prompt_field", default="", help="default: recognised")
-    of_files.add_argument("--answer_field", default="", help="default: recognised")
-    of_files.add_argument("--grader", default="", help="asked whether it can read every truth")
-    of_files.add_argument("--template", default="{prompt}", help="text around {prompt}")
-    of_files.add_argument("--chat", action="store_true", help="through the chat template")
-    of_files.add_argument("--system_prompt", default="")
+    add_flags(of_files, SourceConfig, only=("prompt_field", "answer_field", "grader"))
+    add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
     of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
     of_files.add_argument("--keep_duplicates", action="store_true")
     return parser

@@ -210,7 +210,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         lora.base_config(run.model),
         run.mesh_of("actor"),
         train=config.train,
-        optim=config.preference.optim,
+        optim=config.optim,
         seed=config.seed,
         tables=state_tables(config.mesh.sharding),
     )
@@ -228,7 +228,7 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
       StopRequested: a signal arrived; the last finished step is saved.
       UserError: the loss is not one of policies.
     """
-    actor = build_actor(run, optim=run.config.preference.optim, samples=False)
+    actor = build_actor(run, optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:
         reference = build_reference(run, "actor")
         starting = functools.partial(starting_params, run, stop)
@@ -241,9 +241,9 @@ def _open_loop(run: RunContext, stop: StopSignal):
         run,
         options.loss.upper().replace("_", " "),
         run.config.run_folder.preference,
-        num_steps=options.num_steps,
+        num_steps=run.config.run.num_steps,
         save_every=run.config.run.save_every,
-        evaluate_every=options.every if _evaluates(run) else 0,
+        evaluate_every=run.config.evaluation.every if _evaluates(run) else 0,
         stop=stop,
     )
 

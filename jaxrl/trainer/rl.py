@@ -237,7 +237,7 @@ class RlStage(TrainingStage):
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 mask_truncated=config.reward.mask_truncated,
                 fill_minibatches=config.train.fill_minibatches,
-                share_prompts=config.train.share_prompts,
+                share_prompts=config.train.shares_prompts,
                 epochs=algorithm.epochs,
             ),
             actor=ActorPhase(
@@ -353,7 +353,7 @@ def _prompt_stream(run: RunContext, *, groups_wanted: bool) -> PromptStream:
         weights=[source.settings.weight for source in run.problems.train],
         # Partial sampling makes batches of what is missing.
         prompts_per_batch=1 if rollout.partial else per_batch,
-        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        seed=config.seed,
         curriculum=_curriculum(config),
     )
 

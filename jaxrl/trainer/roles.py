@@ -102,7 +102,7 @@ def _critic(run: RunContext, role: str) -> Critic:
         model,
         run.mesh_of(role),
         **_shared(run, role),
-        optim=run.config.critic.optim,
+        optim=run.config.critic.optim(run.config.optim),
         seed=run.config.seed,
     )
 

@@ -27,6 +27,8 @@ from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
+# Problems whose answers the report shows before and after.
+_REPORT_SAMPLES = 8
 # Evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
 _OF_A_SAMPLE = ("prompt", "answer", "text", "correct")
@@ -116,7 +118,7 @@ def keep_samples(config: Config, scored: Scored, when: str) -> None:
             "text": completions.texts[i * completions.num_samples],
             "correct": bool(scored.correct_B[i * completions.num_samples]),
         }
-        for i in range(min(config.run.report_samples, len(completions.prompts)))
+        for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
     ]
     write_atomically(config.run_folder.samples(when), json.dumps(samples, indent=1).encode())
 

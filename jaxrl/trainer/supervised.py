@@ -51,7 +51,7 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = run.config.warm_start
-    actor = build_actor(run, optim=options.optim, samples=samples)
+    actor = build_actor(run, optim=options.optim.merged_into(run.config.optim), samples=samples)
     with open_loop(
         run,
         "SFT",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from jaxrl.config import command_line, config_tree
+from jaxrl.config.config_tree import leaf_types
+from jaxrl.config.removed_settings import REMOVED
+from jaxrl.config.schema import Config as WholeConfig
 from jaxrl.errors import UserError
 
 
@@ -205,7 +209,7 @@ def test_a_recipe_may_take_an_argument_and_build_on_another(recipe, tmp_path):
         ("--config.fast=maybe", "--config.fast=maybe: expected bool"),
         ("--config.limit=x: y", "--config.limit=x: y: expected int | None"),
         ("--config.shape=(1,", "--config.shape=(1,: expected tuple[int, ...]"),
-        ("--config.shape=(1,'a')", "shape[1] = 'a': expected int"),
+        ("--config.shape=(1,'a')", "shape[1] = 'a': expected a whole number"),
         ("--config.options.level=x", "--config.options.level=x: expected int"),
         ("--config.options=3", "--config.options=3: expected dict[str, Any]"),
         ("--config.options.kinds=['b']", "this entry can only be changed in the recipe"),
@@ -341,3 +345,44 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith('error: no recipe file "absent.py"')
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("preference.num_steps", "set run.num_steps"),
+        ("preference.optim.lr", "set optim.lr"),
+        ("critic.optim.lr", "set critic.lr"),
+        ("critic.optim.beta2", "set optim.beta2"),
+        ("warm_start.optim.grad_clip", "set optim.grad_clip"),
+        ("data.shuffle_seed", "follows seed"),
+    ],
+)
+def test_a_setting_of_the_last_release_is_told_what_replaces_it(tmp_path, setting, told):
+    with pytest.raises(UserError, match=f'setting "{setting}" was removed; .*{told}'):
+        command_line.load_config(WholeConfig, "configs/dapo_tiny.py", {setting: "1"})
+    old = tmp_path / "old.py"
+    old.write_text(
+        "from jaxrl.config.command_line import load_recipe\n\n\ndef get_config():\n"
+        f"    config = load_recipe('configs/dapo_tiny.py')\n    config.{setting} = 1\n    return config\n"
+    )
+    with pytest.raises(UserError, match=f'old.py:6: setting "{setting}" was removed; .*{told}'):
+        command_line.load_config(WholeConfig, str(old), {})
+
+
+def test_every_removed_setting_is_gone_and_names_one_that_is_there():
+    names = set(leaf_types(WholeConfig))
+    for name, replacement in REMOVED.items():
+        assert not {other for other in names if other == name or other.startswith(f"{name}.")}
+        for named in re.findall(r"set ([\w.]+\w)", replacement.format(leaf="lr")):
+            assert named in names or f"{named}.lr" in names
+
+
+def test_what_the_files_of_a_model_say_is_no_setting(capsys):
+    with pytest.raises(
+        UserError, match=r"model\.post_norms: the model's files tell this; set weights"
+    ):
+        command_line.load_config(WholeConfig, "configs/dapo_tiny.py", {"model.post_norms": "true"})
+    assert command_line.run(lambda config: 0, WholeConfig, argv=["train.py", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.post_norms" not in shown and "--config.model.d_model=128" in shown

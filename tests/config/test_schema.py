@@ -7,6 +7,7 @@ from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.config.synonyms import SYNONYMS
 from jaxrl.errors import UserError
+from jaxrl.trainer.cross_checks import check_algorithm
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from jaxrl.errors import UserError
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
         ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
-        ("train.remat", "some", "'some' is not one of full, projections, offload, none"),
+        ("train.remat", "some", "'some': expected 'full', 'projections', 'offload' or 'none'"),
         ("train.rows", "0", "train.rows 0 is below 1"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
         ("run.num_steps", "0", "run.num_steps 0 is below 1"),
@@ -45,7 +46,7 @@ from jaxrl.errors import UserError
 def test_refused(setting, value, message):
     also = {"rollout.max_generation_batches": "0"} if setting == "rollout.if_too_few" else {}
     with pytest.raises(UserError) as error:
-        load_config(Config, "configs/dapo_tiny.py", {setting: value, **also})
+        check_algorithm(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
     assert message in str(error.value)
 
 

@@ -25,7 +25,6 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import check_options
 from jaxrl.config import command_line
-from jaxrl.config.config_tree import _read as read_type
 from jaxrl.config.config_tree import (
     accepts_none,
     flatten_config,
@@ -47,7 +46,7 @@ from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
 from jaxrl.trainer.memory_check import check_memory, check_memory_here
 
-STAGES = ("", "critic.", "preference.", "warm_start.")
+STAGES = ("", "warm_start.")
 
 HOSTILE = {
     "nan": math.nan,
@@ -98,7 +97,7 @@ RELATIVE = "weights are relative to each other"
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
     | {"algorithm.correction.highest": NO_LIMIT}
-    | {f"{stage}optim.grad_clip": NO_LIMIT for stage in STAGES},
+    | {"optim.grad_clip": NO_LIMIT},
     "-1": dict.fromkeys(
         (
             "cost.limit",
@@ -115,8 +114,6 @@ MEANT = {
         (
             "critic.warmup_steps",
             "evaluation.every",
-            "preference.every",
-            "preference.num_steps",
             "run.num_steps",
             "run.rollouts_every",
             "run.save_every",
@@ -146,7 +143,6 @@ MEANT = {
             "algorithm.kl.horizon",
             "data.evaluation.size",
             "data.train.size",
-            "data.shuffle_seed",
             "model.query_pre_attn_scalar",
             "model.rope_local_theta",
             "model.rope_scaling.original_max_positions",
@@ -162,6 +158,7 @@ MEANT = {
         LARGE,
     )
     | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | {"optim.grad_clip": NO_LIMIT}
     | dict.fromkeys(
         (
             "model.d_ff",
@@ -178,10 +175,9 @@ MEANT = {
         FITS,
     ),
     "10^9": dict.fromkeys(("data.evaluation.limit", "data.train.limit"), ALL)
+    | {"optim.grad_clip": NO_LIMIT}
     | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
-    | dict.fromkeys(
-        ("data.shuffle_seed", "model.rope_local_theta", "model.rope_theta", "seed"), LARGE
-    ),
+    | dict.fromkeys(("model.rope_local_theta", "model.rope_theta", "seed"), LARGE),
     # Llama 3 models stretched to a million tokens have 3.6e9.
     "2^31": dict.fromkeys(("model.rope_local_theta", "model.rope_theta"), LARGE),
     "0": dict.fromkeys(
@@ -197,11 +193,11 @@ MEANT = {
             "cost.limit",
             "cost.multiplier_lr",
             "cost.pretrain_coef",
+            "critic.lr",
             "critic.warmup_steps",
             "data.curriculum.decay",
             "data.evaluation.limit",
             "data.evaluation.seed",
-            "data.shuffle_seed",
             "data.train.limit",
             "data.train.seed",
             "evaluation.min_p",
@@ -237,7 +233,6 @@ MEANT = {
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.collapse.reward_loss",
-            "run.report_samples",
             "run.rollouts_every",
             "run.rollouts_prompts",
             "seed",
@@ -362,9 +357,7 @@ def refusal(setting: str, value: Any) -> str | None:
     try:
         if setting in KINDS:
             # The door begins with this. It is fast, and most values come no further.
-            checks.check_value(
-                setting, read_type(KINDS[setting], value, setting, Config), KINDS[setting]
-            )
+            checks.check_value(setting, value, KINDS[setting])
         checked(with_value(setting, value))
     except UserError as error:
         return str(error)
@@ -380,9 +373,10 @@ def is_meant(setting: str, hostile: str) -> bool:
         return kind is not Any and accepts_none(kind)
     if isinstance(value, bool):
         # Of a table that is open to all types ml_collections makes 1.0 of True where a number was.
-        is_switch = kind in (bool, bool | None) or isinstance(value_of(setting), bool)
+        is_switch = bool in (kind, *typing.get_args(kind)) or isinstance(value_of(setting), bool)
         is_switch |= (
             setting not in KINDS
+            and not setting.startswith("model.")
             and isinstance(value_of(setting), float)
             and not ((setting in NEVER_ONE and value) or (setting in NEVER_ZERO and not value))
         )
@@ -560,7 +554,7 @@ def _only(function, name: str):
         ("algorithm.loss_options", {"clip": 0.2}, "has no option clip"),
         ("data.train.options", {"min_terms": "three"}, "min_terms = 'three': expected a whole"),
         ("data.train.options", {"min_term": 3}, "has no setting 'min_term'"),
-        ("placement", {"all": 3}, "placement.all = 3: expected dict[str, Any]"),
+        ("placement", {"all": 3}, "placement.all = 3: expected a table"),
         ("placement", {"all": {}}, "placement.all.roles is None; name the roles"),
         ("placement", {"all": {"train": "1-1-1"}}, "placement.all.roles is None; name the roles"),
         ("placement", {"all": {"roles": 1}}, "placement.all.roles is 1; name the roles"),

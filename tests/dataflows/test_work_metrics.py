@@ -13,7 +13,8 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
-from jaxrl.roles.packed_model import PackedModel, TrainConfig
+from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=8

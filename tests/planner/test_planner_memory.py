@@ -9,7 +9,7 @@ from plans import TINY, TINY_ENGINE, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b,
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.planner.memory import Holding, phase_bytes
-from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
 

@@ -195,9 +195,9 @@ def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
     own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
     check_gradient(policy_objective(make_config(**own_loss)))
     with pytest.raises(UserError, match="has no option least; it has most"):
-        make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}})
+        check_algorithm(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
     with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
-        policy_objective(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
+        check_algorithm(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
     estimator = estimator_of(
         make_config(
             algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}

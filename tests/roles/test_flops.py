@@ -18,9 +18,9 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.planner.compiled.trace import abstract_batch, product_flops, trace_learning
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 
 R, T = 2, 64
 # Of the products of an update those that may be computed again, logits aside.

@@ -14,8 +14,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.pairs import (
     pack_pairs,
     pair_sums,
@@ -24,6 +23,7 @@ from jaxrl.roles.pairs import (
 )
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.reward_model import RewardModelLearner
+from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8

@@ -20,8 +20,8 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
-from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig

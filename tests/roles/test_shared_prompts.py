@@ -18,8 +18,9 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import policy
-from jaxrl.roles.packed_model import PackedModel, TrainConfig
+from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import Completions, Prompts
 
 SHAPE = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=40)

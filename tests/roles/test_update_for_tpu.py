@@ -13,9 +13,9 @@ from jaxrl.planner.compiled.ahead import compile_piece
 from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.planner.hardware.topologies import read_topology
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(
     vocab_size=512,

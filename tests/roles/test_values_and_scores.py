@@ -14,10 +14,10 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.roles.value import Critic
 from jaxrl.types import ValueBatch
 

@@ -130,9 +130,9 @@ def test_what_cannot_be_sampled_is_refused(backend):
 
 def test_drivers_that_are_not_there_are_refused():
     with pytest.raises(UserError, match=r"rollout\.driver 'vllm' is not one of offline, jetstream"):
-        RolloutConfig(driver="vllm")
+        drivers.check_driver("vllm", frozenset())
     with pytest.raises(UserError, match=r"rollout\.driver 'jaxrl\.testing:none' is not there"):
-        RolloutConfig(driver="jaxrl.testing:none")
+        drivers.check_driver("jaxrl.testing:none", frozenset())
 
 
 def test_a_driver_says_what_it_cannot_do():

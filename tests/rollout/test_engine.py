@@ -21,9 +21,9 @@ from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout import cache_choice
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.decode_state import Assignment

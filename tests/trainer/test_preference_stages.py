@@ -8,14 +8,14 @@ import jax
 import pytest
 
 from jaxrl.config.schema import Config
-from jaxrl.config.stages import PreferenceConfig
+from jaxrl.config.stages import EvaluationConfig, PreferenceConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_config import RunConfig
@@ -48,17 +48,14 @@ def files(tmp_path_factory):
     return folder
 
 
-def make_config(files, output, **preference) -> Config:
+def make_config(files, output, num_steps: int = 12, **preference) -> Config:
     source = SourceConfig(source="say", path=str(files / "train_problems.jsonl"))
     evaluation = dataclasses.replace(source, path=str(files / "evaluation_problems.jsonl"))
     settings = {
         "path": str(files / "train_pairs.jsonl"),
         "evaluation_path": str(files / "evaluation_pairs.jsonl"),
-        "num_steps": 12,
         "pairs_per_step": 8,
         "evaluation_pairs": 16,
-        "every": 6,
-        "optim": OptimConfig(lr=1e-2, lr_warmup_steps=0),
         **preference,
     }
     return Config(
@@ -69,7 +66,9 @@ def make_config(files, output, **preference) -> Config:
         reward=RewardConfig(overlong_buffer_tokens=0),
         train=TrainConfig(rows=4, row_tokens=64),
         preference=PreferenceConfig(**settings),
-        run=RunConfig(output=str(output), save_every=4),
+        optim=OptimConfig(lr=1e-2, lr_warmup_steps=0),
+        evaluation=EvaluationConfig(every=6),
+        run=RunConfig(output=str(output), num_steps=num_steps, save_every=4),
     )
 
 

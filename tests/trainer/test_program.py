@@ -21,8 +21,8 @@ from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.lock import only_run_in
@@ -74,7 +74,7 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
         warm_start=WarmStartConfig(
             num_steps=60,
             examples_per_step=16,
-            optim=OptimConfig(lr=1e-2, lr_warmup_steps=5, beta2=0.98),
+            optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=5),
             save_every=60,
         ),
         rollout=RolloutConfig(

@@ -96,7 +96,7 @@ def make_config(folder, output, recipe: str, **changes) -> Config:
         "reward.overlong_buffer_tokens": 2,
         "algorithm.dataflow": recipe,
         "algorithm.updates_per_step": 2,
-        "critic.optim.lr": 1e-2,
+        "critic.lr": 1e-2,
         "train.rows": 4,
         "train.row_tokens": 48,
         "optim.lr": 1e-3,

@@ -12,8 +12,8 @@ from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import StageOptimConfig
+from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_config import RunConfig
@@ -51,7 +51,7 @@ def make_config(folder, lines: list[str]) -> Config:
             num_steps=2,
             path=str(path),
             examples_per_step=2,
-            optim=OptimConfig(lr=1e-2, lr_warmup_steps=0),
+            optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=0),
         ),
         run=RunConfig(output=str(folder)),
     )

@@ -62,7 +62,7 @@ def abstract_batch(
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
 
     fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
-    if not role.train.share_prompts:
+    if not role.train.shares_prompts:
         fields["prefix_ids"] = None
     return kind(**fields)
 

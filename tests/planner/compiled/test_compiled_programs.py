@@ -17,9 +17,9 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packed_model import TrainConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
 
 # A program that is worth keeping, and whether it was compiled or read.
 PROGRAM = """

@@ -1,0 +1,36 @@
+"""What replaces settings of the last release, for configs that still use them."""
+
+from __future__ import annotations
+
+_OPTIM = "it takes the run's; set optim.{leaf}"
+
+# A name, or a group of names that ends with a dot, and what to write instead.
+REMOVED = {
+    "critic.optim.lr": "set critic.lr",
+    "critic.optim.": "the critic's optimiser is that of the actor but for its rate; set optim.{leaf}",
+    "critic.optim": "set critic.lr; all else is as in optim",
+    "data.shuffle_seed": "the order of prompts follows seed",
+    "preference.every": "set evaluation.every",
+    "preference.num_steps": "set run.num_steps",
+    "preference.optim.": "set optim.{leaf}",
+    "preference.optim": "set optim",
+    "run.report_samples": "the report shows 8 problems",
+    "warm_start.optim.beta1": _OPTIM,
+    "warm_start.optim.beta2": _OPTIM,
+    "warm_start.optim.epsilon": _OPTIM,
+    "warm_start.optim.grad_clip": _OPTIM,
+    "warm_start.optim.lr_stable_steps": "the warm start decays at once; leave it out",
+    "warm_start.optim.moments": _OPTIM,
+    "warm_start.optim.moments_on_host": _OPTIM,
+}
+
+
+def replacement_of(name: str) -> str:
+    """What to write instead of a removed setting; "" if the name never was one.
+
+    Args:
+      name: dotted.
+    """
+    group, _, leaf = name.rpartition(".")
+    found = REMOVED.get(name) or REMOVED.get(f"{group}.", "")
+    return found.format(leaf=leaf)

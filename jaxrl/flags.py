@@ -1,0 +1,140 @@
+"""Command-line flags and help texts made from dataclasses of settings.
+
+A setting stands in one place: its type, range and default in the annotation of a field, its help text under
+"Attributes:" in the docstring of the class.
+
+    class ServeConfig:                              jaxrl serve --help
+        '''...                                        --http_port HTTP_PORT
+        Attributes:                                                 port; 0 takes a free one (default: 8000)
+          http_port: port; 0 takes a free one.
+        '''
+        http_port: Annotated[int, between(0, 65_535)] = 8000
+
+`add_flags` declares a flag for every field, `settings_of` makes the dataclass from what was parsed, which
+checks its ranges itself. Recipes and `--config.NAME=VALUE` are `config.command_line`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Container
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
+
+_ENTRY = re.compile(r"^  (\w[\w, ]*): ?(.*)$")
+
+
+@functools.cache
+def help_of(cls: type) -> dict[str, str]:
+    """The help text of every field of a dataclass, from "Attributes:" of its docstring and its bases'."""
+    texts = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            texts |= _attributes(inspect.cleandoc(base.__doc__ or ""))
+    return texts
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    _, _, section = docstring.partition("\nAttributes:\n")
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.split("\n"):
+        if entry := _ENTRY.match(line):
+            names = entry[1].split(", ")
+            texts |= dict.fromkeys(names, entry[2])
+        elif line.startswith("    ") and names:
+            texts |= dict.fromkeys(names, f"{texts[names[0]]} {line.strip()}")
+    return {name: text.rstrip(".") for name, text in texts.items()}
+
+
+def add_flags(
+    parser: Any,
+    cls: type,
+    *,
+    only: Container[str] | None = None,
+    without: Container[str] = (),
+) -> None:
+    """Adds a flag for every field of a dataclass, and of the dataclasses in it.
+
+    A field without a default is required. A field that is False by default is a switch.
+
+    Args:
+      parser: an ArgumentParser, or a group of one.
+      cls: the dataclass.
+      only: names of the fields that get a flag; None is all.
+      without: names of fields that get none.
+    """
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name, kind = field.name, kinds[field.name]
+        if name in without or (only is not None and name not in only):
+            continue
+        if dataclasses.is_dataclass(kind):
+            add_flags(parser, typing.cast("type", kind))
+            continue
+        text = help_of(cls).get(name, "").replace("%", "%%")
+        flag = f"--{name}"
+        if kind is bool and field.default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        default = _default(field)
+        required = default is dataclasses.MISSING
+        shown = "" if required or default in ("", (), {}, None) else f" (default: {default})"
+        parser.add_argument(
+            flag,
+            type=_reader(kind),
+            required=required,
+            default=None if required else default,
+            help=f"{text}{shown}",
+        )
+
+
+def settings_of(cls: type[Settings], args: argparse.Namespace, **given: Any) -> Settings:
+    """The dataclass that a parsed command line describes.
+
+    Args:
+      cls: as given to `add_flags`.
+      args: what was parsed.
+      **given: fields that have no flag of their name.
+
+    Raises:
+      UserError: a value is out of its range.
+    """
+    values = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if name in given:
+            values[name] = given[name]
+        elif dataclasses.is_dataclass(kind):
+            values[name] = settings_of(typing.cast("type", kind), args)
+        elif hasattr(args, name):
+            values[name] = getattr(args, name)
+    return cls(**values)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    if kind in (str, int, float):
+        return kind
+    if typing.get_origin(kind) is typing.Literal:
+        return str
+    return _literal
+
+
+def _literal(text: str) -> Any:
+    """A Python value such as ("a", "b"), {"a": 1} or True; text that is none as it is."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

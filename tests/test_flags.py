@@ -1,0 +1,83 @@
+"""Command lines made from settings: each field has a flag, its default and its help text."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from jaxrl.config.config_tree import help_texts, leaf_names
+from jaxrl.config.schema import Config
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.errors import UserError
+from jaxrl.evaluation.evaluate_config import EvaluateConfig
+from jaxrl.flags import add_flags, settings_of
+from jaxrl.rollout.settings import EngineSettings
+from jaxrl.serving import serve_command
+from jaxrl.serving.serve_config import ServeConfig
+
+
+def parsed(cls, *arguments: str, without=()):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, cls, without=without)
+    return settings_of(cls, parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize("root", [Config, ServeConfig, EvaluateConfig])
+def test_every_setting_has_a_help_text(root):
+    texts = help_texts(root)
+    assert [name for name in leaf_names(root) if not texts[name]] == []
+
+
+def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
+    given = {
+        "slots": 3,
+        "smallest_bucket": 2,
+        "prefill_prompts": 1,
+        "prefill_chunk_tokens": 64,
+        "tokens_per_dispatch": 4,
+        "dtype": "float32",
+        "kv_dtype": "int8",
+        "unroll": 2,
+        "decode_attention": "xla",
+    }
+    assert set(given) == set(leaf_names(EngineSettings))
+    config = parsed(ServeConfig, "--model=m", *(f"--{k}={v}" for k, v in given.items()))
+    assert config.engine_settings() == given
+
+
+def test_defaults_are_those_of_the_settings():
+    assert parsed(ServeConfig, "--model", "m") == ServeConfig(model="m")
+    config = parsed(EvaluateConfig, "--model", "m", "--sets", "('a',)")
+    assert config == EvaluateConfig(model="m", sets=("a",))
+
+
+def test_settings_inside_of_settings_switches_and_tables_have_flags():
+    arguments = ("--model=m", "--sets=('a', 'b')", "--num_processes=2", "--coordinator=host:1")
+    options = ("--tokens", "--grader=regex", "--grader_options={'pattern': '(\\\\d+)'}")
+    config = parsed(EvaluateConfig, *arguments, *options)
+    assert (config.hosts.num_processes, config.hosts.coordinator) == (2, "host:1")
+    assert config.tokens and not config.chat and config.sets == ("a", "b")
+    assert config.grader_options == {"pattern": "(\\d+)"}
+
+
+def test_a_value_out_of_range_is_refused_by_the_settings():
+    with pytest.raises(UserError, match="http_port 65536 is above 65,535"):
+        parsed(ServeConfig, "--model=m", "--http_port=65536")
+
+
+def test_some_fields_of_a_group():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, SourceConfig, only=("grader",))
+    add_flags(parser, DataConfig, only=("template",))
+    assert vars(parser.parse_args([])) == {"grader": "", "template": "{prompt}"}
+
+
+def test_help_shows_the_docstring_of_the_field(capsys):
+    with pytest.raises(SystemExit):
+        serve_command.main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "--grace_s GRACE_S how long open requests may go on after SIGTERM (default: 10.0)" in shown
+    )
+    assert "--http_only" in shown and "--grpc " not in shown
