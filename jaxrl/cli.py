@@ -25,12 +25,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "jaxrl.training_commands:train", "trains a recipe, or plans it with --dry_run"
+        "jaxrl.commands.training_commands:train", "trains a recipe, or plans it with --dry_run"
     ),
-    "sft": Command("jaxrl.training_commands:sft", "supervised fine-tuning alone"),
-    "dpo": Command("jaxrl.training_commands:dpo", "direct preference optimisation on pairs"),
+    "sft": Command("jaxrl.commands.training_commands:sft", "supervised fine-tuning alone"),
+    "dpo": Command("jaxrl.commands.training_commands:dpo", "direct preference optimisation on pairs"),
     "reward-model": Command(
-        "jaxrl.training_commands:reward_model", "trains a reward or cost model on pairs"
+        "jaxrl.commands.training_commands:reward_model", "trains a reward or cost model on pairs"
     ),
     "evaluate": Command(
         "jaxrl.evaluation.evaluate_command:main", "how well a model answers sets of problems"
@@ -46,7 +46,7 @@ COMMANDS = {
         "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
     ),
     "profile": Command(
-        "jaxrl.training_commands:profile", "traces one step and says where its time goes"
+        "jaxrl.commands.training_commands:profile", "traces one step and says where its time goes"
     ),
     "plan": Command(
         "jaxrl.planner.plan_command:main",

@@ -29,7 +29,7 @@ LINES = (
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),
-    ("training_commands",),
+    ("commands",),
     ("cli",),
     ("launch", "configs", "__main__"),
 )
@@ -63,7 +63,7 @@ LATE_IMPORTS = {
 # Whoever imports what a text names, which `imports_of` cannot see.
 IMPORTS_BY_NAME = {
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
-    "jaxrl/trainer/commands.py": "a slip on the command line is told before JAX is imported",
+    "jaxrl/commands/training_commands.py": "a slip on the command line is told before JAX is imported",
     "jaxrl/user_code.py": "functions of a user's",
 }
 

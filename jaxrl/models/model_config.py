@@ -75,7 +75,7 @@ class LoraConfig:
             )
 
     @property
-    def positive_coefficient(self) -> float:
+    def scale(self) -> float:
         """What the adapter's output is multiplied by."""
         return self.alpha / self.rank
 

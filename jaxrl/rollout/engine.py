@@ -108,7 +108,7 @@ class Engine:
     def _compile(self, graph: nnx.GraphDef) -> None:
         """Makes the programs, which compile when they are called."""
         config, layout = self.config, self._layout
-        compute = _compute(config, model.num_layers, layout)
+        compute = _compute(config, self.model.num_layers, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)

@@ -57,7 +57,7 @@ def _later(function: str, about: str) -> Callable[..., int]:
     """
 
     def command(config: Config, **switches: bool) -> int:
-        module = importlib.import_module("jaxrl.run_commands")
+        module = importlib.import_module("jaxrl.commands.run_commands")
         return getattr(module, function)(config, **switches)
 
     command.__doc__ = about
