@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "jaxrl.planner.plan_command:main",
-        "what a recipe takes of accelerators that are not here, compiled for them",
+        "what a recipe would take: traced, or compiled for accelerators that are not here",
     ),
     "calibrate": Command(
         "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"

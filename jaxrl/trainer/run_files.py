@@ -18,7 +18,6 @@ from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.export import keep_model_files
 from jaxrl.types import Scored
 
@@ -100,7 +99,7 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
     config = run.config
     rows = {
-        title_of(config): _rows(config.run_folder.rl),
+        run.algorithm.dataflow.title: _rows(config.run_folder.rl),
         "Preferences": _rows(config.run_folder.preference),
         "Warm start (SFT)": _rows(config.warm_start_folder),
     }
@@ -159,7 +158,7 @@ def _minutes(rows: Rows) -> float:
 def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
     """Headline numbers of the report."""
     config = run.config
-    rl = rows[title_of(config)]
+    rl = rows[run.algorithm.dataflow.title]
     # A run that only imitates may have no problems.
     sources = list(dict.fromkeys(run.evaluation_prompts.sources))
     accuracies: dict[str, list[float]] = {}
@@ -168,7 +167,7 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
         of = "" if len(sources) == 1 else f" on {source}"
         accuracies[of] = [row[key] for row in rl if key in row]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
-    kind = run.mesh_of("actor").devices.flat[0].device_kind
+    kind = run.meshes["actor"].devices.flat[0].device_kind
     lines = []
     for of, accuracy in accuracies.items():
         if accuracy:

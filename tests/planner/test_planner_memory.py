@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from plans import TINY, TINY_ENGINE, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b, plan_tiny
+from plans import TINY, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b, plan_tiny, tiny_config
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -12,6 +12,7 @@ from jaxrl.planner.memory import Holding, phase_bytes
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
+from jaxrl.trainer.batch_shapes import engine_config
 
 
 def test_the_32b_recipe_by_hand():
@@ -58,7 +59,7 @@ def test_counts_what_real_arrays_take(optim):
         seed=0,
     )
     actor.init()
-    engine = Engine(TINY, actor.graph, mesh, TINY_ENGINE)
+    engine = Engine(TINY, actor.graph, mesh, engine_config(tiny_config(), stop_ids=(1,)))
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
@@ -81,10 +82,9 @@ def test_the_type_of_moments_is_shown():
 
 
 def test_weights_that_need_not_move_are_counted_once():
-    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()))
+    alone = plan_tiny(mesh=LayoutConfig())
     assert holding(alone, "actor in generation").bytes_per_device == 0
-    half = dataclasses.replace(TINY_ENGINE, dtype="bfloat16")
-    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()), engine=half)
+    alone = plan_tiny(mesh=LayoutConfig(), rollout__dtype="bfloat16")
     assert holding(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
 
 
@@ -108,8 +108,7 @@ def test_moments_on_the_host_are_on_the_device_for_updates_alone():
 
 
 def test_a_pipeline_is_counted_by_its_stages():
-    layout = ParallelLayout.from_config(LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
-    plan = plan_tiny(layout=layout)
+    plan = plan_tiny(mesh=LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
     # Two stages of two layers; 4 rows over 2 shards in 2 microbatches, so in 3 ticks a stage keeps what goes
     # into each of its layers and what comes out of the last, of one row of T x D = 16 x 32 float32.
     # Angles and masks of its rows come on top.

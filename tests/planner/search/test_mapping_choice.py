@@ -13,7 +13,6 @@ from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import write_accelerator
-from jaxrl.planner.planning import plan
 from jaxrl.planner.search.mapping import Mapping, Pool, RoleMapping
 from jaxrl.planner.search.mapping_choice import (
     assumptions_of,
@@ -23,7 +22,8 @@ from jaxrl.planner.search.mapping_choice import (
 )
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
-from jaxrl.trainer.context import pools_of
+from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.trainer.batch_shapes import pools_of
 
 
 def recipe(**algorithm) -> Config:
@@ -136,4 +136,4 @@ def test_what_the_search_does_not_cover_is_named():
 
 def test_a_dry_run_has_no_devices_to_search_for():
     with pytest.raises(UserError, match=r"jaxrl plan --search --topology"):
-        plan(recipe())
+        trace_plan(recipe())
