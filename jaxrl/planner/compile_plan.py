@@ -14,7 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, takes_all
 from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program
 from jaxrl.planner.compiled.programs import Program, StepLoad
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import Holding
 from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
@@ -122,11 +122,13 @@ def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology)
             continue
         largest = max(present, key=lambda held: held.bytes_per_device)
         most = largest.bytes_per_device / 1e9
-        enough = -(-needed * pool.num_devices // there)
+        others = len(topology.devices) - pool.num_devices
+        enough = others + -(-needed * pool.num_devices // there)
         remedy = (
             "fewer rollout.slots"
             if "cache" in largest.name and needed - largest.bytes_per_device < there
-            else f"at least {enough} of these devices, mesh.offload_training_state=True, or a smaller model"
+            else f"{shapes_of_at_least(topology.accelerator, enough)}, "
+            "mesh.offload_training_state=True, or a smaller model"
         )
         raise UserError(
             f"{topology.name} is too small: while {phase} a device would hold {needed / 1e9:.1f} GB before "

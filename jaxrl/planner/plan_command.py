@@ -36,7 +36,7 @@ from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.search.mapping_choice import search_for, with_mapping
+from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE
 from jaxrl.planner.trace_plan import trace_plan
 
@@ -91,9 +91,11 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
 def _compiled(args: argparse.Namespace, config: Config) -> Plan:
     kind, shape = check_topology(args.topology)
     if args.search or config.mesh.layout == "auto":
-        found = search_for(config, Cluster(kind, shape), response_tokens=args.response_tokens)
-        print("\n".join(found.lines()), file=sys.stderr if args.json else sys.stdout)
-        config = with_mapping(config, found)
+        cluster = Cluster(kind, shape)
+        found, proposed = propose(config, cluster, response_tokens=args.response_tokens)
+        lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
+        print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
+        config = proposed
     return compile_plan(
         config,
         read_topology(args.topology),

@@ -87,6 +87,15 @@ def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
         )
 
 
+def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
+    """The smallest topologies that exist of so many devices or more, for the end of "use ..."."""
+    enough = [s for s in kind.growing_shapes() if kind.num_devices(s) >= devices]
+    if not enough:
+        return f"a kind with more memory ({kind.name} comes with at most {kind.largest:,} devices)"
+    named = [f"{kind.name}:{shape_text(s)} ({kind.num_devices(s):,} devices)" for s in enough[:2]]
+    return " or ".join(named)
+
+
 def shape_text(shape: tuple[int, ...]) -> str:
     """As in a topology's name."""
     return "x".join(map(str, shape))
@@ -128,7 +137,7 @@ def _tpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {name} needs the package libtpu, which is not installed; run "
-            "pip install 'jaxrl[aot]'"
+            "pip install -e '.[aot]' in jaxrl's folder"
         )
     # Without these libtpu looks for the metadata of a real TPU host, and complains that there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -142,7 +151,7 @@ def _tpu_devices(name: str) -> Sequence[Any]:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"topology {name!r} cannot be compiled for ({reason}); name a slice that exists, for example "
-            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U 'jaxrl[aot]'"
+            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U libtpu"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import math
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.search.placements import Placement, placement_name
@@ -140,6 +141,11 @@ class Mapping:
     def placement(self) -> Placement:
         """Which roles share a pool."""
         return tuple(pool.roles for pool in self.pools)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of a microbatch: the fewest that divide over the replicas and stages of every role."""
+        return math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
 
     def peak_bytes(self, pool: int) -> float:
         """Of a device of a pool: all that stays, and the largest of what comes and goes."""

@@ -1,6 +1,8 @@
 """The mapping search for a recipe: `mesh.layout = "auto"` takes its result, `jaxrl plan --search` shows it.
 
-    config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots
+    config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots, rows
+
+What is proposed passes the checks of a run before anybody sees it.
 
 A pool gets the layout of its actor, or of its first role; roles that are split otherwise have their own.
 """
@@ -20,12 +22,15 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping, RoleMapping
-from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.search.search import search_mapping_of_common_rows
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import TASKS
 from jaxrl.planner.simulation.workload import Lengths, Workload
 from jaxrl.planner.step_load import load_of
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.role_models import role_models
 
@@ -55,7 +60,7 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
         )
     models = role_models(config, roles).by_role
     work, assumptions = workload_of(config, response_tokens), assumptions_of(config)
-    return search_mapping(dataflow, models, work, cluster, assumptions=assumptions)
+    return search_mapping_of_common_rows(dataflow, models, work, cluster, assumptions=assumptions)
 
 
 def assumptions_of(config: Config) -> Assumptions:
@@ -89,19 +94,66 @@ def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
     )
 
 
+def propose(
+    config: Config, cluster: Cluster, *, response_tokens: float = 0.0
+) -> tuple[Mapping, Config]:
+    """The mapping that `search_for` finds, and the config with it, which has passed a run's checks.
+
+    Raises:
+      UserError: as `search_for`; or a setting of the recipe does not go with what was found.
+    """
+    found = search_for(config, cluster, response_tokens=response_tokens)
+    proposed = with_mapping(config, found)
+    try:
+        meshes = abstract_meshes(proposed)
+        planned_roles(proposed, algorithm_of(proposed), meshes)
+        check_role_batches(proposed, meshes)
+    except UserError as error:
+        raise UserError(
+            f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"
+        ) from error
+    return found, proposed
+
+
 def with_mapping(config: Config, found: Mapping) -> Config:
-    """The config with the layouts, pools and slots of a mapping."""
+    """The config with all that a mapping implies: layouts, pools, slots, and batches that divide over them.
+
+    A microbatch has as few rows as divide over the replicas and stages of every role, as the search simulates
+    it.
+    """
     actor = found.roles["actor"]
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    mesh = dataclasses.replace(config.mesh, layout="as_given", **_settings_of(actor))
+    # The search has neither experts nor sequences split.
+    mesh = dataclasses.replace(
+        config.mesh, layout="as_given", expert=1, context=1, **_settings_of(actor)
+    )
     placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
         # All on all devices, split alike: what a config without a placement has.
         placement = {}
-    rollout = dataclasses.replace(config.rollout, slots=slots)
-    return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout)
+    per_replica = -(-config.rollout.prefill_prompts // replicas)
+    rollout = dataclasses.replace(
+        config.rollout, slots=slots, prefill_prompts=per_replica * replicas
+    )
+    train = dataclasses.replace(config.train, rows=found.microbatch_rows, pipeline_microbatches=0)
+    return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout, train=train)
+
+
+def setting_lines(config: Config, proposed: Config) -> list[str]:
+    """The settings in which a proposal differs from a recipe, as lines of a recipe file."""
+    lines = []
+    for section in ("mesh", "rollout", "train"):
+        before, after = getattr(config, section), getattr(proposed, section)
+        lines += [
+            f"config.{section}.{field.name} = {getattr(after, field.name)!r}"
+            for field in dataclasses.fields(after)
+            if getattr(before, field.name) != getattr(after, field.name)
+        ]
+    if proposed.placement != config.placement:
+        lines.append(f"config.placement = {proposed.placement!r}")
+    return lines
 
 
 def _row(found: Mapping, number: int) -> dict[str, Any]:
@@ -136,19 +188,22 @@ def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
         return config
     # One search for all processes: they must not differ.
     found = hosts.on_first(lambda: _settings(config, devices))
-    mesh = dataclasses.replace(config.mesh, **found["mesh"])
-    rollout = dataclasses.replace(config.rollout, **found["rollout"])
-    return dataclasses.replace(config, mesh=mesh, placement=found["placement"], rollout=rollout)
+    sections = {
+        name: dataclasses.replace(getattr(config, name), **found[name])
+        for name in ("mesh", "rollout", "train")
+    }
+    return dataclasses.replace(config, placement=found["placement"], **sections)
 
 
 def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
-    found = search_for(config, cluster_of(config, devices))
+    found, chosen = propose(config, cluster_of(config, devices))
     print("\n".join(found.lines()))
-    chosen = with_mapping(config, found)
+    rollout, train = chosen.rollout, chosen.train
     return {
         "mesh": dataclasses.asdict(chosen.mesh),
         "placement": chosen.placement,
-        "rollout": {"slots": chosen.rollout.slots},
+        "rollout": {"slots": rollout.slots, "prefill_prompts": rollout.prefill_prompts},
+        "train": {"rows": train.rows, "pipeline_microbatches": train.pipeline_microbatches},
     }
 
 

@@ -110,7 +110,7 @@ def role_options(
       limits: which strategies to look at.
       budget: bytes of a device that there are.
     """
-    strategies = list(strategies_of(model, devices, domain, limits))
+    strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
     costs = np.array([_costs(role, model, s, passes) for s in strategies]).reshape(-1, 5)
     fits = costs[:, RESIDENT] + costs[:, TRANSIENT] <= budget
     groups: dict[tuple[int, int], list[int]] = {}

@@ -38,7 +38,7 @@ from jaxrl.planner.search.mapping import (
 from jaxrl.planner.search.pareto import front
 from jaxrl.planner.search.placements import Placement, checked_placement, placements_of
 from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
-from jaxrl.planner.search.role_options import Limits
+from jaxrl.planner.search.role_options import Limits, divisors
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import RoleTasks, tasks_of
 from jaxrl.planner.simulation.workload import Workload
@@ -90,6 +90,43 @@ def search_mapping(
     if search.best is None:
         raise UserError(_does_not_fit(search, chosen))
     return search.mapping(dataflow, results)
+
+
+def search_mapping_of_common_rows(
+    dataflow: str,
+    models: MappingOf[str, ModelConfig],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    assumptions: Assumptions,
+) -> Mapping:
+    """The mapping of `search_mapping` where the microbatches of all roles have the same number of rows.
+
+    A run has one `train.rows`. If the fastest mapping wants other numbers for other roles, each divisor of
+    their least common multiple is searched with, and the fastest of these mappings is returned.
+
+    Raises:
+      UserError: as `search_mapping`; or the models fit only with numbers of rows of their own.
+    """
+    found = search_mapping(dataflow, models, workload, cluster, assumptions=assumptions)
+    if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
+        return found
+    roles = tasks_of(dataflow, models)
+    placements = list(placements_of([role.name for role in roles]))
+    mappings = []
+    for rows in divisors(found.microbatch_rows):
+        work = dataclasses.replace(workload, microbatch_rows=rows)
+        search = _Search(cluster, roles, models, work, assumptions, Limits())
+        results = search.run(placements, every_placement=False)
+        if search.best is not None:
+            mappings.append(search.mapping(dataflow, results))
+    if not mappings:
+        raise UserError(
+            f"{cluster.name} holds the models only if their microbatches have different numbers of rows, and "
+            "train.rows is one for all; lower train.row_tokens, take a larger cluster, or set mesh.layout to "
+            "as_given and name a placement"
+        )
+    return min(mappings, key=lambda mapping: mapping.seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,10 @@ class PassSimulator:
         self._flops = kind.roof.tflops(assumptions.dtype) * 1e12 * assumptions.flops_rate
         self._read = kind.memory_gbs * 1e9 * assumptions.weights_rate
 
+    def divides(self, strategy: Strategy) -> bool:
+        """Whether the rows of a microbatch divide over the replicas and stages of a strategy."""
+        return self._work.microbatch_rows % strategy.row_parts == 0
+
     def share_of(self, role: RoleTasks) -> float:
         """Sequences of a role's forward pass over those that are learned from."""
         samples = self._work.samples
@@ -123,7 +127,8 @@ class PassSimulator:
         work = self._work
         each = math.ceil(math.ceil(sequences / parts) / strategy.d)
         tokens = each * work.mean_tokens
-        size = min(max(work.microbatch_tokens, work.mean_tokens), tokens)
+        rows = max(1, work.microbatch_rows // strategy.row_parts)
+        size = min(max(rows * work.microbatch_tokens, work.mean_tokens), tokens)
         # A pipeline works on at least two microbatches or it is no faster than one stage.
         wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
         microbatches = max(1, min(wanted, each))

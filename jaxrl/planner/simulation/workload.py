@@ -93,6 +93,8 @@ class Workload:
       updates: optimiser steps that an epoch over the responses is divided into.
       epochs: over the responses of a step.
       microbatch_tokens: on a device at a time, in one pipeline microbatch.
+      microbatch_rows: rows of `microbatch_tokens` in the microbatches of every role, which its replicas and
+        stages share out evenly; 0 gives each of them one row, however many that makes for a role.
       pipeline_microbatches: that follow each other through the stages; 0 is as many as there are stages.
       tokens_per_dispatch: W, tokens that the engine decodes between two looks of the host.
       max_slots: of a replica of the engine, whatever memory there is.
@@ -106,6 +108,7 @@ class Workload:
     updates: Annotated[int, count(1)] = 1
     epochs: Annotated[int, count(1)] = 1
     microbatch_tokens: Annotated[int, token_count(1)] = 8192
+    microbatch_rows: Annotated[int, count(0)] = 0
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     max_slots: Annotated[int, count(1)] = 1024
@@ -158,6 +161,11 @@ class Strategy:
     def num_devices(self) -> int:
         """All of them."""
         return self.p * self.t * self.d
+
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts the rows of a microbatch divide: for each replica, for each stage."""
+        return self.p * self.d
 
     @property
     def name(self) -> str:

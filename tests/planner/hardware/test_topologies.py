@@ -40,7 +40,7 @@ def test_what_exists_is_not(name):
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("v5e:2x2", r"pip install 'jaxrl\[aot\]'"),
+        ("v5e:2x2", r"pip install -e '\.\[aot\]'"),
         ("h100:1x8", "pip install --no-deps jax-cuda13-plugin=="),
     ],
 )

@@ -1,12 +1,15 @@
 """What the mapping search finds, as the settings of a run."""
 
 import dataclasses
+import pathlib
 
 import jax
 import pytest
 
+from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import take_devices, takes_all
@@ -16,14 +19,20 @@ from jaxrl.planner.hardware.hardware_files import write_accelerator
 from jaxrl.planner.search.mapping import Mapping, Pool, RoleMapping
 from jaxrl.planner.search.mapping_choice import (
     assumptions_of,
+    propose,
     search_for,
+    setting_lines,
     with_mapping,
     with_searched_layout,
+    workload_of,
 )
 from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.planner.trace_plan import trace_plan
-from jaxrl.trainer.batch_shapes import pools_of
+from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
+from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.role_models import role_models
 
 
 def recipe(**algorithm) -> Config:
@@ -44,6 +53,61 @@ def test_a_mapping_becomes_layouts_of_all_devices():
     assert next(p for p in pools if "actor" in p.roles).layout == actor.layout
     replicas = actor.strategy.num_devices // (actor.generation.p_g * actor.generation.t_g)
     assert config.rollout.slots == replicas * actor.generation.slots
+
+
+def recipe_file(name: str) -> Config:
+    return load_config(Config, str(pathlib.Path(__file__).parents[3] / f"configs/{name}.py"), {})
+
+
+@pytest.mark.parametrize("cluster", ["a100:2x8", "h100:2x8", "h100:16x8", "v5p:2x2x4", "v5e:8x16"])
+@pytest.mark.parametrize(
+    "name", ["dapo_qwen7b", "dapo_qwen3_30b_a3b", "ppo_llama8b", "grpo_qwen3_8b"]
+)
+def test_a_proposal_passes_the_checks_of_a_run(name, cluster):
+    found, proposed = propose(recipe_file(name), Cluster.parse(cluster))
+    pools = pools_of(proposed)
+    assert {pool.layout_of("actor") for pool in pools if "actor" in pool.roles} == {
+        found.roles["actor"].layout
+    }
+    check_role_batches(
+        proposed,
+        {role: abstract_mesh(pool.layout_of(role)) for pool in pools for role in pool.roles},
+    )
+
+
+def test_a_proposal_is_printed_as_settings():
+    config = recipe_file("dapo_qwen7b")
+    _, proposed = propose(config, Cluster.parse("a100:2x8"))
+    lines = setting_lines(config, proposed)
+    assert "config.mesh.train = '1-2-8'" in lines and "config.train.rows = 8" in lines
+    assert setting_lines(config, config) == []
+
+
+def test_what_does_not_go_with_a_mapping_is_refused_before_it_is_shown():
+    config = recipe_file("dapo_qwen7b")
+    config = dataclasses.replace(
+        config,
+        weights="",
+        model=dataclasses.replace(config.model, sliding_window=128, layer_pattern=("sliding",)),
+        train=dataclasses.replace(config.train, fill_minibatches=False, share_prompts=True),
+    )
+    with pytest.raises(
+        UserError, match="fastest mapping for h100:2x8 does not go with this recipe"
+    ):
+        propose(config, Cluster.parse("h100:2x8"))
+
+
+def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
+    # By itself the reference of this recipe would have sixteen times the actor's rows.
+    found = search_for(recipe_file("ppo_llama8b"), Cluster.parse("h100:16x8"))
+    config = with_mapping(recipe_file("ppo_llama8b"), found)
+    work = dataclasses.replace(workload_of(config), microbatch_rows=config.train.rows)
+    passes = PassSimulator(Cluster.parse("h100:16x8"), work, assumptions_of(config))
+    tasks = {task.role: task for task in found.breakdown[2].tasks}
+    models = role_models(config, roles_of(config)).by_role
+    for role in ("actor", "critic"):
+        simulated = passes.training(models[role], found.roles[role].strategy)
+        assert tasks[role].terms.transient_bytes >= simulated.transient_bytes
 
 
 def test_the_search_assumes_what_the_recipe_says():
@@ -118,6 +182,8 @@ def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
     config = dataclasses.replace(config, mesh=LayoutConfig(layout="auto", hardware=str(here)))
     chosen = with_searched_layout(config, jax.devices()[:8])
     assert sum(pool.layout.num_devices for pool in pools_of(chosen)) <= 8
+    shards = pools_of(chosen)[0].layout_of("actor").d
+    assert chosen.train.rows % shards == 0 and chosen.rollout.prefill_prompts % shards == 0
     assert chosen.rollout.slots > 0 and "predicted" in capsys.readouterr().out
     assert with_searched_layout(chosen, jax.devices()[:8]) is chosen
 
