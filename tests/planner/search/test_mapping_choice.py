@@ -107,7 +107,7 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
         simulated = passes.training(models[role], found.roles[role].strategy)
-        assert tasks[role].terms.transient_bytes >= simulated.transient_bytes
+        assert tasks[role].costs.transient_bytes >= simulated.transient_bytes
 
 
 def test_the_search_assumes_what_the_recipe_says():
