@@ -25,12 +25,14 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "jaxrl.training_commands:train", "trains a recipe, or plans it with --dry_run"
+        "jaxrl.commands.training_commands:train", "trains a recipe, or plans it with --dry_run"
     ),
-    "sft": Command("jaxrl.training_commands:sft", "supervised fine-tuning alone"),
-    "dpo": Command("jaxrl.training_commands:dpo", "direct preference optimisation on pairs"),
+    "sft": Command("jaxrl.commands.training_commands:sft", "supervised fine-tuning alone"),
+    "dpo": Command(
+        "jaxrl.commands.training_commands:dpo", "direct preference optimisation on pairs"
+    ),
     "reward-model": Command(
-        "jaxrl.training_commands:reward_model", "trains a reward or cost model on pairs"
+        "jaxrl.commands.training_commands:reward_model", "trains a reward or cost model on pairs"
     ),
     "evaluate": Command(
         "jaxrl.evaluation.evaluate_command:main", "how well a model answers sets of problems"
@@ -40,13 +42,13 @@ COMMANDS = {
     ),
     "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
     "convert": Command(
-        "jaxrl.trainer.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
+        "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
     ),
     "data": Command(
-        "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
+        "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
     ),
     "profile": Command(
-        "jaxrl.training_commands:profile", "traces one step and says where its time goes"
+        "jaxrl.commands.training_commands:profile", "traces one step and says where its time goes"
     ),
     "plan": Command(
         "jaxrl.planner.plan_command:main",

@@ -29,7 +29,7 @@ LINES = (
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),
-    ("training_commands",),
+    ("commands",),
     ("cli",),
     ("launch", "configs"),
 )

@@ -23,11 +23,11 @@ from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
+from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.batch_shapes import pools_of
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.export import export_run
 from jaxrl.trainer.model_shape import check_policy
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.weights import load_or_init
