@@ -24,6 +24,11 @@ from jaxrl.rollout import drivers
 _WHERE_USED = ("reference", "reward")
 
 
+def title_of(config: Config) -> str:
+    """What people call the config's dataflow."""
+    return find_dataflow(config.algorithm.dataflow).title
+
+
 def roles_of(config: Config) -> tuple[str, ...]:
     """The roles of a run; the actor first.
 

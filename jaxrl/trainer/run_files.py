@@ -20,6 +20,7 @@ from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.cross_checks import title_of
 from jaxrl.trainer.model_shape import tokenizer_directory
 from jaxrl.types import Scored
 
@@ -122,7 +123,7 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
     config = run.config
     rows = {
-        run.algorithm.dataflow.title: _rows(config.run_folder.rl),
+        title_of(config): _rows(config.run_folder.rl),
         "Preferences": _rows(config.run_folder.preference),
         "Warm start (SFT)": _rows(config.warm_start_folder),
     }
@@ -181,7 +182,7 @@ def _minutes(rows: Rows) -> float:
 def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, str]]:
     """Headline numbers of the report."""
     config = run.config
-    rl = rows[run.algorithm.dataflow.title]
+    rl = rows[title_of(config)]
     # A run that only imitates may have no problems.
     sources = list(dict.fromkeys(run.evaluation_prompts.sources))
     accuracies: dict[str, list[float]] = {}
