@@ -1,10 +1,13 @@
 """A plan as one table: for a terminal, as plain text, or as a page.
 
-role or event          layout                      values         per device
-actor in training      float32, 1-8-16 fsdp 16     32,763,876,352    1.02 GB
-...
-sampling, before temporaries   leaves 3.2 GB of v5p                 91.8 GB
-actor update           fits, 30.1 GB left; ...     12.3 PFLOP       64.9 GB    compiled plans alone
+    role or event       layout                              values   per device
+    actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
+    sampling, ...       leaves 3.2 GB of v5p                           91.80 GB    traced plans
+
+Programs of a compiled plan are rows of it too, and have further columns:
+
+    role or event   layout            values   per device   arguments ... left   at least   bound by
+    actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   products
 """
 
 from __future__ import annotations
@@ -29,9 +32,16 @@ _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
 
 _GB = 1e9
 _PLAIN_WIDTH = 200
-_PAGE_WIDTH = 150
+# With the columns of programs.
+_WIDE = 240
 
-Row = tuple[str, str, str, str]
+# Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
+_OF_PROGRAMS = (
+    *("arguments", "temporary", "peak", "beside it", "left"),
+    *("at least, PREDICTED", "products", "memory", "traffic", "bound by"),
+)
+
+Row = tuple[str, ...]
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -41,7 +51,10 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
     if not console.is_terminal:
         console = Console(
-            file=console.file, width=_PLAIN_WIDTH, force_terminal=False, color_system=None
+            file=console.file,
+            width=_PLAIN_WIDTH if plan.target is None else _WIDE,
+            force_terminal=False,
+            color_system=None,
         )
     console.print(table(plan, plain=not console.is_terminal))
     if plan.target is not None:
@@ -50,7 +63,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 def as_html(plan: Plan) -> str:
     """The same as a page of its own."""
-    console = Console(record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=_WIDE, file=io.StringIO(), force_terminal=True)
     show(plan, console)
     page = console.export_html(inline_styles=True)
     return page.replace("<head>", f"<head>\n<title>{html.escape(plan.title)}</title>", 1)
@@ -65,6 +78,8 @@ def table(plan: Plan, *, plain: bool = False) -> Table:
         found.add_column(name)
     for name in ("values", "per device"):
         found.add_column(name, justify="right", no_wrap=True)
+    for name in _OF_PROGRAMS if plan.target else ():
+        found.add_column(name, justify="right")
     for section in _sections(plan):
         for row in section:
             found.add_row(*row)
@@ -112,8 +127,9 @@ def _sections(plan: Plan) -> Iterator[list[Row]]:
         yield [_held(held) for held in pool.holdings]
         if plan.target is None:
             yield _totals(of_pool, pool)
+        yield [_program(plan, program) for program in pool.programs]
         for program in pool.programs:
-            yield list(_program(plan, program))
+            yield [_received(program, traffic) for traffic in program.traffic]
     yield [(what, which, "", "") for what, which in plan.notes]
     yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
 
@@ -130,38 +146,32 @@ def _totals(of_pool: str, pool: PlannedPool) -> list[Row]:
     ]
 
 
-def _program(plan: Plan, program: CompiledProgram) -> Iterator[Row]:
-    """Memory of a compiled program, its predicted seconds, and what it sends between devices."""
+def _program(plan: Plan, program: CompiledProgram) -> Row:
+    """Memory of a compiled program, and the predicted seconds of a step."""
     seconds = plan.seconds(program)
+    fits = "fits" if program.fits else "DOES NOT FIT"
     compiled = "kept" if program.cached else f"compiled in {program.compiled_s:.0f} s"
-    yield (
-        _name(program),
-        f"{'fits' if program.fits else 'DOES NOT FIT'}, {program.spare / _GB:.2f} GB left: arguments "
-        f"{program.arguments / _GB:.2f}, temporary {program.temporaries / _GB:.2f}, peak "
-        f"{program.peak / _GB:.2f}, beside it {program.beside / _GB:.2f}; {compiled}",
-        "",
-        f"{program.total / _GB:,.2f} GB",
-    )
-    yield (
-        "  a step, PREDICTED",
-        f"at least {seconds.total:,.1f} s by {seconds.bound}: products {seconds.products:,.1f}, memory "
-        f"{seconds.memory:,.1f}, traffic {seconds.traffic:,.1f}",
-        f"{program.flops / 1e15:,.1f} PFLOP",
-        "",
-    )
-    for traffic in program.traffic:
-        yield _received(traffic)
-
-
-def _received(traffic: Traffic) -> Row:
-    links = "network" if traffic.across_hosts else "near"
-    size = f"{traffic.nbytes / _GB:,.2f}" if traffic.nbytes > 1e7 else f"{traffic.nbytes / _GB:.1e}"
+    memory = (program.arguments, program.temporaries, program.peak, program.beside, program.spare)
+    times = (seconds.products, seconds.memory, seconds.traffic)
     return (
-        f"  {traffic.kind}",
-        f"received along {', '.join(traffic.axes)}, {links}, in {traffic.calls:,.0f} calls a step",
-        "",
-        f"{size} GB",
+        _name(program),
+        f"{fits}, {compiled}",
+        f"{program.flops / 1e15:,.1f} PFLOP",
+        f"{program.total / _GB:,.2f} GB",
+        *(f"{nbytes / _GB:.2f}" for nbytes in memory),
+        f"{seconds.total:,.1f} s",
+        *(f"{each:,.1f}" for each in times),
+        seconds.bound,
     )
+
+
+def _received(program: CompiledProgram, traffic: Traffic) -> Row:
+    """What a device receives from others in a step of a program."""
+    links = "network" if traffic.across_hosts else "near"
+    where = f"received along {', '.join(traffic.axes)}, {links}"
+    size = f"{traffic.nbytes / _GB:,.2f}" if traffic.nbytes > 1e7 else f"{traffic.nbytes / _GB:.1e}"
+    name = f"{_name(program)}, {traffic.kind}"
+    return name, where, f"{traffic.calls:,.0f} calls", f"{size} GB"
 
 
 def _name(program: CompiledProgram) -> str:
