@@ -109,7 +109,7 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
             for role, program, mesh in programs_of(roles, load_of(config))
             if (role, program.name) == ("actor", "update")
         )
-        found = compile_program(update[0], topology, roles.holdings(pool), mesh=update[1])
+        found = compile_program(update[0], topology, roles.resident_buffers(pool), mesh=update[1])
         yield (
             f"{layout.strategy.name}, {layout.rows} x {layout.tokens:,} tokens",
             terms.resident_bytes + terms.transient_bytes,

@@ -8,7 +8,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.memory import Holding
+from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.roles.packed_model import TrainConfig
@@ -62,7 +62,7 @@ def plan_32b() -> Plan:
     return trace_plan(load_config(Config, str(RECIPE), {}))
 
 
-def holding(plan: Plan, name: str) -> Holding:
+def buffers_named(plan: Plan, name: str) -> ResidentBuffers:
     (pool,) = plan.pools
-    (found,) = [h for h in pool.holdings if h.name == name]
+    (found,) = [h for h in pool.resident_buffers if h.name == name]
     return found

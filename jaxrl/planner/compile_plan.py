@@ -15,7 +15,7 @@ from jaxrl.mesh.pools import Pool, takes_all
 from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program
 from jaxrl.planner.compiled.programs import Program, StepLoad
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
-from jaxrl.planner.memory import Holding
+from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
 from jaxrl.planner.slot_choice import with_compiled_slots
@@ -49,7 +49,7 @@ def compile_plan(
     """
     roles = roles_on(config, topology, watch=watch)
     for pool in roles.pools.values():
-        _check_holdings(pool, roles.holdings(pool), topology)
+        _check_buffers(pool, roles.resident_buffers(pool), topology)
     load = load_of(config, response_tokens)
     return Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
@@ -80,8 +80,8 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
         )
     meshes = meshes_on(config, topology.devices)
 
-    def compile_and_watch(program: Program, mesh: Mesh, holdings: Sequence[Holding]) -> int:
-        found = compile_program(program, topology, holdings, mesh=mesh)
+    def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:
+        found = compile_program(program, topology, buffers, mesh=mesh)
         watch(found)
         return found.total
 
@@ -101,22 +101,22 @@ def _planned(
     save: pathlib.Path | None,
     watch: Watch,
 ) -> PlannedPool:
-    holdings = roles.holdings(pool)
+    buffers = roles.resident_buffers(pool)
     compiled = []
     for role, program, mesh in programs_of(roles, load):
         if roles.pool_of(role) == pool:
-            compiled.append(compile_program(program, topology, holdings, mesh=mesh, save=save))
+            compiled.append(compile_program(program, topology, buffers, mesh=mesh, save=save))
             watch(compiled[-1])
             # Traced programs of large models are large, and are not wanted again.
             jax.clear_caches()
     names = layout_names(pool)
-    return PlannedPool(pool.name, names, pool.num_devices, tuple(holdings), tuple(compiled))
+    return PlannedPool(pool.name, names, pool.num_devices, tuple(buffers), tuple(compiled))
 
 
-def _check_holdings(pool: Pool, holdings: Sequence[Holding], topology: Topology) -> None:
+def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
     """Raises UserError where weights, optimiser and cache alone want more than there is."""
     for phase in ("sampling", "learning"):
-        present = [held for held in holdings if getattr(held, phase)]
+        present = [held for held in buffers if getattr(held, phase)]
         needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes
         if needed <= there:
             continue

@@ -1,6 +1,6 @@
 """A plan: what a run would take of its devices, by shapes, and by what a compiler says where one was asked.
 
-    trace      holdings of every pool, operations of every program                    seconds
+    trace      buffers of every pool, operations of every program                    seconds
     compile    and memory, traffic and the roofline of every program, on a topology   minutes
     search     the same, for the mapping that the search finds                        minutes
 
@@ -19,7 +19,7 @@ from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.programs import StepLoad
 from jaxrl.planner.compiled.roofline import Seconds, chip_hours, seconds_of
 from jaxrl.planner.hardware.topologies import Topology
-from jaxrl.planner.memory import Holding, generate_name, phase_bytes, train_name
+from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +30,19 @@ class PlannedPool:
       name: of the pool.
       layout: training and generation, for people.
       num_devices: of the pool.
-      holdings: what lies on each device; traced plans count the largest temporaries of updates too.
+      resident_buffers: what lies on each device; traced plans count the largest temporaries of updates too.
       programs: of its roles, compiled; none in a traced plan.
     """
 
     name: str
     layout: str
     num_devices: int
-    holdings: tuple[Holding, ...]
+    resident_buffers: tuple[ResidentBuffers, ...]
     programs: tuple[CompiledProgram, ...] = ()
 
     def bytes_in(self, phase: str) -> int:
         """Bytes of a device while "sampling" or "learning", before what compiled programs need besides."""
-        return phase_bytes(self.holdings, phase)
+        return phase_bytes(self.resident_buffers, phase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +148,13 @@ class Plan:
             "name": pool.name,
             "layout": pool.layout,
             "devices": pool.num_devices,
-            "holdings": [dataclasses.asdict(held) for held in pool.holdings],
+            "resident_buffers": [dataclasses.asdict(held) for held in pool.resident_buffers],
             "bytes": {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")},
             "programs": [self._program_json(program) for program in pool.programs],
         }
 
     def _program_json(self, program: CompiledProgram) -> dict[str, Any]:
-        named = ("role", "name", "phase", "arguments", "temporaries", "peak", "beside")
+        named = ("role", "name", "phase", "arguments", "temporaries", "peak", "co_resident")
         seconds = self.seconds(program)
         return {
             **{name: getattr(program, name) for name in named},

@@ -24,7 +24,7 @@ from rich.table import Table
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.traffic import Traffic
-from jaxrl.planner.memory import Holding
+from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool, Target
 
 # Devices that the totals of a traced plan are compared with, by growing memory.
@@ -37,7 +37,7 @@ _WIDE = 240
 
 # Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
 _OF_PROGRAMS = (
-    *("arguments", "temporary", "peak", "beside it", "left"),
+    *("arguments", "temporary", "peak", "co-resident", "left"),
     *("at least, PREDICTED", "products", "memory", "traffic", "bound by"),
 )
 
@@ -124,7 +124,7 @@ def _sections(plan: Plan) -> Iterator[list[Row]]:
         of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
         if of_pool:
             yield [(f"{of_pool}{pool.num_devices} devices", pool.layout, "", "")]
-        yield [_held(held) for held in pool.holdings]
+        yield [_held(held) for held in pool.resident_buffers]
         if plan.target is None:
             yield _totals(of_pool, pool)
         yield [_program(plan, program) for program in pool.programs]
@@ -134,7 +134,7 @@ def _sections(plan: Plan) -> Iterator[list[Row]]:
     yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
 
 
-def _held(held: Holding) -> Row:
+def _held(held: ResidentBuffers) -> Row:
     return held.name, held.layout, f"{held.num_values:,}", _size(held.bytes_per_device)
 
 
@@ -151,7 +151,13 @@ def _program(plan: Plan, program: CompiledProgram) -> Row:
     seconds = plan.seconds(program)
     fits = "fits" if program.fits else "DOES NOT FIT"
     compiled = "kept" if program.cached else f"compiled in {program.compiled_s:.0f} s"
-    memory = (program.arguments, program.temporaries, program.peak, program.beside, program.spare)
+    memory = (
+        program.arguments,
+        program.temporaries,
+        program.peak,
+        program.co_resident,
+        program.spare,
+    )
     times = (seconds.products, seconds.memory, seconds.traffic)
     return (
         _name(program),

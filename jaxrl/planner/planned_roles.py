@@ -16,7 +16,7 @@ from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
 from jaxrl.planner.memory import (
-    Holding,
+    ResidentBuffers,
     engine_memory,
     role_memory,
     sampling_memory,
@@ -71,21 +71,21 @@ class PlannedRoles:
         homes = {role: pool for pool in self.pools.values() for role in pool.roles}
         return homes.get(role, homes["actor"])
 
-    def holdings(self, pool: Pool) -> list[Holding]:
+    def resident_buffers(self, pool: Pool) -> list[ResidentBuffers]:
         """What lies on the devices of a pool from one program to the next."""
-        found: list[Holding] = []
+        found: list[ResidentBuffers] = []
         offload = {role: pool.config_of(role).offload_training_state for role in pool.roles}
         if "actor" in pool.roles:
             actor = self.roles.actor
             state, layout = actor.abstract_state(), pool.layout_of("actor")
             found += training_memory(actor, layout, state, offload=offload["actor"])
-        found += self._sampler_holdings(pool)
+        found += self._sampler_buffers(pool)
         for name, role in (self.roles.critics | self.roles.frozen).items():
             if name in pool.roles:
                 found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
-        return found + self._judge_holdings(pool)
+        return found + self._judge_buffers(pool)
 
-    def _sampler_holdings(self, pool: Pool) -> list[Holding]:
+    def _sampler_buffers(self, pool: Pool) -> list[ResidentBuffers]:
         """The actor's weights and cache in generation, if it samples there."""
         if pool != self.pool_of("rollout"):
             return []
@@ -96,7 +96,7 @@ class PlannedRoles:
             return sampling_memory(layout, actor.abstract_state(), sampler, dtype)
         return engine_memory("rollout", layout, sampler, dtype)
 
-    def _judge_holdings(self, pool: Pool) -> list[Holding]:
+    def _judge_buffers(self, pool: Pool) -> list[ResidentBuffers]:
         """The generative judge's weights and cache, if it lives there."""
         if self.judge is None or "judge" not in pool.roles:
             return []

@@ -20,9 +20,9 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
-from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
-from jaxrl.planner.memory import Holding, phase_bytes
+from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
 from jaxrl.planner.step_load import load_of
 from jaxrl.rollout.buckets import round_up
@@ -37,7 +37,7 @@ _LOGITS_COPIES = 48
 _TRIES = 6
 
 # (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
-Compile = Callable[[Program, Any, Sequence[Holding]], int]
+Compile = Callable[[Program, Any, Sequence[ResidentBuffers]], int]
 
 
 def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, memory: int) -> Config:
@@ -85,9 +85,9 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     # A process sees the memory of its own devices, and all must come to one number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
 
-    def compile_here(program: Program, _: Any, holdings: Sequence[Holding]) -> int:
+    def compile_here(program: Program, _: Any, buffers: Sequence[ResidentBuffers]) -> int:
         peak = peak_here(program)
-        return hosts.on_first(lambda: peak) + beside(program, holdings)
+        return hosts.on_first(lambda: peak) + co_resident_bytes(program, buffers)
 
     config = with_compiled_slots(config, algorithm, meshes, memory, compile_here)
     if hosts.is_first():
@@ -137,10 +137,10 @@ class _Choice:
         self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._memory = memory * config.rollout.memory_fraction
         self._one = self._roles(1)
-        holdings = self._one.holdings(self._one.pool_of("rollout"))
-        cache = next(h for h in holdings if h.name == CACHE or h.name.endswith("cache and slots"))
+        buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
+        cache = next(h for h in buffers if h.name == CACHE or h.name.endswith("cache and slots"))
         self._slot = cache.bytes_per_device
-        self._room = self._memory - phase_bytes(holdings, "sampling") + self._slot
+        self._room = self._memory - phase_bytes(buffers, "sampling") + self._slot
 
     def config(self, slots: int) -> Config:
         """With so many on each replica; raises UserError if that is none."""
@@ -171,10 +171,10 @@ class _Choice:
 
     def _most_bytes(self, slots: int, compile: Compile) -> int:
         roles = self._roles(slots)
-        holdings = roles.holdings(roles.pool_of("rollout"))
+        buffers = roles.resident_buffers(roles.pool_of("rollout"))
         programs = sampling_programs(roles.roles.actor, roles.engine, self._load)
         mesh = roles.engine.mesh
-        return max(compile(p, mesh, holdings) for p in programs if p.phase == "sampling")
+        return max(compile(p, mesh, buffers) for p in programs if p.phase == "sampling")
 
     def _roles(self, slots: int) -> PlannedRoles:
         return planned_roles(self.config(slots), self._algorithm, self._meshes)

@@ -28,7 +28,7 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.planner.batch_flow import describe_flow
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.compiled.trace import abstract_batch, product_flops
-from jaxrl.planner.memory import Holding, activation_memory, update_memory
+from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
 from jaxrl.planner.plan import Plan, PlannedPool, layout_names
 from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
 from jaxrl.planner.slot_choice import with_counted_slots
@@ -65,7 +65,7 @@ def trace_plan(config: Config) -> Plan:
             pool.name,
             layout_names(pool),
             pool.num_devices,
-            (*roles.holdings(pool), *_in_updates(roles, pool, updates)),
+            (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)),
         )
         for pool in roles.pools.values()
     )
@@ -107,7 +107,7 @@ def _flops(program: Program, traced: list[jax_core.Jaxpr]) -> float:
 
 def _in_updates(
     roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
-) -> Iterator[Holding]:
+) -> Iterator[ResidentBuffers]:
     """What the updates of a pool's roles add to what lies there, each at its turn."""
     shape = step_shape(roles.config)
     for name, role in roles.roles.learners.items():

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from plans import RECIPE, holding, plan_32b
+from plans import RECIPE, buffers_named, plan_32b
 from rich.console import Console
 
 from jaxrl.config.command_line import load_config
@@ -22,10 +22,10 @@ def text_of(plan: Plan) -> str:
 def test_totals_leave_out_what_is_not_there():
     recipe = plan_32b()
     (pool,) = recipe.pools
-    total = sum(h.bytes_per_device for h in pool.holdings)
+    total = sum(h.bytes_per_device for h in pool.resident_buffers)
     # While the actor learns there is neither the cache nor what it samples with.
     names = ("KV cache and slots", "actor in generation")
-    gone = sum(holding(recipe, name).bytes_per_device for name in names)
+    gone = sum(buffers_named(recipe, name).bytes_per_device for name in names)
     assert pool.bytes_in("learning") == total - gone
     assert pool.bytes_in("sampling") < total
     assert max(pool.bytes_in("sampling"), pool.bytes_in("learning")) < 95e9

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
 from jaxrl.planner.slot_choice import most_that_fit, with_compiled_slots, with_counted_slots
 from jaxrl.trainer.algorithm import algorithm_of
@@ -95,9 +95,9 @@ def test_a_compiler_that_fits_none_is_an_error():
         with_compiled_slots(*on_shapes(config), int(95e9), lambda *_: int(1e15))
 
 
-def cache_of(holdings):
+def cache_of(buffers):
     """Slots of a device, and their bytes."""
-    (cache,) = [held for held in holdings if " slots" in held.layout]
+    (cache,) = [held for held in buffers if " slots" in held.layout]
     return int(cache.layout.split(" slots")[0].replace(",", "")), cache.bytes_per_device
 
 
@@ -105,10 +105,12 @@ def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
     config = config_of("dapo_tiny.py", rollout__generation_prompts=64)
     seen, sizes = {}, set()
 
-    def compiler(program, mesh, holdings):
-        slots, size = cache_of(holdings)
+    def compiler(program, mesh, buffers):
+        slots, size = cache_of(buffers)
         sizes.add(size / slots)
-        seen[slots] = max(seen.get(slots, 0), peak_here(program) + beside(program, holdings))
+        seen[slots] = max(
+            seen.get(slots, 0), peak_here(program) + co_resident_bytes(program, buffers)
+        )
         return seen[slots]
 
     meshes = meshes_on(config, jax.devices()[:1])

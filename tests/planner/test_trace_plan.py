@@ -16,7 +16,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner import plan_tables
-from jaxrl.planner.memory import Holding
+from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.trace_plan import trace_plan
 
@@ -42,13 +42,13 @@ def plan_of(recipe: str, **changes) -> Plan:
 
 
 def sizes(found: Plan) -> dict[str, int]:
-    return {h.name: h.num_values for h in holdings(found)}
+    return {h.name: h.num_values for h in buffers(found)}
 
 
-def holdings(found: Plan) -> tuple[Holding, ...]:
+def buffers(found: Plan) -> tuple[ResidentBuffers, ...]:
     """Of a plan with one pool."""
     (pool,) = found.pools
-    return pool.holdings
+    return pool.resident_buffers
 
 
 def origin_of(found: Plan) -> str:
@@ -76,7 +76,7 @@ def test_roles_on_the_same_devices_are_counted():
     # Adam's two moments, and the number of steps.
     assert found["critic, optimiser state"] == 2 * found["critic in training"] + 1
     # Its update has gradients and activations of its own, at its turn.
-    turns = {h.turn for h in holdings(plan_of("ppo_tiny"))}
+    turns = {h.turn for h in buffers(plan_of("ppo_tiny"))}
     assert turns == {"", "actor", "critic"}
     assert found["critic, gradients"] == found["critic in training"]
     assert not plan_of("ppo_tiny").left_out
@@ -89,7 +89,7 @@ def test_adapters_are_named_and_alone_have_an_optimiser():
     found = sizes(plan)
     adapters = found["actor in training"] - config_of("grpo_tiny").model.num_params
     assert adapters > 0 and found["optimiser state"] == 2 * adapters + 1
-    assert holdings(plan)[0].layout.endswith("adapters of rank 4 in float32 included")
+    assert buffers(plan)[0].layout.endswith("adapters of rank 4 in float32 included")
     # The model below them is the reference.
     assert "reference, frozen" not in found
 
@@ -119,7 +119,7 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
 def test_roles_that_take_turns_do_not_add_up():
     found = plan_of("ppo_tiny")
     turns = {
-        turn: sum(h.bytes_per_device for h in holdings(found) if h.learning and h.turn == turn)
+        turn: sum(h.bytes_per_device for h in buffers(found) if h.learning and h.turn == turn)
         for turn in ("", "actor", "critic")
     }
     assert found.pools[0].bytes_in("learning") == turns[""] + max(turns["actor"], turns["critic"])
@@ -136,8 +136,8 @@ def test_pools_of_a_placement_are_counted_each():
     found = trace_plan(config)
     policy, rest = found.pools
     assert (policy.num_devices, rest.num_devices) == (4, 2)
-    assert not any("critic" in h.name for h in policy.holdings)
-    assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.holdings}
+    assert not any("critic" in h.name for h in policy.resident_buffers)
+    assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.resident_buffers}
     out = io.StringIO()
     plan_tables.show(found, Console(file=out))
     assert "pool rest, 2 devices" in out.getvalue()
@@ -149,7 +149,7 @@ def test_what_waits_in_host_memory_is_not_counted_while_sampling():
 
     def spared(phase: str) -> set[str]:
         each = [
-            {h.name for h in holdings(found) if getattr(h, phase)} for found in (here, offloaded)
+            {h.name for h in buffers(found) if getattr(h, phase)} for found in (here, offloaded)
         ]
         return each[0] - each[1]
 

@@ -203,7 +203,7 @@ class _Search:
         """The best mapping of a placement; None if none fits or is faster than the bound."""
         # The actor's pool comes last: without it nothing generates, and points have a coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
-        best = self._merge(pools[:-1]).best_beside(
+        best = self._merge(pools[:-1]).best_with(
             self._points_of(pools[-1]).points,
             most_devices=self._cluster.num_devices,
             below_s=self.bounds.below_s,

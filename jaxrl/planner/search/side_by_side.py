@@ -57,7 +57,7 @@ class SideBySide:
         i, j = i[kept], j[kept]
         return SideBySide(points[i, j], np.concatenate([self.picks[i], j[:, None]], axis=1))
 
-    def best_beside(
+    def best_with(
         self, pool: np.ndarray, *, most_devices: int, below_s: float
     ) -> tuple[float, tuple[int, ...]] | None:
         """(seconds of a step, which point of each pool) of the fastest step with a last pool.

@@ -50,9 +50,9 @@ def test_quick_combinations_trade_memory_for_time():
 def test_pools_side_by_side_last_as_long_as_the_slower():
     critic, actor = np.array([[4.0, 0.0, 1.0, 9.0]]), np.array([[8.0, 10.0, 2.0, 6.0]])
     alone = SideBySide.of_no_pools().with_pool(critic, most_devices=15, interesting=everything)
-    assert alone.best_beside(actor, most_devices=16, below_s=math.inf) == (21.0, (0, 0))
-    assert alone.best_beside(actor, most_devices=11, below_s=math.inf) is None
-    assert alone.best_beside(actor, most_devices=16, below_s=21.0) is None
+    assert alone.best_with(actor, most_devices=16, below_s=math.inf) == (21.0, (0, 0))
+    assert alone.best_with(actor, most_devices=11, below_s=math.inf) is None
+    assert alone.best_with(actor, most_devices=16, below_s=21.0) is None
     both = alone.with_pool(actor, most_devices=16, interesting=everything)
     assert both.points.tolist() == [[12, 10, 2, 9]] and both.picks.tolist() == [[0, 0]]
 
