@@ -18,8 +18,8 @@ from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.search.mapping_problem import Limits
 from jaxrl.planner.search.placements import placement_name
-from jaxrl.planner.search.role_options import Limits
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator

@@ -30,7 +30,7 @@ import jax
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.planner.ahead_of_time import programs_of, roles_on
+from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
 from jaxrl.planner.hardware.calibration import calibrate
 from jaxrl.planner.hardware.cluster import Cluster
@@ -41,6 +41,7 @@ from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_programs import programs_of
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer.cross_checks import shares_forward
 
@@ -108,7 +109,7 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
             for role, program, mesh in programs_of(roles, load_of(config))
             if (role, program.name) == ("actor", "update")
         )
-        found = compile_program(update[0], topology, roles.holdings(pool), mesh=update[1])
+        found = compile_program(update[0], topology, roles.resident_buffers(pool), mesh=update[1])
         yield (
             f"{layout.strategy.name}, {layout.rows} x {layout.tokens:,} tokens",
             terms.resident_bytes + terms.transient_bytes,

@@ -28,7 +28,9 @@ COMMANDS = {
         "jaxrl.commands.training_commands:train", "trains a recipe, or plans it with --dry_run"
     ),
     "sft": Command("jaxrl.commands.training_commands:sft", "supervised fine-tuning alone"),
-    "dpo": Command("jaxrl.commands.training_commands:dpo", "direct preference optimisation on pairs"),
+    "dpo": Command(
+        "jaxrl.commands.training_commands:dpo", "direct preference optimisation on pairs"
+    ),
     "reward-model": Command(
         "jaxrl.commands.training_commands:reward_model", "trains a reward or cost model on pairs"
     ),
@@ -40,17 +42,17 @@ COMMANDS = {
     ),
     "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
     "convert": Command(
-        "jaxrl.trainer.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
+        "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
     ),
     "data": Command(
-        "jaxrl.trainer.data_command:main", "shows what a run would read; converts files"
+        "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
     ),
     "profile": Command(
         "jaxrl.commands.training_commands:profile", "traces one step and says where its time goes"
     ),
     "plan": Command(
         "jaxrl.planner.plan_command:main",
-        "what a recipe takes of accelerators that are not here, compiled for them",
+        "what a recipe would take: traced, or compiled for accelerators that are not here",
     ),
     "calibrate": Command(
         "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"

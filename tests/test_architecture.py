@@ -212,7 +212,7 @@ def test_an_installed_package_has_every_file():
         ("jaxrl.types", "from jaxrl.errors import UserError"),
         ("jaxrl.roles.policy", "def f():\n    from jaxrl import trainer"),
         ("jaxrl.data.stream", "if TYPE_CHECKING:\n    from jaxrl.roles.policy import Actor"),
-        ("jaxrl.planner.dry_run", "from configs.dapo_tiny import get_config"),
+        ("jaxrl.planner.trace_plan", "from configs.dapo_tiny import get_config"),
         ("jaxrl", "from jaxrl.errors import UserError"),
         ("jaxrl.mesh.rules", "import jaxrl"),
         ("jaxrl.trainer.program", "from jaxrl import cli"),

@@ -120,7 +120,7 @@ def _everything(roles, models, work, cluster, assume, limits, devices) -> np.nda
     return np.array(found).reshape(-1, 3)
 
 
-_courses: dict = {}
+_traces: dict = {}
 
 
 def _generation_s(role, model, strategy, generating, work, budget, resident) -> float:
@@ -137,8 +137,8 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
             if resident + weights + slots * slot > budget:
                 continue
             key = (id(generating), model, strategy.num_devices, p_g, t_g, slots, role.greedy)
-            if key not in _courses:
-                _, _, times = generating.best_seconds(
+            if key not in _traces:
+                times = generating.best_seconds(
                     model,
                     strategy.num_devices,
                     p_g,
@@ -146,7 +146,7 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
                     budget=weights + slots * slot,
                     greedy=role.greedy,
                 )
-                _courses[key] = generating, times
+                _traces[key] = generating, times.seconds
             moved = generating.resharding_s(model, strategy, p_g, t_g)
-            best = min(best, _courses[key][1][-1] + moved)
+            best = min(best, _traces[key][1][-1] + moved)
     return best

@@ -7,40 +7,42 @@ from collections.abc import Callable
 import jax
 
 from jaxrl.config.schema import Config
-from jaxrl.planner import planning, profiling
+from jaxrl.planner import plan_tables, profiling
 from jaxrl.planner.resolve import resolved
-from jaxrl.trainer import needs, program
+from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.trainer import program
+from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 
 
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe, or only checks it and prints what it would take."""
     if dry_run:
-        planning.plan(config).show()
+        plan_tables.show(trace_plan(config))
         return 0
-    return _start(config, program.train, needs.of_reinforcement)
+    return _start(config, program.train, REINFORCEMENT)
 
 
 def profile(config: Config) -> int:
     """Traces one step of a recipe, and prints where its time goes."""
-    return _start(config, profiling.profile, needs.of_reinforcement)
+    return _start(config, profiling.profile, REINFORCEMENT)
 
 
 def fine_tune(config: Config) -> int:
     """Trains the warm start of a recipe."""
-    return _start(config, program.fine_tune, needs.of_fine_tuning)
+    return _start(config, program.fine_tune, fine_tuning(config))
 
 
 def train_dpo(config: Config) -> int:
     """Trains a policy on the pairs that the config names."""
-    return _start(config, program.train_dpo, needs.of_preferences)
+    return _start(config, program.train_dpo, PREFERENCES)
 
 
 def train_reward_model(config: Config) -> int:
     """Trains a reward or cost model on the pairs that the config names."""
-    return _start(config, program.train_reward_model, needs.of_preferences)
+    return _start(config, program.train_reward_model, PREFERENCES)
 
 
-def _start(config: Config, run: Callable[[Config], int], looked_up: needs.Needs) -> int:
+def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
     """Starts this process, decides what the config leaves open, and runs."""
     program.start(config)
-    return run(resolved(config, jax.devices(), needs=looked_up))
+    return run(resolved(config, jax.devices(), kind=kind))

@@ -1,4 +1,4 @@
-"""How many a step samples, keeps and learns from, and the words for it.
+"""How many a step samples, keeps and learns from, in words.
 
 G answers per prompt   U updates   M microbatches of an update   R rows of a microbatch   T tokens of a row
 """
@@ -8,65 +8,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jax.sharding import Mesh
-
-from jaxrl.data.packing import PackedShape
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
-from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout.settings import EngineConfig
+from jaxrl.planner.planned_roles import PlannedRoles
+from jaxrl.trainer.batch_shapes import step_shape
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchFlow:
-    """How many of what a step samples, keeps and learns from.
-
-    Attributes:
-      generation_prompts: prompts of one generation batch.
-      max_generation_batches: how many of these a step may take; 0 as many as it takes.
-      num_prompts: groups a step learns from.
-      num_samples: G, samples of each prompt.
-      shape: [U, M, R, T] of the packed sequences.
-      keeps_mixed_groups: only groups with right and wrong answers count (dynamic sampling).
-      greedy_answers: every prompt gets a greedy answer besides.
-    """
-
-    generation_prompts: int
-    max_generation_batches: int
-    num_prompts: int
-    num_samples: int
-    shape: PackedShape
-    keeps_mixed_groups: bool = False
-    greedy_answers: bool = False
-
-
-def describe_flow(
-    flow: BatchFlow, mesh: Mesh, engine: EngineConfig, train: TrainConfig
-) -> tuple[tuple[str, str], ...]:
+def describe_flow(roles: PlannedRoles) -> tuple[tuple[str, str], ...]:
     """(what, how many) of a step, in the order in which they happen."""
     return (
-        *_describe_sampling(flow, engine, replicas=shards_of("batch", GENERATE_RULES, mesh)),
-        *_describe_learning(flow),
-        *_describe_pipelines(flow, mesh, engine, train),
-        (
-            "programs of the actor",
-            "to_generate, prefill, insert, generate, logprobs, update: all traced",
-        ),
+        *_describe_sampling(roles),
+        *_describe_learning(roles.config, roles.algorithm.dataflow),
+        *_describe_pipelines(roles),
     )
 
 
-def _describe_sampling(
-    flow: BatchFlow, engine: EngineConfig, *, replicas: int
-) -> Iterator[tuple[str, str]]:
-    sampled = flow.generation_prompts * flow.num_samples
-    limit = flow.max_generation_batches
+def _describe_sampling(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
+    rollout, engine = roles.config.rollout, roles.engine.config
+    dataflow, replicas = roles.algorithm.dataflow, roles.engine.shards
+    dynamic = dataflow.dynamic_sampling
+    prompts = rollout.generation_prompts if dynamic else rollout.num_prompts
+    sampled = prompts * rollout.num_samples
+    greedy = f", and {prompts:,} greedy ones" if dataflow.greedy_baseline else ""
+    limit = rollout.max_generation_batches
     batches = f"; at most {limit} batches a step" if limit else "; as many batches as a step takes"
-    greedy = f", and {flow.generation_prompts:,} greedy ones"
+    batches = batches if dynamic else ""
     yield (
         "generation batch",
-        f"{flow.generation_prompts:,} prompts x {flow.num_samples} samples = {sampled:,} responses of "
-        f"at most {engine.max_response_tokens:,} tokens"
-        f"{greedy if flow.greedy_answers else ''}{batches if flow.keeps_mixed_groups else ''}",
+        f"{prompts:,} prompts x {rollout.num_samples} samples = {sampled:,} responses of "
+        f"at most {engine.max_response_tokens:,} tokens{greedy}{batches}",
     )
     yield (
         "decoding",
@@ -80,11 +52,11 @@ def _describe_sampling(
     )
 
 
-def _describe_learning(flow: BatchFlow) -> Iterator[tuple[str, str]]:
-    U, M, R, T = dataclasses.astuple(flow.shape)
-    sequences = flow.num_prompts * flow.num_samples
-    which = "with right and wrong answers" if flow.keeps_mixed_groups else "all of them"
-    yield "groups kept", f"{flow.num_prompts:,}, {which} = {sequences:,} sequences"
+def _describe_learning(config: Config, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    U, M, R, T = dataclasses.astuple(step_shape(config))
+    sequences = config.rollout.num_prompts * config.rollout.num_samples
+    which = "with right and wrong answers" if dataflow.dynamic_sampling else "all of them"
+    yield "groups kept", f"{config.rollout.num_prompts:,}, {which} = {sequences:,} sequences"
     yield (
         "learning",
         f"{U} updates x {sequences // U:,} sequences, each in at most {M} microbatches of {R} rows x "
@@ -92,14 +64,14 @@ def _describe_learning(flow: BatchFlow) -> Iterator[tuple[str, str]]:
     )
 
 
-def _describe_pipelines(
-    flow: BatchFlow, mesh: Mesh, engine: EngineConfig, train: TrainConfig
-) -> Iterator[tuple[str, str]]:
-    """A line for each program that has stages."""
-    for program, rules, rows, requested in (
-        ("prefill", GENERATE_RULES, engine.prefill_prompts, 0),
-        ("decoding", GENERATE_RULES, engine.slots, 0),
-        ("learning", TRAIN_RULES, flow.shape.rows, train.pipeline_microbatches),
+def _describe_pipelines(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
+    """A line for each program that has pipeline stages."""
+    engine, train = roles.engine, roles.config.train
+    actor = roles.roles.actor
+    for program, rules, mesh, rows, requested in (
+        ("prefill", GENERATE_RULES, engine.mesh, engine.config.prefill_prompts, 0),
+        ("decoding", GENERATE_RULES, engine.mesh, engine.config.slots, 0),
+        ("learning", TRAIN_RULES, actor.mesh, train.rows, train.pipeline_microbatches),
     ):
         stages = shards_of("layers", rules, mesh)
         if stages > 1:

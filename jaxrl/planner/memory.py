@@ -35,7 +35,7 @@ _PASSING = "in host memory but for the end of an update"
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
+class ResidentBuffers:
     """Arrays that are in memory together.
 
     Attributes:
@@ -64,7 +64,7 @@ class Holding:
 
 def training_memory(
     actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """What the actor keeps from one update to the next."""
     rank = actor.model.lora.rank
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
@@ -76,13 +76,13 @@ def training_memory(
         like = _OFFLOADED
     of_optimizer = f"{_moments(state)}, {train_name(layout)}, {like}"
     return [
-        _holding(
+        _buffers(
             "actor in training",
             f"{trained}, {_OFFLOADED}" if offload else trained,
             state.params,
             sampling=not offload,
         ),
-        _holding(
+        _buffers(
             "optimiser state",
             of_optimizer,
             state.opt_state,
@@ -93,13 +93,13 @@ def training_memory(
 
 def sampling_memory(
     layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """What it samples with: weights that training does not hold so already, and the cache."""
     # [L, S, K, H, C] or [L, S, K, C, H], or each layer's own
     keys = jax.tree.leaves(sampler.slots.context.cache)[0]
     slots, kv_heads, *_ = keys.sharding.shard_shape(keys.shape)[-4:]
     tokens = sampler.slots.capacity
-    weights = _holding(
+    weights = _buffers(
         "actor in generation",
         f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
         sampler.params,
@@ -108,7 +108,7 @@ def sampling_memory(
     return [
         # They are given up before the actor learns: its new weights follow.
         dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
-        _holding(
+        _buffers(
             "KV cache and slots",
             f"{slots} slots x {kv_heads} kv heads a device, {tokens:,} tokens each",
             sampler.slots,
@@ -119,7 +119,7 @@ def sampling_memory(
 
 def role_memory(
     name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """What a critic, a reference, or a reward or cost model keeps on its devices.
 
     Args:
@@ -133,11 +133,11 @@ def role_memory(
         where = f"{where}, in host memory between calls" if offload else where
         weights = role.abstract_params()
         here = not offload
-        return [_holding(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
+        return [_buffers(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
     state = role.abstract_state()
     return [
-        _holding(f"{shown} in training", where, state.params),
-        _holding(
+        _buffers(f"{shown} in training", where, state.params),
+        _buffers(
             f"{shown}, optimiser state",
             f"{_moments(state)}, {train_name(layout)}, "
             + (_PASSING if role.moments_on_host else "like the weights"),
@@ -149,12 +149,12 @@ def role_memory(
 
 def engine_memory(
     name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """Weights and cache of what samples on devices where it does not learn."""
     where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
     return [
-        _holding(f"{name}, frozen", where, sampler.params),
-        _holding(f"{name}, cache and slots", where, sampler.slots, learning=False),
+        _buffers(f"{name}, frozen", where, sampler.params),
+        _buffers(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
 
 
@@ -168,20 +168,20 @@ def _moments(state: TrainState) -> str:
 
 def update_memory(
     name: str, role: Learner, shape: PackedShape, batch: PackedBatch
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """What the update of a role adds to that, around its layers."""
     row_shards, token_shards = _batch_shards(role)
     gradients = role.abstract_gradients()
     rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
     return [
-        _holding(
+        _buffers(
             *_of(name, "gradients"),
             "float32: one sum, which the backward pass adds to",
             gradients,
             sampling=False,
             turn=name,
         ),
-        _holding(
+        _buffers(
             *_of(name, "train batch"),
             f"{rows} x {tokens:,} tokens a device and microbatch",
             batch,
@@ -197,7 +197,7 @@ def _of(name: str, what: str) -> tuple[str]:
 
 def activation_memory(
     name: str, role: Learner, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
-) -> list[Holding]:
+) -> list[ResidentBuffers]:
     """What an update, traced, adds in its layers.
 
     Args:
@@ -214,7 +214,7 @@ def activation_memory(
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
     beside = ", beside what is in host memory" if role.train.remat == "offload" else ""
     return [
-        Holding(
+        ResidentBuffers(
             *_of(name, "kept of the layers"),
             f"remat {role.train.remat}, split over rows and tokens{beside}",
             sum(a.size for a in kept) * stages,
@@ -223,7 +223,7 @@ def activation_memory(
             learning=True,
             turn=name,
         ),
-        Holding(
+        ResidentBuffers(
             *_of(name, "largest value in a layer"),
             f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
             + (" of a stage" if stages > 1 else ""),
@@ -242,7 +242,7 @@ def _batch_shards(role: Learner) -> tuple[int, int]:
     return rows, tokens
 
 
-def _holding(
+def _buffers(
     name: str,
     layout: str,
     tree: Any,
@@ -250,9 +250,9 @@ def _holding(
     sampling: bool = True,
     learning: bool = True,
     turn: str = "",
-) -> Holding:
+) -> ResidentBuffers:
     leaves = jax.tree.leaves(tree)
-    return Holding(
+    return ResidentBuffers(
         name,
         layout,
         num_values=sum(leaf.size for leaf in leaves),
@@ -263,9 +263,9 @@ def _holding(
     )
 
 
-def phase_bytes(holdings: Sequence[Holding], phase: str) -> int:
+def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     """Bytes per device in a phase, "sampling" or "learning", at the turn of the role that takes most."""
-    present = [held for held in holdings if getattr(held, phase)]
+    present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
 

@@ -1,12 +1,15 @@
-"""What a recipe would take of accelerators that are not here: its programs, compiled for them.
+"""What a recipe would take, at one of three depths. Nothing runs and nothing is allocated.
 
-    jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8
-    jaxrl plan --config configs/dapo_qwen32b.py:h100-128 --topology h100:16x8 --json
+    jaxrl plan --config configs/dapo_qwen32b.py                                          traces: seconds
+    jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
+    jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
 
-Per device and program: arguments, temporaries, peak, what lies beside it, fits or not; collectives by mesh
-axis; operations; and, predicted, seconds at the vendors' rates. Nothing runs and nothing is allocated. TPUs
-need the extra `aot`, GPUs `aot-gpu`. What the user can fix is one line on stderr and exit status 2; a run
-that does not fit is exit status 1.
+Traced, a plan counts by shapes what every role holds on a device, and the operations of every program;
+`jaxrl train --dry_run` prints the same. Compiled for accelerators that are not here, it has the compiler's
+figures too: arguments, temporaries, peak, fits or not; collectives by mesh axis; and, predicted, seconds at
+the vendors' rates. A search first looks for the fastest mapping of the roles to the devices. TPUs need the
+extra `aot`, GPUs `aot-gpu`. What the user can fix is one line on stderr and exit status 2; a run that does
+not fit is exit status 1.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ from collections.abc import Sequence
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
-from rich.console import Console
 
 from jaxrl.checks import check_path
 from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
-from jaxrl.planner.ahead_of_time import plan_for
+from jaxrl.planner import plan_tables
+from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
-from jaxrl.planner.pod_plan import PodPlan
+from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE
+from jaxrl.planner.trace_plan import trace_plan
 
-_WIDTH = 140
 _DOES_NOT_FIT = 1
 
 
@@ -60,12 +63,36 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
-def run(args: argparse.Namespace, config: Config) -> PodPlan:
-    """Compiles, prints, and writes what was asked for."""
-    check_path("--topology", args.topology)
-    for name, path in (("--html", args.html), ("--save", args.save)):
-        if path is not None:
-            check_path(name, path)
+def run(args: argparse.Namespace, config: Config) -> Plan:
+    """Plans, prints, and writes what was asked for."""
+    for name in ("topology", "html", "save"):
+        if getattr(args, name) is not None:
+            check_path(f"--{name}", getattr(args, name))
+    plan = _compiled(args, config) if args.topology else _traced(args, config)
+    if args.json:
+        print(json.dumps(plan.as_json(), indent=1))
+    else:
+        plan_tables.show(plan)
+    if args.html:
+        _write(args.html, plan_tables.as_html(plan))
+    return plan
+
+
+def _traced(args: argparse.Namespace, config: Config) -> Plan:
+    unused = {
+        "--search": args.search,
+        "--save": args.save,
+        "--response-tokens": args.response_tokens,
+    }
+    for name, given in unused.items():
+        if given:
+            raise UserError(
+                f"{name} is about a topology, and none is named; add --topology h100:16x8, or what you have"
+            )
+    return trace_plan(config)
+
+
+def _compiled(args: argparse.Namespace, config: Config) -> Plan:
     kind, shape = check_topology(args.topology)
     if args.search or config.mesh.layout == "auto":
         cluster = Cluster(kind, shape)
@@ -73,26 +100,13 @@ def run(args: argparse.Namespace, config: Config) -> PodPlan:
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
-    topology = read_topology(args.topology)
-    plan = plan_for(
+    return compile_plan(
         config,
-        topology,
+        read_topology(args.topology),
         response_tokens=args.response_tokens,
         save=args.save,
         watch=_progress,
     )
-    if args.json:
-        print(json.dumps(plan.as_json(), indent=1))
-    else:
-        console = Console(
-            width=None if sys.stdout.isatty() else _WIDTH,
-            force_terminal=None if sys.stdout.isatty() else False,
-            highlight=False,
-        )
-        plan.show(console)
-    if args.html:
-        _write(args.html, plan.as_html())
-    return plan
 
 
 def _progress(program: CompiledProgram) -> None:
@@ -118,7 +132,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, help="the recipe, with its layout after a colon")
     parser.add_argument(
-        "--topology", required=True, help="a TPU slice (v5p:4x4x8) or hosts of GPUs (h100:16x8)"
+        "--topology",
+        default="",
+        help="compiles for it: a TPU slice (v5p:4x4x8) or hosts of GPUs (h100:16x8)",
     )
     parser.add_argument(
         "--response-tokens",
@@ -127,7 +143,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help=f"of an answer on average, for what is predicted; default: {RESPONSE_SHARE} of the limit",
     )
     parser.add_argument(
-        "--search", action="store_true", help="looks for the fastest mapping first, and plans that"
+        "--search",
+        action="store_true",
+        help="looks for the fastest mapping to the topology first, and plans that",
     )
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
     parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")

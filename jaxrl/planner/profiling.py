@@ -33,7 +33,7 @@ from jaxrl.planner.hardware.calibration import measured_roof
 from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import build_context
-from jaxrl.trainer.needs import of_reinforcement
+from jaxrl.trainer.findings import REINFORCEMENT
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import build_roles
 from jaxrl.trainer.weights import load_or_init
@@ -76,10 +76,10 @@ def profile(config: Config) -> int:
     folder = config.run_folder.profile
     ensure_writable(config.run_folder.path)
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
-        run = build_context(config, needs=of_reinforcement, needs_prompts=True)
-        clock = _TracedClock()
+        run = build_context(config, kind=REINFORCEMENT)
+        roles, clock = build_roles(config, run.meshes, run.models), _TracedClock()
         starting = functools.partial(load_or_init, run)
-        with contextlib.closing(RlStage(run, build_roles(run), clock, starting)) as stage:
+        with contextlib.closing(RlStage(run, roles, clock, starting)) as stage:
             stage.begin(None)
             for clock.step in range(_STEPS_BEFORE):
                 jax.block_until_ready(stage.step())

@@ -14,20 +14,20 @@ from typing import Any
 from jaxrl.config.schema import Config
 from jaxrl.planner.search.mapping_choice import with_searched_layout
 from jaxrl.planner.slot_choice import with_chosen_slots
-from jaxrl.trainer.context import check_present
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import pools_of
+from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.interrupt import StopSignal
-from jaxrl.trainer.needs import Needs
-from jaxrl.trainer.problems import ProblemReader
 from jaxrl.trainer.program import claimed, is_settled
 
 
-def resolved(config: Config, devices: Sequence[Any], *, needs: Needs) -> Config:
+def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config:
     """The config with every open setting decided for the given devices. Collective.
 
     Args:
       config: of the run.
       devices: of the run, in the order of `jax.devices()`.
-      needs: what the run will ask for; it is looked up before anything compiles.
+      kind: of run; everything that it needs is found before anything compiles.
 
     Raises:
       UserError: the run lacks something, its folder is in use, the search does not cover the recipe, or
@@ -41,5 +41,6 @@ def resolved(config: Config, devices: Sequence[Any], *, needs: Needs) -> Config:
         stop.ends_at_once(),
     ):
         config = with_searched_layout(config, devices)
-        check_present(config, devices, [*ProblemReader(config.data).lookups, *needs(config)])
+        pools = pools_of(config, algorithm_of(config).roles)
+        find_everything(config, kind, pools, devices)
         return with_chosen_slots(config, devices)

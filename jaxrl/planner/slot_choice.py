@@ -14,21 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
-from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
-from jaxrl.planner.abstract_roles import AbstractRoles, MeshOf, abstract_roles
-from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
-from jaxrl.planner.memory import Holding, phase_bytes
+from jaxrl.planner.memory import ResidentBuffers, phase_bytes
+from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
 from jaxrl.planner.step_load import load_of
 from jaxrl.rollout.buckets import round_up
-from jaxrl.trainer.context import pools_of
+from jaxrl.trainer.algorithm import Algorithm, algorithm_of
+from jaxrl.trainer.roles import Meshes
 
 # Copies of a prefill batch that inserting it takes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
@@ -38,15 +37,16 @@ _LOGITS_COPIES = 48
 _TRIES = 6
 
 # (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
-Compile = Callable[[Program, Any, Sequence[Holding]], int]
+Compile = Callable[[Program, Any, Sequence[ResidentBuffers]], int]
 
 
-def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
+def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, memory: int) -> Config:
     """The config with the number of slots that fit as counted from shapes, or as it is if it has one.
 
     Args:
       config: of the run.
-      mesh_of: where a role would be.
+      algorithm: of the config.
+      meshes: by role.
       memory: bytes of a device.
 
     Raises:
@@ -54,16 +54,18 @@ def with_counted_slots(config: Config, mesh_of: MeshOf, memory: int) -> Config:
     """
     if config.rollout.slots != "auto":
         return config
-    choice = _Choice(config, mesh_of, memory)
+    choice = _Choice(config, algorithm, meshes, memory)
     return choice.config(choice.counted())
 
 
-def with_compiled_slots(config: Config, mesh_of: MeshOf, memory: int, compile: Compile) -> Config:
+def with_compiled_slots(
+    config: Config, algorithm: Algorithm, meshes: Meshes, memory: int, compile: Compile
+) -> Config:
     """As `with_counted_slots`, and then as many as the compiler says.
 
     Args:
-      config, memory: as there.
-      mesh_of: where a role would be, on devices that can be compiled for.
+      config, algorithm, memory: as there.
+      meshes: by role, on devices that can be compiled for.
       compile: called with the programs of sampling, for some numbers of slots.
 
     Raises:
@@ -71,7 +73,7 @@ def with_compiled_slots(config: Config, mesh_of: MeshOf, memory: int, compile: C
     """
     if config.rollout.slots != "auto":
         return config
-    choice = _Choice(config, mesh_of, memory)
+    choice = _Choice(config, algorithm, meshes, memory)
     return choice.config(choice.compiled(compile))
 
 
@@ -79,18 +81,15 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     """The config with the slots that fit the devices of a run, as their compiler says. Collective."""
     if config.rollout.slots != "auto":
         return config
-    placement = take_devices(pools_of(config), devices)
+    algorithm, meshes = algorithm_of(config), meshes_on(config, devices)
     # A process sees the memory of its own devices, and all must come to one number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
 
-    def compile_here(program: Program, _: Any, holdings: Sequence[Holding]) -> int:
+    def compile_here(program: Program, _: Any, buffers: Sequence[ResidentBuffers]) -> int:
         peak = peak_here(program)
-        return hosts.on_first(lambda: peak) + beside(program, holdings)
+        return hosts.on_first(lambda: peak) + co_resident_bytes(program, buffers)
 
-    def mesh_of(_: Pool, role: str) -> Mesh:
-        return placement.pool_of(role).mesh_of(role)
-
-    config = with_compiled_slots(config, mesh_of, memory, compile_here)
+    config = with_compiled_slots(config, algorithm, meshes, memory, compile_here)
     if hosts.is_first():
         share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
         print(
@@ -127,22 +126,21 @@ def most_that_fit(
 class _Choice:
     """The number of slots of a replica, for one config and memory."""
 
-    def __init__(self, config: Config, mesh_of: MeshOf, memory: int):
+    def __init__(self, config: Config, algorithm: Algorithm, meshes: Meshes, memory: int):
         self._config = config
-        self._mesh_of = mesh_of
-        homes = {role: pool for pool in pools_of(config) for role in pool.roles}
-        sampler = "rollout" if "rollout" in homes else "actor"
-        self._pool = homes[sampler]
-        self._replicas = shards_of("batch", GENERATE_RULES, mesh_of(self._pool, sampler))
+        self._algorithm = algorithm
+        self._meshes = meshes
+        sampler = meshes.get("rollout", meshes["actor"])
+        self._replicas = shards_of("batch", GENERATE_RULES, sampler)
         self._load = load_of(config)
         # A replica has no use for more.
         self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._memory = memory * config.rollout.memory_fraction
         self._one = self._roles(1)
-        holdings = self._one.holdings(self._pool)
-        cache = next(h for h in holdings if h.name == CACHE or h.name.endswith("cache and slots"))
+        buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
+        cache = next(h for h in buffers if h.name == CACHE or h.name.endswith("cache and slots"))
         self._slot = cache.bytes_per_device
-        self._room = self._memory - phase_bytes(holdings, "sampling") + self._slot
+        self._room = self._memory - phase_bytes(buffers, "sampling") + self._slot
 
     def config(self, slots: int) -> Config:
         """With so many on each replica; raises UserError if that is none."""
@@ -157,7 +155,7 @@ class _Choice:
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
         inserted = _INSERTED_COPIES * prefix
-        logits = 4 * self._one.model.vocab_size * _LOGITS_COPIES
+        logits = 4 * self._one.models.actor.vocab_size * _LOGITS_COPIES
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
         return int(max(0, min(fitting, self._most)))
 
@@ -173,13 +171,13 @@ class _Choice:
 
     def _most_bytes(self, slots: int, compile: Compile) -> int:
         roles = self._roles(slots)
-        holdings = roles.holdings(self._pool)
-        programs = sampling_programs(roles.actor, roles.engine, self._load)
+        buffers = roles.resident_buffers(roles.pool_of("rollout"))
+        programs = sampling_programs(roles.roles.actor, roles.engine, self._load)
         mesh = roles.engine.mesh
-        return max(compile(p, mesh, holdings) for p in programs if p.phase == "sampling")
+        return max(compile(p, mesh, buffers) for p in programs if p.phase == "sampling")
 
-    def _roles(self, slots: int) -> AbstractRoles:
-        return abstract_roles(self.config(slots), self._mesh_of)
+    def _roles(self, slots: int) -> PlannedRoles:
+        return planned_roles(self.config(slots), self._algorithm, self._meshes)
 
     def _none_fits(self) -> UserError:
         fraction = self._config.rollout.memory_fraction

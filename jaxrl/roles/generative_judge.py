@@ -26,15 +26,15 @@ class GenerativeJudge:
         template: str = "{prompt}",
         chat: bool = False,
     ):
-        """Takes a language model that is ready to sample.
+        """Takes a rollout backend; its `load` gives the judge its weights.
 
         Args:
-          backend: with the model's weights loaded; it turns tokens into text as `tokenizer` does.
+          backend: samples with the model, and turns tokens into text as `tokenizer` does.
           tokenizer: the model's own.
           max_prompt_tokens: has to hold template, question and response; longer prompts keep their end.
           template, chat: how a text becomes a prompt.
         """
-        self._backend = backend
+        self.backend = backend
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._prompt_format = PromptFormat(template=template, chat=chat)
@@ -57,4 +57,4 @@ class GenerativeJudge:
             answers=("",) * len(texts),
             sources=("judge",) * len(texts),
         )
-        return self._backend.generate(prompts, _GREEDY).texts
+        return self.backend.generate(prompts, _GREEDY).texts

@@ -36,7 +36,7 @@ class RunConfig:
     save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
     collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
-    resume: Literal["auto", "or_restart", "never"] = "auto"
+    resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     wandb_project: Annotated[str, NAME] = ""
     rollouts_every: Annotated[int, steps(0)] = 10
     stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0

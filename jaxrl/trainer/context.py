@@ -9,33 +9,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.made_pairs import MADE_PAIRS
-from jaxrl.data.packing import RowLimits
-from jaxrl.data.preferences import PreferenceStream
+from jaxrl.data.preferences import Preference, PreferenceStream
+from jaxrl.data.problems import Problems, card_of, encode, prompts_of
 from jaxrl.data.records import text_of_context
 from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import Placement, Pool, read_placement, take_devices
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
+from jaxrl.mesh.pools import Placement, read_placement, take_devices
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.user_environment import environment_of
-from jaxrl.trainer.cross_checks import check_algorithm, roles_of
+from jaxrl.trainer.algorithm import Algorithm, algorithm_of
+from jaxrl.trainer.batch_shapes import check_role_batches
+from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.memory_check import check_memory_here
-from jaxrl.trainer.model_shape import model_for, tokenizer_directory
-from jaxrl.trainer.needs import Needs, check_fits, demonstrations_of, pairs_of, truth_faults
-from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode, prompts_of
-from jaxrl.trainer.requirements import Lookup, require
-from jaxrl.trainer.run_graders import needs_truths
+from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
+from jaxrl.trainer.role_models import (
+    READERS,
+    RoleModels,
+    check_vocabulary,
+    role_models,
+    weights_of,
+)
+from jaxrl.trainer.roles import RoleBuilder
+from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
 
 # Enough text for every word of a procedural task.
@@ -44,34 +49,52 @@ _TOKENIZER_RECORDS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """What both stages of a run share.
+    """What the training stages of a run share.
 
     Attributes:
       config: of the run.
-      tokenizer: of the policy.
+      algorithm: its dataflow, estimator and loss.
+      models: of its roles, with the tokenizers of policy and judge.
+      placement: which role has which devices.
       problems: to train on and to evaluate with; none is in both.
       evaluation_prompts: prompts of the evaluation.
-      placement: which role has which devices.
-      model: the config's model, with the number of ids that the tokenizer has.
       demonstrations: of the warm start's file, if it has one.
+      pairs: the preference pairs of each file.
       train_prompts: the problems to train on as prompts, source by source, or what makes them; where the run
-        asks for them.
+        samples answers to them.
       card: what was read and what was left out, to be shown once.
     """
 
     config: Config
-    tokenizer: Tokenizer
+    algorithm: Algorithm
+    models: RoleModels
+    placement: Placement
     problems: Problems
     evaluation_prompts: Prompts
-    placement: Placement
-    model: ModelConfig
     demonstrations: tuple[Demonstration, ...] = ()
+    pairs: Mapping[str, tuple[Preference, ...]] = dataclasses.field(default_factory=dict)
     train_prompts: tuple[Prompts | MadePrompts, ...] = ()
     card: str = ""
 
-    def mesh_of(self, role: str) -> Mesh:
-        """The mesh a role lives on."""
-        return self.placement.pool_of(role).mesh_of(role)
+    @property
+    def model(self) -> ModelConfig:
+        """The policy's model, with the number of ids that its tokenizer has."""
+        return self.models.actor
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer."""
+        return self.models.tokenizer
+
+    @functools.cached_property
+    def meshes(self) -> dict[str, Mesh]:
+        """The mesh of each role."""
+        return meshes_of(self.placement)
+
+    @property
+    def roles(self) -> RoleBuilder:
+        """Builds the run's roles."""
+        return RoleBuilder(self.config, self.meshes, self.models)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -80,76 +103,67 @@ class RunContext:
 
 
 def build_context(
-    config: Config,
-    devices: Sequence[Any] | None = None,
-    *,
-    needs: Needs,
-    needs_problems: bool = True,
-    needs_prompts: bool = False,
+    config: Config, devices: Sequence[Any] | None = None, *, kind: RunKind
 ) -> RunContext:
-    """Reads data and tokenizer, takes the devices, and checks that everything fits together.
+    """Finds data, models and devices of a run, and checks that everything fits together.
 
     Args:
       config: of the run.
       devices: which to use; all of them by default.
-      needs: what the run will ask for later, looked up now.
-      needs_problems: False lets a config have none, neither to train on nor to evaluate with.
-      needs_prompts: the run samples answers to the problems that it trains on.
+      kind: of run, which says what it needs.
 
     Raises:
       UserError: something is missing (all of it is named at once), broken, or does not fit.
     """
-    check_algorithm(config)
+    algorithm = algorithm_of(config)
     devices = jax.devices() if devices is None else devices
-    reader = ProblemReader(config.data, needs_truths=not needs_prompts or needs_truths(config))
-    lookups = needs(config)
-    check_present(config, devices, [*reader.lookups, *lookups])
-    graded = any(lookup.setting == "reward.grader" for lookup in lookups)
-    truths = None
-    if graded:
-        choice = (config.reward.grader, config.reward.grader_options)
-        truths = functools.partial(truth_faults, choice)
-    problems = reader.read(truths) if needs_problems or reader.is_named else Problems()
-    demonstrations = _demonstrations(config)
-    tokenizer = tokenizer_of(config, problems, demonstrations)
-    _check_stop_ids(config, tokenizer)
-    check_fits(config, tokenizer, needs)
-    train = encode(problems.train, config.data, tokenizer) if needs_prompts else ()
+    pools = read_placement(config.placement, config.mesh, algorithm.roles)
+    found = find_everything(config, kind, pools, devices)
+    choice = (config.reward.grader, config.reward.grader_options)
+    truths = functools.partial(truth_faults, choice) if kind.grades else None
+    named = kind.needs_problems or found.problems.is_named
+    problems = found.problems.read(truths) if named else Problems()
+    tokenizer = tokenizer_of(config, problems, found.demonstrations)
+    models = role_models(config, algorithm.roles if kind.rewards else ("actor",))
+    models = models.with_tokenizers(tokenizer, found.judge_tokenizer)
+    _check_tokens(config, tokenizer, models)
+    train = encode(problems.train, config.data, tokenizer) if kind.rewards else ()
     evaluation = encode(problems.evaluation, config.data, tokenizer)
-    placement = take_devices(pools_of(config), devices)
-    model = model_for(config, tokenizer)
-    check_memory_here(config, model, devices, sum(len(e.prompts.ids_N) for e in evaluation))
-    roles = roles_of(config)
-    check_role_batches(config, {role: placement.pool_of(role).mesh_of(role) for role in roles})
+    placement = take_devices(pools, devices)
+    check_role_batches(config, meshes_of(placement))
+    check_policy(config, tokenizer)
+    num_problems = sum(len(found.prompts.ids_N) for found in evaluation)
+    check_memory_here(config, models.actor, devices, num_problems)
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         num_samples=config.rollout.num_samples,
-        allowed=not model.sliding_window and config.mesh.context == 1,
+        allowed=not models.actor.sliding_window and config.mesh.context == 1,
     )
     return RunContext(
         config=dataclasses.replace(config, train=train_config),
-        tokenizer=tokenizer,
+        algorithm=algorithm,
+        models=models,
+        placement=placement,
         problems=problems,
         evaluation_prompts=_evaluation_prompts(evaluation),
-        placement=placement,
-        model=model,
-        demonstrations=demonstrations,
+        demonstrations=found.demonstrations,
+        pairs=found.pairs,
         train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
         card=card_of(problems, train, evaluation),
     )
+
+
+def meshes_of(placement: Placement) -> dict[str, Mesh]:
+    """The mesh of each role of a placement."""
+    return {role: pool.mesh_of(role) for pool in placement.pools for role in pool.roles}
 
 
 def _evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
     if not sources:
         return Prompts(np.zeros(0, np.int64), (), (), (), ())
     return evaluation_prompts(sources)
-
-
-def pools_of(config: Config) -> tuple[Pool, ...]:
-    """The pools of the config's placement, checked; no devices yet."""
-    return read_placement(config.placement, config.mesh, roles_of(config))
 
 
 def supervised_stream(
@@ -178,13 +192,13 @@ def preference_stream(
     """Pairs of answers, without end.
 
     Raises:
-      UserError: a file is missing or broken, or a way to make pairs is not known.
+      UserError: a way to make pairs is not known.
     """
     config = run.config
     options = config.preference
     path = options.evaluation_path if evaluation else options.path
     if path:
-        preferences = pairs_of(config, path)
+        preferences = run.pairs[path]
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
@@ -197,40 +211,6 @@ def preference_stream(
         max_tokens=config.train.row_tokens // 2,
         prompt_format=config.data.format_of(config.data.train),
         formats=run.problems.formats(config.data),
-    )
-
-
-def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Shapes of the rollout programs."""
-    return EngineConfig(
-        **config.rollout.engine_settings(),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_ids=stop_ids,
-        attention=config.train.attention,
-    )
-
-
-def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Shapes of the generative judge's programs: it samples as the policy does, in slots of its own."""
-    options, rollout = config.reward.judge, config.rollout
-    settings = rollout.engine_settings(
-        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
-    )
-    return EngineConfig(
-        **settings,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_response_tokens=options.max_verdict_tokens,
-        stop_ids=stop_ids,
-    )
-
-
-def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
-    """What batches are packed into; `longest` tokens of a sequence, by default a prompt and a response."""
-    return RowLimits(
-        config.train.rows,
-        config.train.row_tokens,
-        config.longest_sequence if longest is None else longest,
     )
 
 
@@ -273,38 +253,18 @@ def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
     )
 
 
-def _check_stop_ids(config: Config, tokenizer: Tokenizer) -> None:
+def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> None:
+    """Raises UserError for stop ids that are no tokens, and models that cannot read the policy's."""
     unknown = [i for i in config.rollout.stop_ids if not 0 <= i < tokenizer.vocab_size]
     if unknown:
         raise UserError(
             f"rollout.stop_ids {', '.join(map(str, unknown))}: the tokenizer has no such tokens, its ids go "
             f"from 0 to {tokenizer.vocab_size - 1}; name one of these, or a text in rollout.stop_strings"
         )
-
-
-def check_present(config: Config, devices: Sequence[Any], lookups: Sequence[Lookup]) -> None:
-    """Raises one UserError that names all devices and files that a run lacks; `lookups` name the others."""
-    require(
-        pools=pools_of(config),
-        num_devices=len(devices),
-        device_kind=devices[0].device_kind,
-        weights=config.weights,
-        tokenizer=tokenizer_directory(config),
-        needs_chat_template=any(
-            config.data.format_of(source).chat
-            for source in (
-                *config.data.training_sources.values(),
-                *config.data.evaluation_sources.values(),
-            )
-        ),
-        lookups=lookups,
-    )
-
-
-def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
-    if not (config.warm_start.num_steps and config.warm_start.path):
-        return ()
-    return demonstrations_of(config)
+    for role in READERS:
+        directory = weights_of(role, config)
+        if directory and role in models.by_role:
+            check_vocabulary(models.by_role[role], tokenizer, directory)
 
 
 def tokenizer_of(
@@ -338,35 +298,3 @@ def tokenizer_of(
         PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens
     )
     return dataclasses.replace(tokenizer, chat_template=template)
-
-
-def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:
-    """Raises UserError for a batch size that does not divide over the mesh of a role.
-
-    Args:
-      config: of the run.
-      meshes: by role.
-    """
-    for role, mesh in meshes.items():
-        if role == "judge":
-            _check_judge_batches(config, mesh)
-        else:
-            sampler = "rollout" if "rollout" in meshes else "actor"
-            _check_batches(config, mesh, samples=role == sampler)
-
-
-def _check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -> None:
-    check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
-    check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
-    if samples:
-        slots, prompts = config.rollout.slots, config.rollout.prefill_prompts
-        if slots != "auto":
-            check_divides("rollout.slots", slots, "batch", GENERATE_RULES, mesh)
-        check_divides("rollout.prefill_prompts", prompts, "batch", GENERATE_RULES, mesh)
-
-
-def _check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """The judge samples with slots of its own, on the mesh of its pool."""
-    slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
-    check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)
-    check_divides("rollout.prefill_prompts", min(slots, prompts), "batch", GENERATE_RULES, mesh)

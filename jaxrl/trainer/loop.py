@@ -171,10 +171,10 @@ class Loop:
           UserError: the stage has begun and no intact checkpoint is left, the checkpoint is of another model,
             another run is at work on the stage, or a metric is not finite.
         """
-        record = self._resume(stage.learners)
-        if self._finished:
-            return
         with contextlib.closing(stage):
+            record = self._resume(stage.learners)
+            if self._finished:
+                return
             stage.begin(record)
             is_new = self._begin(stage)
             if is_new and self._evaluate_every:

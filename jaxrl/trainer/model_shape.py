@@ -22,8 +22,8 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 _OF_THE_RUN = ("num_tokens", "lora")
 
 
-def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The run's model, checked against its checkpoint, with the number of ids that the tokenizer has.
+def check_policy(config: Config, tokenizer: Tokenizer) -> None:
+    """Checks the run's model against the files of its checkpoint and against the tokenizer.
 
     Raises:
       UserError: the settings contradict the checkpoint or its adapter, files are damaged, or the tokenizer
@@ -40,7 +40,6 @@ def model_for(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             f"{model.vocab_size} rows; set model.vocab_size to at least "
             f"{tokenizer.vocab_size}, or use the model's own tokenizer"
         )
-    return dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
 
 
 def model_of(config: Config) -> tuple[ModelConfig, str]:

@@ -37,7 +37,6 @@ from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
-from jaxrl.trainer.roles import build_actor, build_reference
 from jaxrl.trainer.supervised import starting_params
 from jaxrl.trainer.weights import copied
 
@@ -208,7 +207,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
     config = run.config
     learner = RewardModelLearner(
         lora.base_config(run.model),
-        run.mesh_of("actor"),
+        run.meshes["actor"],
         train=config.train,
         optim=config.optim,
         seed=config.seed,
@@ -228,9 +227,9 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
       StopRequested: a signal arrived; the last finished step is saved.
       UserError: the loss is not one of policies.
     """
-    actor = build_actor(run, optim=run.config.optim, samples=False)
+    actor = run.roles.actor(optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:
-        reference = build_reference(run, "actor")
+        reference = run.roles.reference(mesh_of="actor")
         starting = functools.partial(starting_params, run, stop)
         loop.run(DpoStage(run, actor, reference, loop, starting))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
+from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
@@ -17,19 +18,13 @@ from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
+from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.model_shape import with_stored_shape
-from jaxrl.trainer.needs import (
-    Needs,
-    of_fine_tuning,
-    of_preferences,
-    of_reinforcement,
-)
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
-from jaxrl.trainer.problems import NO_EVALUATION
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
-from jaxrl.trainer.run_graders import graders_of
+from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
 
@@ -62,7 +57,7 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can fix is missing or does not fit.
     """
-    return _run(config, devices, reinforce, needs=of_reinforcement, needs_prompts=True)
+    return _run(config, devices, reinforce, REINFORCEMENT)
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
@@ -74,34 +69,28 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
         raise UserError(
             "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
-    evaluates = bool(config.data.evaluation_sources)
+    kind = fine_tuning(config)
 
     def stage(run: RunContext, stop: StopSignal) -> None:
-        actor = fine_tuned(run, stop, samples=evaluates)
+        actor = fine_tuned(run, stop, samples=kind.grades)
         graders = graders_of(run.config, run.problems.settings)
-        metrics = Evaluation(run, graders)(actor, "after") if evaluates else {}
+        metrics = Evaluation(run, graders)(actor, "after") if kind.grades else {}
         graders.close()
         if metrics and hosts.is_first():
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
         actor.close()
 
-    return _run(
-        config,
-        devices,
-        stage,
-        needs=of_fine_tuning,
-        needs_problems=not config.warm_start.path,
-    )
+    return _run(config, devices, stage, kind)
 
 
 def train_reward_model(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_reward_model, needs=of_preferences)
+    return _run(config, devices, learn_reward_model, PREFERENCES)
 
 
 def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_preferences, needs=of_preferences)
+    return _run(config, devices, learn_preferences, PREFERENCES)
 
 
 def is_settled(config: Config) -> bool:
@@ -136,10 +125,7 @@ def _run(
     config: Config,
     devices: Sequence[Any] | None,
     stages: Callable[[RunContext, StopSignal], None],
-    *,
-    needs: Needs,
-    needs_problems: bool = True,
-    needs_prompts: bool = False,
+    kind: RunKind,
 ) -> int:
     """Everything around the stages of a run: checks, its folder, an orderly end, the report."""
     if not is_settled(config):
@@ -153,16 +139,10 @@ def _run(
         StopSignal(within_s=config.run.stop_within_s) as stop,
     ):
         with stop.ends_at_once():
-            run = build_context(
-                config,
-                devices,
-                needs=needs,
-                needs_problems=needs_problems,
-                needs_prompts=needs_prompts,
-            )
+            run = build_context(config, devices, kind=kind)
             if run.card and hosts.is_first():
                 print(run.card)
-            if needs_prompts and not len(run.evaluation_prompts) and hosts.is_first():
+            if kind.rewards and not len(run.evaluation_prompts) and hosts.is_first():
                 print(f"evaluation: {NO_EVALUATION}")
         status = 0
         try:

@@ -6,9 +6,9 @@ and where to put them, not one by one.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
@@ -17,87 +17,70 @@ from jaxrl.mesh.pools import Pool, takes_all
 _WEIGHTS = "*.safetensors"
 _INDEX = "model.safetensors.index.json"
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """Something that the run will ask for only later.
 
-    Attributes:
-      setting: that names it.
-      look: finds it, or raises UserError.
+class Finder:
+    """Looks for one thing after the other, and tells at the end all that is not there.
+
+    find = Finder()
+    find.files(weights="models/a", tokenizer="", needs_chat_template=False)
+    pairs = find("preference.path", lambda: read_preferences(path))
+    find.check()    # raises, naming both, if neither is there
     """
 
-    setting: str
-    look: Callable[[], object]
+    def __init__(self):
+        self.missing: list[str] = []
 
+    def __call__(self, setting: str, look: Callable[[], T]) -> T | None:
+        """Returns what `look` finds; if it raises UserError, notes the reason and returns None.
 
-def require(
-    *,
-    pools: Sequence[Pool],
-    num_devices: int,
-    device_kind: str,
-    weights: str,
-    tokenizer: str,
-    needs_chat_template: bool,
-    lookups: Sequence[Lookup] = (),
-) -> None:
-    """Raises one UserError that lists all that `missing` finds; returns if that is nothing."""
-    faults = missing(
-        pools=pools,
-        num_devices=num_devices,
-        device_kind=device_kind,
-        weights=weights,
-        tokenizer=tokenizer,
-        needs_chat_template=needs_chat_template,
-        lookups=lookups,
-    )
-    if faults:
-        things = "one thing" if len(faults) == 1 else f"{len(faults)} things"
-        listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(faults, start=1))
+        Args:
+          setting: that names the thing.
+          look: finds it.
+        """
+        try:
+            return look()
+        except UserError as error:
+            self.missing.append(f"{setting}: {error}")
+            return None
+
+    def devices(self, pools: Sequence[Pool], num_devices: int, device_kind: str) -> None:
+        """Notes if the pools do not fit the devices that this process sees, simulated ones included."""
+        needed = sum(pool.num_devices for pool in pools)
+        if needed == num_devices or (not takes_all(pools) and needed < num_devices):
+            return
+        names = " + ".join(pool.layout.name for pool in pools)
+        self.missing.append(
+            f"devices: layout {names} needs {needed}, found {num_devices} {device_kind}; run on as many, "
+            "change mesh.train and mesh.generate to what is here, or, for a small model, set "
+            f"mesh.simulated_devices={needed}"
+        )
+
+    def files(self, *, weights: str, tokenizer: str, needs_chat_template: bool) -> None:
+        """Notes which files of the policy are not there.
+
+        Args:
+          weights: Hugging Face directory to start from; "" starts from random weights and needs none.
+          tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
+          needs_chat_template: prompts go through the tokenizer's chat template.
+        """
+        if weights:
+            self.missing += _missing_weights(pathlib.Path(weights))
+        if tokenizer:
+            self.missing += _missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template)
+
+    def check(self) -> None:
+        """Raises one UserError that names everything that was not found; returns if that is nothing."""
+        if not self.missing:
+            return
+        count = len(self.missing)
+        things = "one thing" if count == 1 else f"{count} things"
+        listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(self.missing, start=1))
         raise UserError(
             f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}; "
             "--dry_run shows the plan without any of this"
         )
-
-
-def missing(
-    *,
-    pools: Sequence[Pool],
-    num_devices: int,
-    device_kind: str,
-    weights: str,
-    tokenizer: str,
-    needs_chat_template: bool,
-    lookups: Sequence[Lookup] = (),
-) -> list[str]:
-    """What a run lacks, a phrase each with its remedy, in the order in which a user would fetch it.
-
-    Args:
-      pools: of devices, one or more.
-      num_devices, device_kind: what this process sees, simulated ones included.
-      weights: Hugging Face directory to start from; "" starts from random weights and needs none.
-      tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
-      needs_chat_template: prompts go through the tokenizer's chat template.
-      lookups: everything else, files of problems first, whoever looks it up.
-    """
-    return [
-        *_missing_devices(pools, num_devices, device_kind),
-        *(_missing_weights(pathlib.Path(weights)) if weights else ()),
-        *(_missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template) if tokenizer else ()),
-        *(fault for lookup in lookups for fault in _not_found(lookup)),
-    ]
-
-
-def _missing_devices(pools: Sequence[Pool], num_devices: int, device_kind: str) -> list[str]:
-    needed = sum(pool.num_devices for pool in pools)
-    if needed == num_devices or (not takes_all(pools) and needed < num_devices):
-        return []
-    names = " + ".join(pool.layout.name for pool in pools)
-    return [
-        f"devices: layout {names} needs {needed}, found {num_devices} {device_kind}; run on as many, change "
-        "mesh.train and mesh.generate to what is here, or, for a small model, set "
-        f"mesh.simulated_devices={needed}"
-    ]
 
 
 def _missing_weights(folder: pathlib.Path) -> list[str]:
@@ -135,14 +118,6 @@ def _missing_tokenizer(folder: pathlib.Path, needs_chat_template: bool) -> list[
         f"tokenizer: {folder}/ has no {' and no '.join(absent)}; put the model's Hugging Face files there, "
         "or set tokenizer.path to their folder"
     ]
-
-
-def _not_found(lookup: Lookup) -> list[str]:
-    try:
-        lookup.look()
-    except UserError as error:
-        return [f"{lookup.setting}: {error}"]
-    return []
 
 
 def _shards(index: dict) -> list[str]:

@@ -1,25 +1,35 @@
-"""The roles of a run, built where the placement puts them."""
+"""The roles of a run without weights, each on its mesh: the one builder.
+
+    config, meshes, models --> build_roles --> Roles --> weights.load_frozen, weights.start_from
+
+A mesh may be abstract: a plan has the same roles as the run that it predicts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jaxrl.config.schema import Config
 from jaxrl.mesh.groupings import state_tables
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models import lora
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.mesh.pools import read_placement
+from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.trainer.context import RunContext, engine_config, judge_engine_config
-from jaxrl.trainer.cross_checks import roles_of
-from jaxrl.trainer.needs import critic_model, judge_model, score_model
+from jaxrl.trainer.batch_shapes import engine_config, judge_engine_config
+from jaxrl.trainer.role_models import RoleModels
+
+Meshes = Mapping[str, Mesh]
+"""The mesh of each role of a run, and of "rollout" where the actor samples elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,105 +45,120 @@ class Roles:
     judge: GenerativeJudge | None = None
 
     @property
+    def critics(self) -> dict[str, Critic]:
+        """Those that learn values."""
+        return _present({"critic": self.critic, "cost_critic": self.cost_critic})
+
+    @property
     def learners(self) -> dict[str, Learner]:
         """Roles whose state changes: what a checkpoint holds."""
-        roles = {"actor": self.actor, "critic": self.critic, "cost_critic": self.cost_critic}
-        return {name: role for name, role in roles.items() if role is not None}
+        return {"actor": self.actor, **self.critics}
+
+    @property
+    def frozen(self) -> dict[str, Frozen]:
+        """Models whose weights stay as they are."""
+        return _present({"reward": self.reward, "cost": self.cost, "reference": self.reference})
 
 
-def build_actor(run: RunContext, *, optim, samples: bool = True) -> Actor:
-    """The actor with the programs of one stage; it has no weights yet. Without `samples` it only learns."""
-    config = run.config
-    return Actor(
-        run.model,
-        run.mesh_of("actor"),
-        **_shared(run, "actor"),
-        optim=optim,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
-        backend=_rollout_backend(run) if samples else None,
-    )
+class RoleBuilder:
+    """Builds the roles of a config one by one."""
+
+    def __init__(self, config: Config, meshes: Meshes, models: RoleModels):
+        """Args: the config, and the mesh and the model of each role."""
+        self._config = config
+        self._meshes = meshes
+        self._models = models
+        pools = read_placement(config.placement, config.mesh, tuple(meshes))
+        self._layouts = {role: pool.config_of(role) for pool in pools for role in pool.roles}
+
+    def actor(self, *, optim: OptimConfig, samples: bool = True) -> Actor:
+        """The actor with the optimiser of one training stage; without `samples` it only learns."""
+        return Actor(
+            self._models.actor,
+            **self._common("actor"),
+            optim=optim,
+            temperature=self._config.rollout.temperature,
+            seed=self._config.seed,
+            backend=self._backend() if samples else None,
+        )
+
+    def reference(self, *, mesh_of: str = "reference") -> Reference:
+        """A reference policy on the mesh of a role."""
+        temperature = self._config.rollout.temperature
+        return Reference(self._models.actor, **self._common(mesh_of), temperature=temperature)
+
+    def critic(self, role: str) -> Critic:
+        """The critic, or the cost critic."""
+        return Critic(
+            self._models.by_role[role],
+            **self._common(role),
+            optim=self._config.critic.optim(self._config.optim),
+            seed=self._config.seed,
+        )
+
+    def reward_model(self, role: str) -> RewardModel:
+        """The reward model, or the cost model."""
+        return RewardModel(self._models.by_role[role], **self._common(role))
+
+    def judge(self) -> GenerativeJudge:
+        """The generative judge, which samples with an engine of its own."""
+        options, tokenizer = self._config.reward.judge, self._models.judge_tokenizer
+        # Not `rollout.driver`, which is the policy's.
+        backend = build_backend(
+            "offline",
+            self._models.by_role["judge"],
+            self._meshes["judge"],
+            judge_engine_config(self._config, tokenizer.stop_ids),
+            tokenizer.decode,
+        )
+        return GenerativeJudge(
+            backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
+        )
+
+    def _backend(self) -> RolloutBackend:
+        """What the actor samples with: where it learns, or where the role "rollout" is."""
+        tokenizer, options = self._models.tokenizer, self._config.rollout
+        return build_backend(
+            options.driver,
+            self._models.actor,
+            self._meshes.get("rollout", self._meshes["actor"]),
+            engine_config(self._config, (*tokenizer.stop_ids, *options.stop_ids)),
+            tokenizer.decode,
+        )
+
+    def _common(self, role: str) -> dict[str, Any]:
+        """What every constructor takes of a role's place in the placement."""
+        layout = self._layouts[role]
+        return {
+            "mesh": self._meshes[role],
+            "train": self._config.train,
+            "tables": state_tables(layout.sharding),
+            "offload": layout.offload_training_state,
+        }
 
 
-def _rollout_backend(run: RunContext) -> RolloutBackend:
-    """What the actor samples with: where it learns, or where the role "rollout" is."""
-    config = run.config
-    role = "rollout" if "rollout" in roles_of(config) else "actor"
-    return build_backend(
-        config.rollout.driver,
-        run.model,
-        run.mesh_of(role),
-        engine_config(config, run.stop_ids),
-        run.tokenizer.decode,
-    )
+def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
+    """All roles that have a mesh; none has weights yet.
 
+    Args:
+      config: of the run.
+      meshes: by role, on devices or abstract.
+      models: of the roles, as of `role_models`.
 
-def build_roles(run: RunContext) -> Roles:
-    """All roles of the config's dataflow. Models that do not learn have their weights, others none yet."""
-    config = run.config
-    roles = roles_of(config)
+    Raises:
+      UserError: something does not divide over a mesh, or the rollout backend cannot be built.
+    """
+    build = RoleBuilder(config, meshes, models)
     return Roles(
-        actor=build_actor(run, optim=config.optim),
-        critic=_critic(run, "critic") if "critic" in roles else None,
-        cost_critic=_critic(run, "cost_critic") if "cost_critic" in roles else None,
-        reference=build_reference(run, "reference") if "reference" in roles else None,
-        reward=_reward_model(run, "reward", config.reward.model) if "reward" in roles else None,
-        cost=_reward_model(run, "cost", config.cost.model) if "cost" in roles else None,
-        judge=_generative_judge(run) if "judge" in roles else None,
+        actor=build.actor(optim=config.optim),
+        critic=build.critic("critic") if "critic" in meshes else None,
+        cost_critic=build.critic("cost_critic") if "cost_critic" in meshes else None,
+        reference=build.reference() if "reference" in meshes else None,
+        reward=build.reward_model("reward") if "reward" in meshes else None,
+        cost=build.reward_model("cost") if "cost" in meshes else None,
+        judge=build.judge() if "judge" in meshes else None,
     )
 
 
-def build_reference(run: RunContext, pool_of: str) -> Reference:
-    """A reference policy on the devices of a role; it has no weights yet."""
-    return Reference(
-        run.model,
-        run.mesh_of(pool_of),
-        **_shared(run, pool_of),
-        temperature=run.config.rollout.temperature,
-    )
-
-
-def _critic(run: RunContext, role: str) -> Critic:
-    model = lora.base_config(run.model)
-    directory = run.config.critic.weights
-    if directory:
-        model = dataclasses.replace(critic_model(directory), num_tokens=run.model.num_tokens)
-    return Critic(
-        model,
-        run.mesh_of(role),
-        **_shared(run, role),
-        optim=run.config.critic.optim(run.config.optim),
-        seed=run.config.seed,
-    )
-
-
-def _reward_model(run: RunContext, role: str, directory: str) -> RewardModel:
-    model = score_model(f"{role}.model", directory)
-    reward_model = RewardModel(model, run.mesh_of(role), **_shared(run, role))
-    reward_model.load(load_params(directory, model, reward_model.train_shardings))
-    return reward_model
-
-
-def _generative_judge(run: RunContext) -> GenerativeJudge:
-    options = run.config.reward.judge
-    model, tokenizer = judge_model(run.config)
-    mesh = run.mesh_of("judge")
-    engine = judge_engine_config(run.config, tokenizer.stop_ids)
-    # Not `rollout.driver`, which is the policy's.
-    backend = build_backend("offline", model, mesh, engine, tokenizer.decode)
-    _, shapes, axes = decoder_graph(model)
-    where = shardings(axes, shapes, GENERATE_RULES, mesh)
-    backend.load(load_params(options.model, model, where, dtype=backend.dtype))
-    return GenerativeJudge(
-        backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
-    )
-
-
-def _shared(run: RunContext, role: str) -> dict[str, Any]:
-    """What every role's constructor takes, as its placement has it."""
-    layout = run.placement.pool_of(role).pool.config_of(role)
-    return {
-        "train": run.config.train,
-        "tables": state_tables(layout.sharding),
-        "offload": layout.offload_training_state,
-    }
+def _present(roles: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: role for name, role in roles.items() if role is not None}

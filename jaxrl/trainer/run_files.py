@@ -12,17 +12,19 @@ import numpy as np
 
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
+from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
-from jaxrl.tracking.durable import write_atomically
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
+from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE, copy_companions, write_json
+from jaxrl.tracking.durable import ensure_writable, write_atomically
 from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import read_metrics, readable_rows
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
-from jaxrl.trainer.export import keep_model_files
-from jaxrl.trainer.problems import NO_EVALUATION
+from jaxrl.trainer.model_shape import tokenizer_directory
 from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,27 @@ def keep_run_files(run: RunContext) -> None:
         keep_model_files(run)
 
     hosts.on_first(write)
+
+
+def keep_model_files(run: RunContext) -> None:
+    """Writes `model/` into the run's folder: what `tracking.export.export_run` needs beside the weights."""
+    config, model = run.config, run.model
+    directory = config.run_folder.model
+    ensure_writable(directory)
+    tokenizer = tokenizer_directory(config)
+    if tokenizer:
+        copy_companions(pathlib.Path(tokenizer), directory)
+    else:
+        run.tokenizer.save(directory)
+    if config.weights:
+        base = read_config_json(config.weights)
+    else:
+        end = run.tokenizer.stop_ids[0]
+        base = {"max_position_embeddings": config.train.row_tokens, "eos_token_id": end}
+    write_json(directory / "config.json", config_json(model, dtype="float32", base=base))
+    if model.lora.rank:
+        values = adapter_config_json(model, base=config.weights)
+        write_json(directory / ADAPTER_CONFIG_FILE, values)
 
 
 def _parse(text: str) -> dict[str, str]:
@@ -219,7 +242,7 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
     config = run.config
     rl = rows[title_of(config)]
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
-    kind = run.mesh_of("actor").devices.flat[0].device_kind
+    kind = run.meshes["actor"].devices.flat[0].device_kind
     lines = []
     # A run that only imitates may have no problems, and none is missed.
     if rl:

@@ -21,10 +21,10 @@ from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.policy import Actor
-from jaxrl.trainer.context import RunContext, row_limits, supervised_stream
+from jaxrl.trainer.batch_shapes import row_limits
+from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
-from jaxrl.trainer.roles import build_actor
 from jaxrl.trainer.weights import load_or_init
 from jaxrl.types import TrainBatch
 
@@ -51,7 +51,8 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = run.config.warm_start
-    actor = build_actor(run, optim=options.optim.merged_into(run.config.optim), samples=samples)
+    optim = options.optim.merged_into(run.config.optim)
+    actor = run.roles.actor(optim=optim, samples=samples)
     with open_loop(
         run,
         "SFT",

@@ -12,15 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.config.schema import Config
 from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, init_params
+from jaxrl.models.decoder import Params, decoder_graph, init_params
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.value import Critic
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.role_models import weights_of
 from jaxrl.trainer.roles import Roles
 
 
@@ -33,7 +36,7 @@ def load_or_init(run: RunContext) -> Params:
     config, model = run.config, run.model
     layout = run.placement.pool_of("actor").pool.config_of("actor")
     tables = state_tables(layout.sharding)
-    packed = PackedModel(model, run.mesh_of("actor"), train=config.train, tables=tables)
+    packed = PackedModel(model, run.meshes["actor"], train=config.train, tables=tables)
     where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:
@@ -48,12 +51,25 @@ def load_or_init(run: RunContext) -> Params:
     return params
 
 
+def load_frozen(roles: Roles, run: RunContext) -> None:
+    """Gives reward model, cost model and judge the weights of their directories."""
+    for name, role in roles.frozen.items():
+        if directory := weights_of(name, run.config):
+            role.load(load_params(directory, role.model, role.train_shardings))
+    if roles.judge is not None:
+        model, backend = run.models.by_role["judge"], roles.judge.backend
+        _, shapes, axes = decoder_graph(model)
+        where = shardings(axes, shapes, GENERATE_RULES, backend.mesh)
+        directory = weights_of("judge", run.config)
+        backend.load(load_params(directory, model, where, dtype=backend.dtype))
+
+
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:
     """Gives every learner and the reference their first weights: `params`, which the actor takes over."""
     keep_reference(roles, params)
     for critic in (roles.critic, roles.cost_critic):
         if critic is not None:
-            critic.start_from(_first_of_critic(critic, params, run))
+            critic.start_from(_first_of_critic(critic, params, run.config))
     roles.actor.start_from(params)
 
 
@@ -63,14 +79,16 @@ def keep_reference(roles: Roles, params: Params) -> None:
         roles.reference.load(copied(params, roles.reference.train_shardings))
 
 
-def _first_of_critic(critic: Critic, params: Params, run: RunContext) -> Params:
-    directory = run.config.critic.weights
+def _first_of_critic(critic: Critic, params: Params, config: Config) -> Params:
+    directory = config.critic.weights
     if directory:
-        stored = dataclasses.replace(read_config(directory), num_tokens=run.model.num_tokens)
+        # Of a language model the head of scores is not among the files.
+        num_scores = read_config(directory).num_scores
+        stored = dataclasses.replace(critic.model, num_scores=num_scores)
         loaded = PackedModel(stored, critic.mesh, train=critic.train, tables=critic.tables)
         return load_params(directory, stored, loaded.train_shardings)
     # Adapters are the policy's own way to learn: a critic starts from what is below them.
-    trunk = lora.split(params)[1] if run.model.lora.rank else params
+    trunk = lora.split(params)[1] if config.model.lora.rank else params
     trunk = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
     where = {name: critic.train_shardings[name] for name in trunk}
     return copied(trunk, where)

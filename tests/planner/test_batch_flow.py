@@ -2,12 +2,12 @@
 
 from plans import plan_32b, plan_tiny
 
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import LayoutConfig
 
 
 def test_the_flow_tells_every_number_of_a_step():
     recipe = plan_32b()
-    flow = dict(recipe.flow)
+    flow = dict(recipe.notes)
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
     assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (
@@ -17,11 +17,11 @@ def test_the_flow_tells_every_number_of_a_step():
 
 
 def test_a_pipeline_tells_how_long_it_is_idle():
-    layout = ParallelLayout.from_config(LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
-    flow = dict(plan_tiny(layout=layout).flow)
+    layout = LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2)
+    flow = dict(plan_tiny(mesh=layout).notes)
     assert flow["pipeline, learning"] == (
         "2 stages x 2 microbatches of 2 rows: idle for 33% of the time"
     )
     assert flow["pipeline, prefill"].startswith("2 stages x 2 microbatches of 2 rows")
     assert flow["pipeline, decoding"].startswith("2 stages x 2 microbatches of 4 rows")
-    assert "pipeline, learning" not in dict(plan_tiny().flow)
+    assert "pipeline, learning" not in dict(plan_tiny().notes)

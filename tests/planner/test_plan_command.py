@@ -12,7 +12,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import accelerator
-from jaxrl.planner.ahead_of_time import plan_for
+from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import load_executable
 from jaxrl.planner.hardware import topologies
 from jaxrl.planner.step_load import load_of
@@ -58,18 +58,36 @@ def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
     assert "pip install -e '.[aot]' in jaxrl's folder" in refused(capsys, "--topology", "v5e:2x2")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "many"])
-def test_a_length_that_cannot_be_is_refused(text, capsys):
-    with pytest.raises(SystemExit):
-        refused(capsys, "--topology", "v5e:2x2", "--response-tokens", text)
-
-
 def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
     config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), {"rollout.slots": "16"})
     # Eight simulated devices in the place of a slice's: nothing is compiled before this is counted.
     slice_of_8 = topologies.Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
     with pytest.raises(UserError, match=r"use v5e:4x4 \(16 devices\) or v5e:4x8 \(32 devices\)"):
-        plan_for(config, slice_of_8)
+        compile_plan(config, slice_of_8)
+
+
+def test_a_recipe_alone_is_traced(capsys):
+    arguments = ["--config", str(CONFIGS / "grpo_tiny.py")]
+    assert cli.run("plan", ["plan", *arguments]) == 0
+    traced = capsys.readouterr().out
+    assert "learning, before temporaries" in traced and "actor update, traced" in traced
+    assert cli.run("train", ["train", *arguments, "--dry_run"]) == 0
+    assert capsys.readouterr().out == traced
+    assert cli.run("plan", ["plan", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["pools"][0]["bytes"]["learning"] > 0
+
+
+@pytest.mark.parametrize("option", ["--search", "--save=here", "--response-tokens=9"])
+def test_what_is_about_a_topology_wants_one(option, capsys):
+    error = refused(capsys, option)
+    assert "none is named; add --topology" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "many"])
+def test_a_length_that_cannot_be_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        refused(capsys, "--topology", "v5e:2x2", "--response-tokens", text)
 
 
 def test_the_load_is_what_the_dataflow_samples():

@@ -4,40 +4,43 @@ import dataclasses
 
 import jax
 import pytest
-from plans import TINY, TINY_ENGINE, TINY_LAYOUT, TINY_TRAIN, holding, plan_32b, plan_tiny
+from plans import TINY, TINY_LAYOUT, TINY_TRAIN, buffers_named, plan_32b, plan_tiny, tiny_config
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.planner.memory import Holding, phase_bytes
+from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
+from jaxrl.trainer.batch_shapes import engine_config
 
 
 def test_the_32b_recipe_by_hand():
     recipe = plan_32b()
     parameters = 32_763_876_352
-    assert holding(recipe, "actor in training").num_values == parameters
+    assert buffers_named(recipe, "actor in training").num_values == parameters
     # Float32 over t x fsdp = 8 x 16; norms and biases are split over one of the two only.
-    masters = holding(recipe, "actor in training").bytes_per_device
+    masters = buffers_named(recipe, "actor in training").bytes_per_device
     assert masters == pytest.approx(parameters * 4 / 128, rel=1e-3)
-    assert holding(recipe, "optimiser state").bytes_per_device == pytest.approx(2 * masters)
-    assert holding(recipe, "gradients").bytes_per_device == masters
+    assert buffers_named(recipe, "optimiser state").bytes_per_device == pytest.approx(2 * masters)
+    assert buffers_named(recipe, "gradients").bytes_per_device == masters
     # Bfloat16 over t_g = 8, norms whole.
-    assert holding(recipe, "actor in generation").bytes_per_device == pytest.approx(
+    assert buffers_named(recipe, "actor in generation").bytes_per_device == pytest.approx(
         parameters * 2 / 8, rel=1e-3
     )
     # 96 slots of 2048 + 20480 tokens and 64 of a dispatch, 262,144 bytes each over t_g = 8, and their ids.
     cache = 96 * 22_592 * 262_144 // 8
-    assert holding(recipe, "KV cache and slots").bytes_per_device == pytest.approx(cache, rel=1e-3)
+    assert buffers_named(recipe, "KV cache and slots").bytes_per_device == pytest.approx(
+        cache, rel=1e-3
+    )
     # [U, M, R, T] = [16, 32, 16, 22528], ten fields of 4 bytes, rows over 16 replicas.
     batch = 10 * 4 * 16 * 32 * 22_528
-    assert holding(recipe, "train batch").bytes_per_device == pytest.approx(batch, rel=1e-6)
+    assert buffers_named(recipe, "train batch").bytes_per_device == pytest.approx(batch, rel=1e-6)
     # With "full" nothing of a layer is kept but its input: L x T x D in bfloat16.
-    assert holding(recipe, "kept of the layers").bytes_per_device == 64 * 22_528 * 5120 * 2
+    assert buffers_named(recipe, "kept of the layers").bytes_per_device == 64 * 22_528 * 5120 * 2
     # Attention is blockwise, so that is the feed-forward network's T x F / t, in bfloat16.
     widest = 22_528 * 27_648 // 8 * 2
-    assert holding(recipe, "largest value in a layer").bytes_per_device == widest
+    assert buffers_named(recipe, "largest value in a layer").bytes_per_device == widest
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_counts_what_real_arrays_take(optim):
         seed=0,
     )
     actor.init()
-    engine = Engine(TINY, actor.graph, mesh, TINY_ENGINE)
+    engine = Engine(TINY, actor.graph, mesh, engine_config(tiny_config(), stop_ids=(1,)))
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
@@ -69,7 +72,7 @@ def test_counts_what_real_arrays_take(optim):
         "KV cache and slots": engine.init_decode_state(),
     }
     for name, arrays in real.items():
-        assert holding(plan, name).bytes_per_device == on_first_device(arrays), name
+        assert buffers_named(plan, name).bytes_per_device == on_first_device(arrays), name
 
 
 def test_the_type_of_moments_is_shown():
@@ -77,20 +80,19 @@ def test_the_type_of_moments_is_shown():
     larger = dataclasses.replace(TINY, d_model=128, d_ff=256)
     for moments, shown in widths.items():
         plan = plan_tiny(larger, optim=OptimConfig(moments=moments))
-        assert holding(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
+        assert buffers_named(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
 
 
 def test_weights_that_need_not_move_are_counted_once():
-    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()))
-    assert holding(alone, "actor in generation").bytes_per_device == 0
-    half = dataclasses.replace(TINY_ENGINE, dtype="bfloat16")
-    alone = plan_tiny(layout=ParallelLayout.from_config(LayoutConfig()), engine=half)
-    assert holding(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
+    alone = plan_tiny(mesh=LayoutConfig())
+    assert buffers_named(alone, "actor in generation").bytes_per_device == 0
+    alone = plan_tiny(mesh=LayoutConfig(), rollout__dtype="bfloat16")
+    assert buffers_named(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
 
 
 def test_remat_shows_in_what_is_kept():
     kept = {
-        remat: holding(
+        remat: buffers_named(
             plan_tiny(train=dataclasses.replace(TINY_TRAIN, remat=remat)), "kept of the layers"
         ).num_values
         for remat in ("full", "projections", "offload", "none")
@@ -102,30 +104,29 @@ def test_remat_shows_in_what_is_kept():
 
 
 def test_moments_on_the_host_are_on_the_device_for_updates_alone():
-    moments = holding(plan_tiny(optim=OptimConfig(moments_on_host=True)), "optimiser state")
+    moments = buffers_named(plan_tiny(optim=OptimConfig(moments_on_host=True)), "optimiser state")
     assert (moments.sampling, moments.learning) == (False, True)
     assert moments.layout.endswith("in host memory but for the end of an update")
 
 
 def test_a_pipeline_is_counted_by_its_stages():
-    layout = ParallelLayout.from_config(LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
-    plan = plan_tiny(layout=layout)
+    plan = plan_tiny(mesh=LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
     # Two stages of two layers; 4 rows over 2 shards in 2 microbatches, so in 3 ticks a stage keeps what goes
     # into each of its layers and what comes out of the last, of one row of T x D = 16 x 32 float32.
     # Angles and masks of its rows come on top.
     kept = 3 * (2 + 1) * 16 * 32 * 4
-    assert kept < holding(plan, "kept of the layers").bytes_per_device < 1.1 * kept
+    assert kept < buffers_named(plan, "kept of the layers").bytes_per_device < 1.1 * kept
 
 
 def test_weights_of_generation_are_given_up_for_the_actors_update_alone():
-    weights = Holding("weights", "", 1, 100, True, True, not_at="actor")
+    weights = ResidentBuffers("weights", "", 1, 100, True, True, not_at="actor")
     gradients = [
-        Holding(f"{role}, gradients", "", 1, size, False, True, turn=role)
+        ResidentBuffers(f"{role}, gradients", "", 1, size, False, True, turn=role)
         for role, size in (("actor", 130), ("critic", 20))
     ]
-    masters = Holding("masters", "", 1, 7, True, True)
+    masters = ResidentBuffers("masters", "", 1, 7, True, True)
     # The actor's turn, the critic's, and between updates.
     assert phase_bytes([weights, masters, *gradients], "learning") == 130 + 7
     assert phase_bytes([weights, masters, gradients[1]], "learning") == 100 + 7 + 20
     assert phase_bytes([weights, masters], "learning") == 107
-    assert holding(plan_tiny(), "actor in generation").not_at == "actor"
+    assert buffers_named(plan_tiny(), "actor in generation").not_at == "actor"

@@ -10,7 +10,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner.ahead_of_time import plan_for
+from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -52,7 +52,7 @@ def test_its_programs_compile(recipe, tmp_path, monkeypatch):
         pytest.skip("the extra aot-gpu is not installed")
     config = load_config(Config, str(CONFIGS / recipe), {})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
-    plan = plan_for(config, read_topology(topology))
+    plan = compile_plan(config, read_topology(topology))
     assert plan.fits
     assert {"update", "generate", "prefill", "insert", "to_generate"} <= {
         p.name for p in plan.programs

@@ -10,7 +10,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.planner import resolve
 from jaxrl.planner.resolve import resolved
-from jaxrl.trainer import needs, program
+from jaxrl.trainer import program
+from jaxrl.trainer.findings import REINFORCEMENT
 
 
 def tiny(tmp_path, **changes) -> Config:
@@ -21,7 +22,7 @@ def tiny(tmp_path, **changes) -> Config:
 
 def test_a_settled_config_is_handed_back(tmp_path):
     config = tiny(tmp_path)
-    assert resolved(config, jax.devices()[:1], needs=needs.of_reinforcement) is config
+    assert resolved(config, jax.devices()[:1], kind=REINFORCEMENT) is config
     assert not config.run_folder.path.exists()
 
 
@@ -29,7 +30,7 @@ def test_slots_are_decided_and_nothing_else_changes(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl.planner.slot_choice.memory_bytes", lambda device: 10**9)
     monkeypatch.setattr("jaxrl.planner.slot_choice.peak_here", lambda program: 10**6)
     config = tiny(tmp_path, rollout__slots="auto", mesh__simulated_devices="0")
-    found = resolved(config, jax.devices()[:1], needs=needs.of_reinforcement)
+    found = resolved(config, jax.devices()[:1], kind=REINFORCEMENT)
     assert found.rollout.slots > 0
     rollout = dataclasses.replace(found.rollout, slots="auto")
     assert dataclasses.replace(found, rollout=rollout) == config
@@ -42,10 +43,10 @@ def test_what_is_missing_is_told_before_anything_is_compiled(tmp_path, monkeypat
     monkeypatch.setattr(resolve, "with_chosen_slots", never)
     config = tiny(tmp_path, rollout__slots="auto", weights="nowhere", reward__model="gone")
     with pytest.raises(UserError, match=r"this run lacks 2 things: .*nowhere/.*gone/config.json"):
-        resolved(config, jax.devices()[:1], needs=needs.of_reinforcement)
+        resolved(config, jax.devices()[:1], kind=REINFORCEMENT)
 
 
 def test_a_run_does_not_accept_open_settings(tmp_path):
     config = tiny(tmp_path, rollout__slots="auto")
-    with pytest.raises(UserError, match=r"jaxrl\.planner.resolve\.resolved decides"):
+    with pytest.raises(UserError, match=r"jaxrl\.planner\.resolve\.resolved decides"):
         program.train(config, devices=jax.devices()[:1])

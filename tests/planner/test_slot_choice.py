@@ -10,9 +10,10 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import abstract_mesh, build_mesh
-from jaxrl.planner.compiled.ahead import beside, peak_here
+from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
+from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
 from jaxrl.planner.slot_choice import most_that_fit, with_compiled_slots, with_counted_slots
+from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 # Of the 32B recipe on 128 devices.
@@ -26,13 +27,14 @@ def config_of(name: str, **changes: object) -> Config:
     return load_config(Config, str(CONFIGS / name), {k: str(v) for k, v in settings.items()})
 
 
-def shapes_alone(pool, role):
-    return abstract_mesh(pool.layout_of(role))
+def on_shapes(config):
+    """What the choice is given of a config without devices."""
+    return config, algorithm_of(config), abstract_meshes(config)
 
 
 def counted(memory: float, fraction: float = 0.9) -> int:
     config = config_of("dapo_qwen32b.py", rollout__memory_fraction=fraction)
-    return with_counted_slots(config, shapes_alone, int(memory)).rollout.slots
+    return with_counted_slots(*on_shapes(config), int(memory)).rollout.slots
 
 
 def test_by_shapes_they_are_as_many_as_fit():
@@ -46,8 +48,8 @@ def test_by_shapes_they_are_as_many_as_fit():
 
 def test_a_number_that_is_given_stays():
     config = config_of("dapo_qwen32b.py", rollout__slots=320)
-    assert with_counted_slots(config, shapes_alone, 1) is config
-    assert with_compiled_slots(config, shapes_alone, 1, lambda *_: 0) is config
+    assert with_counted_slots(*on_shapes(config), 1) is config
+    assert with_compiled_slots(*on_shapes(config), 1, lambda *_: 0) is config
 
 
 @hypothesis.given(
@@ -89,30 +91,31 @@ def test_what_grows_evenly_is_found_in_two_tries(first, tries):
 
 def test_a_compiler_that_fits_none_is_an_error():
     with pytest.raises(UserError, match="none does"):
-        with_compiled_slots(
-            config_of("dapo_qwen32b.py"), shapes_alone, int(95e9), lambda *_: int(1e15)
-        )
+        config = config_of("dapo_qwen32b.py")
+        with_compiled_slots(*on_shapes(config), int(95e9), lambda *_: int(1e15))
 
 
-def cache_of(holdings):
+def cache_of(buffers):
     """Slots of a device, and their bytes."""
-    (cache,) = [held for held in holdings if " slots" in held.layout]
+    (cache,) = [held for held in buffers if " slots" in held.layout]
     return int(cache.layout.split(" slots")[0].replace(",", "")), cache.bytes_per_device
 
 
 def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
     config = config_of("dapo_tiny.py", rollout__generation_prompts=64)
-    meshes, seen, sizes = {}, {}, set()
+    seen, sizes = {}, set()
 
-    def mesh_of(pool, role):
-        return meshes.setdefault(pool.name, build_mesh(pool.layout, jax.devices()[:1]))
-
-    def compiler(program, mesh, holdings):
-        slots, size = cache_of(holdings)
+    def compiler(program, mesh, buffers):
+        slots, size = cache_of(buffers)
         sizes.add(size / slots)
-        seen[slots] = max(seen.get(slots, 0), peak_here(program) + beside(program, holdings))
+        seen[slots] = max(
+            seen.get(slots, 0), peak_here(program) + co_resident_bytes(program, buffers)
+        )
         return seen[slots]
 
-    found = with_compiled_slots(config, mesh_of, MEMORY, compiler).rollout.slots
+    meshes = meshes_on(config, jax.devices()[:1])
+    found = with_compiled_slots(
+        config, algorithm_of(config), meshes, MEMORY, compiler
+    ).rollout.slots
     assert 1 < found < 64 * config.rollout.num_samples
     assert 0 <= 0.9 * MEMORY - seen[found] < 2 * max(sizes)

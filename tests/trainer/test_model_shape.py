@@ -14,7 +14,8 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.trainer.model_shape import model_for, model_of, tokenizer_directory
+from jaxrl.trainer.model_shape import check_policy, model_of, tokenizer_directory
+from jaxrl.trainer.role_models import role_models
 
 STORED = ModelConfig(
     vocab_size=300,
@@ -40,7 +41,9 @@ def test_a_directory_of_weights_alone_gives_the_shape(weights):
     config = Config(weights=str(weights))
     assert model_of(config) == (STORED, str(weights))
     tokenizer = types.SimpleNamespace(vocab_size=290)
-    assert model_for(config, tokenizer) == dataclasses.replace(STORED, num_tokens=290)
+    check_policy(config, tokenizer)
+    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, None)
+    assert models.actor == dataclasses.replace(STORED, num_tokens=290)
 
 
 def test_adapters_are_the_runs_own(weights):

@@ -25,11 +25,11 @@ from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
+from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import read_metrics, without_clock
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.export import export_run
 from jaxrl.trainer.run_files import evaluation_lines
 
 

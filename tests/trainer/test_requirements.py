@@ -11,16 +11,29 @@ from jaxrl.data.sources import read_source
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import EVERYTHING, Pool
-from jaxrl.trainer.requirements import Lookup, missing, require
+from jaxrl.trainer.requirements import Finder
 
 SHARED = pathlib.Path(__file__).parents[2] / "../shared/data"
 
 
-def problems(path: str | pathlib.Path) -> Lookup:
-    """A file of problems to train on."""
-    source = SourceConfig(path=str(path))
-    read = functools.partial(read_source, source, "data.train", refuse_bad_rows=True)
-    return Lookup("data.train", read)
+def look(*, problems=(), pools, num_devices, device_kind, **files) -> Finder:
+    """Looks for devices, files of the policy and files of problems to train on."""
+    find = Finder()
+    find.devices(pools, num_devices, device_kind)
+    find.files(**files)
+    for path in problems:
+        source = SourceConfig(path=str(path))
+        read = functools.partial(read_source, source, "data.train", refuse_bad_rows=True)
+        find("data.train", read)
+    return find
+
+
+def missing(**arguments) -> list[str]:
+    return look(**arguments).missing
+
+
+def require(**arguments) -> None:
+    look(**arguments).check()
 
 
 @pytest.fixture
@@ -43,7 +56,7 @@ def complete(tmp_path, monkeypatch):
         "weights": "model",
         "tokenizer": "model",
         "needs_chat_template": True,
-        "lookups": [problems("train.jsonl")],
+        "problems": ["train.jsonl"],
     }
 
 
@@ -62,7 +75,7 @@ def test_a_laptop_hears_everything_at_once(tmp_path, monkeypatch):
             weights="models/Qwen2.5-32B",
             tokenizer="models/Qwen2.5-32B",
             needs_chat_template=True,
-            lookups=[problems("data/dapo_math_17k.jsonl"), problems("data/aime_2024.jsonl")],
+            problems=["data/dapo_math_17k.jsonl", "data/aime_2024.jsonl"],
         )
     message = str(caught.value)
     assert message.startswith("this run lacks 5 things: (1) devices")
@@ -78,7 +91,7 @@ def test_a_laptop_hears_everything_at_once(tmp_path, monkeypatch):
 
 
 def test_random_weights_and_an_own_tokenizer_need_no_files(complete, tmp_path):
-    complete |= {"weights": "", "tokenizer": "", "needs_chat_template": False, "lookups": []}
+    complete |= {"weights": "", "tokenizer": "", "needs_chat_template": False, "problems": []}
     assert missing(**complete) == []
 
 
@@ -126,7 +139,7 @@ def test_broken_json_beside_the_weights_is_left_to_its_reader(complete, tmp_path
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the developers' data is not here")
 def test_the_published_files_have_the_fields():
-    files = [problems(SHARED / name) for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl")]
+    files = [SHARED / name for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl")]
     assert (
         missing(
             pools=[Pool(EVERYTHING, ("actor",), LayoutConfig())],
@@ -135,7 +148,7 @@ def test_the_published_files_have_the_fields():
             weights="",
             tokenizer=str(SHARED / "tokenizers/qwen2.5"),
             needs_chat_template=True,
-            lookups=files,
+            problems=files,
         )
         == []
     )

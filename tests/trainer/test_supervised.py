@@ -18,8 +18,9 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.context import build_context, row_limits, supervised_stream
-from jaxrl.trainer.needs import of_training
+from jaxrl.trainer.batch_shapes import row_limits
+from jaxrl.trainer.context import build_context, supervised_stream
+from jaxrl.trainer.findings import fine_tuning
 
 MODEL = ModelConfig(
     vocab_size=320, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -72,7 +73,7 @@ def test_two_steps_from_a_file(tmp_path):
 
 def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    parts = build_context(config, jax.devices()[:1], needs=of_training, needs_problems=False)
+    parts = build_context(config, jax.devices()[:1], kind=fine_tuning(config))
     stream = supervised_stream(
         parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
     )

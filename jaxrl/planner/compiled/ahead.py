@@ -36,7 +36,7 @@ from jaxrl.planner.compiled.programs import Piece, Program
 from jaxrl.planner.compiled.trace import product_flops
 from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
 from jaxrl.planner.hardware.topologies import Topology
-from jaxrl.planner.memory import Holding
+from jaxrl.planner.memory import ResidentBuffers
 
 # What else decides what a compiler writes.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -74,7 +74,7 @@ class CompiledProgram:
     Attributes:
       role, name, phase: of the program.
       arguments, temporaries, peak: bytes of a device, as the compiler says.
-      beside: bytes of what else lies there meanwhile, as counted from shapes.
+      co_resident: bytes of what else lies there meanwhile, as counted from shapes.
       memory: bytes that a device has.
       flops: of products over the whole mesh, in a step.
       reads: bytes of its memory that a device reads at least, in a step.
@@ -90,7 +90,7 @@ class CompiledProgram:
     arguments: int
     temporaries: int
     peak: int
-    beside: int
+    co_resident: int
     memory: int
     flops: float
     reads: float
@@ -103,7 +103,7 @@ class CompiledProgram:
     @property
     def total(self) -> int:
         """Bytes of a device at the program's worst moment, with what lies beside it."""
-        return self.peak + self.beside
+        return self.peak + self.co_resident
 
     @property
     def spare(self) -> int:
@@ -119,7 +119,7 @@ class CompiledProgram:
 def compile_program(
     program: Program,
     topology: Topology,
-    residents: Iterable[Holding],
+    residents: Iterable[ResidentBuffers],
     *,
     mesh: Mesh,
     save: pathlib.Path | None = None,
@@ -155,7 +155,7 @@ def compile_program(
         arguments=max(piece.arguments for piece in compiled),
         temporaries=max(piece.temporaries for piece in compiled),
         peak=_peak(program, compiled),
-        beside=beside(program, residents),
+        co_resident=co_resident_bytes(program, residents),
         memory=topology.memory_bytes,
         flops=flops,
         reads=program.reads,
@@ -185,7 +185,7 @@ def _peak(program: Program, compiled: Sequence[CompiledPiece]) -> int:
     return program.peak([piece.temporaries for piece in compiled])
 
 
-def beside(program: Program, residents: Iterable[Holding]) -> int:
+def co_resident_bytes(program: Program, residents: Iterable[ResidentBuffers]) -> int:
     """Bytes of a device that lie beside a program's arguments and temporaries."""
     return sum(
         held.bytes_per_device

@@ -24,17 +24,12 @@ from jax.sharding import NamedSharding
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.protocols import rows_and_length
-from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import EXPERT_TILES
-from jaxrl.roles.learner import Learner, TrainState
-from jaxrl.roles.objective import Objective
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.roles.policy import Actor
-from jaxrl.rollout.decode_state import Assignment, DecodeState
+from jaxrl.rollout.decode_state import DecodeState
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, TrainBatch
 
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence", "prefix_ids"})
@@ -67,16 +62,6 @@ def abstract_batch(
     return kind(**fields)
 
 
-def trace_rollout(actor: Actor, engine: Engine) -> SamplerShapes:
-    """Traces the way to the generation layout and the programs there."""
-    assert isinstance(actor.resharding, Resharding)
-    for bucket in actor.resharding.buckets:
-        jax.eval_shape(bucket.gather_program, *bucket.gather_arguments())
-    sampler = sampler_shapes(engine, actor.shapes, actor.axes)
-    _trace_engine(engine, sampler.params, sampler.slots)
-    return sampler
-
-
 def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
     """What an engine samples with, from shapes and logical axes of the weights."""
     dtype = jnp.dtype(engine.config.dtype)
@@ -86,58 +71,6 @@ def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
         shardings(axes, shapes, GENERATE_RULES, engine.mesh),
     )
     return SamplerShapes(params, engine.abstract_decode_state())
-
-
-def _trace_engine(engine: Engine, params: Params, slots: DecodeState) -> None:
-    """Prefill, insert and generate."""
-    config = engine.config
-    prefix = jax.eval_shape(
-        engine.prefill,
-        params,
-        _ints(config.prefill_prompts, config.max_prompt_tokens),
-        _ints(config.prefill_prompts),
-    )
-    assignment: Any = [_ints(config.slots) for _ in dataclasses.fields(Assignment)]
-    seed, temperature = (jax.ShapeDtypeStruct((), t) for t in (jnp.uint32, jnp.float32))
-    jax.eval_shape(
-        engine.insert,
-        prefix,
-        slots,
-        Assignment(*assignment),
-        seed,
-        _ints(),
-        temperature,
-        untruncated(),
-    )
-    jax.eval_shape(engine.generate, params, slots)
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def trace_learning(
-    actor: Actor, state: TrainState, batch: TrainBatch, objective: Objective
-) -> jax_core.Jaxpr:
-    """The traced update, after tracing the old log-probabilities."""
-
-    def logprobs(state, batch):
-        actor.state = state
-        return actor.logprobs(batch)
-
-    def update(state, batch):
-        actor.state = state
-        reference = state.params if objective.needs_reference else None
-        metrics = actor.update(batch, objective, reference=reference)
-        return actor.state, metrics
-
-    jax.eval_shape(logprobs, state, batch)
-    return jax.make_jaxpr(update)(state, batch).jaxpr
-
-
-def trace_update(role: Learner, state: TrainState, batch: PackedBatch, objective: Objective) -> Any:
-    """The traced update of a role that learns without a reference."""
-    return jax.make_jaxpr(role.update_program((objective,)))(state, (batch,), None).jaxpr
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:

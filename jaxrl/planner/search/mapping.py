@@ -1,4 +1,4 @@
-"""A mapping that a search has found: pools, how each role is split in its own, and seconds term by term."""
+"""A mapping that a search has found: pools, how each role is split, and the breakdown of its seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.search.placements import Placement, placement_name
-from jaxrl.planner.simulation.cost_terms import Terms
+from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, layout_of
 
 
@@ -55,17 +55,17 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskTerms:
+class TaskCosts:
     """What a role does in a stage.
 
     Attributes:
       role, pool: which, and the index of its pool.
-      terms: seconds and bytes.
+      costs: seconds and bytes.
     """
 
     role: str
     pool: int
-    terms: Terms
+    costs: CostBreakdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StageBreakdown:
     """
 
     name: str
-    tasks: tuple[TaskTerms, ...]
+    tasks: tuple[TaskCosts, ...]
 
     @property
     def seconds(self) -> float:
@@ -90,7 +90,7 @@ class StageBreakdown:
         """Index of a pool -> the sum of its tasks."""
         found: dict[int, float] = {}
         for task in self.tasks:
-            found[task.pool] = found.get(task.pool, 0.0) + task.terms.total_s
+            found[task.pool] = found.get(task.pool, 0.0) + task.costs.total_s
         return found
 
 
@@ -150,22 +150,22 @@ class Mapping:
     def peak_bytes(self, pool: int) -> float:
         """Of a device of a pool: all that stays, and the largest of what comes and goes."""
         resident = {
-            task.role: task.terms.resident_bytes
+            task.role: task.costs.resident_bytes
             for stage in self.breakdown
             for task in stage.tasks
-            if task.pool == pool and task.terms.resident
+            if task.pool == pool and task.costs.resident
         }
         # A trained role's forward pass runs on what its training keeps, the last of its tasks.
         transient = [
-            task.terms.transient_bytes
+            task.costs.transient_bytes
             for stage in self.breakdown
             for task in stage.tasks
             if task.pool == pool
         ]
         return sum(resident.values()) + max(transient, default=0.0)
 
-    def lines(self, *, terms: bool = True) -> list[str]:
-        """The mapping for people, a line each; with every term unless told otherwise."""
+    def lines(self) -> list[str]:
+        """The mapping for people, a line each, with the breakdown of every cost."""
         found = [
             f"{self.dataflow} on {self.cluster}: {placement_name(self.placement)}, "
             f"{self.seconds:,.1f} s a step (predicted)"
@@ -184,7 +184,6 @@ class Mapping:
         for stage in self.breakdown:
             found.append(f"{stage.name}: {stage.seconds:,.2f} s (predicted)")
             for task in stage.tasks:
-                found.append(f"  {task.role}, pool {task.pool}: {task.terms.total_s:,.2f} s")
-                if terms:
-                    found += [f"    {line}" for line in task.terms.lines()]
+                found.append(f"  {task.role}, pool {task.pool}: {task.costs.total_s:,.2f} s")
+                found += [f"    {line}" for line in task.costs.lines()]
         return found

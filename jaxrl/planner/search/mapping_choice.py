@@ -19,19 +19,20 @@ from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.hardware import accelerator_of
-from jaxrl.planner.abstract_roles import abstract_roles, models_of
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping, RoleMapping
 from jaxrl.planner.search.search import search_mapping_of_common_rows
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import TASKS
 from jaxrl.planner.simulation.workload import Lengths, Workload
 from jaxrl.planner.step_load import load_of
-from jaxrl.trainer.context import check_role_batches
-from jaxrl.trainer.cross_checks import check_algorithm, roles_of
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import check_role_batches
+from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.role_models import role_models
 
 # Two of a trained weight; int8 with a scale for each block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
@@ -49,14 +50,15 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
     """
     dataflow = config.algorithm.dataflow
-    uncovered = [role for role in roles_of(config) if role in ("rollout", "judge")]
+    roles = roles_of(config)
+    uncovered = [role for role in roles if role in ("rollout", "judge")]
     if dataflow not in TASKS or uncovered:
         what = f"role {uncovered[0]}" if uncovered else f"dataflow {dataflow!r}"
         raise UserError(
             f"the mapping search covers {', '.join(TASKS)} without a judge or a rollout pool of its own, and "
             f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
         )
-    models = {role: model for role, (model, _) in models_of(config).items()}
+    models = role_models(config, roles).by_role
     work, assumptions = workload_of(config, response_tokens), assumptions_of(config)
     return search_mapping_of_common_rows(dataflow, models, work, cluster, assumptions=assumptions)
 
@@ -103,9 +105,9 @@ def propose(
     found = search_for(config, cluster, response_tokens=response_tokens)
     proposed = with_mapping(config, found)
     try:
-        check_algorithm(proposed)
-        roles = abstract_roles(proposed, lambda pool, role: abstract_mesh(pool.layout_of(role)))
-        check_role_batches(proposed, roles.meshes)
+        meshes = abstract_meshes(proposed)
+        planned_roles(proposed, algorithm_of(proposed), meshes)
+        check_role_batches(proposed, meshes)
     except UserError as error:
         raise UserError(
             f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"

@@ -1,12 +1,14 @@
-"""Points that no other point beats in every respect: all that a search has to keep to find the best."""
+"""Pareto fronts: points that no other point beats in every respect, all that a search has to keep."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def front(points: np.ndarray) -> np.ndarray:
+def pareto_front(points: np.ndarray) -> np.ndarray:
     """Indices of the points that no other one is at least as good as, in every coordinate; less is better.
+
+        points (1, 5), (2, 2), (3, 3), (5, 1)  -->  all but (3, 3), which (2, 2) beats
 
     Of equal points the first stays.
 

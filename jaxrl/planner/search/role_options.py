@@ -10,36 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Annotated
 
 import numpy as np
 
-from jaxrl.checks import check_fields, count
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.search.pareto import front
+from jaxrl.planner.search.choice_costs import ChoiceCosts
+from jaxrl.planner.search.mapping_problem import Limits
+from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy
-
-RESIDENT, TRANSIENT, PREPARATION, TRAINING, FSDP = range(5)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Strategies that a search looks at.
-
-    Attributes:
-      max_tensor: t at most, and never beyond devices with fast links to each other.
-      max_pipeline: p at most.
-      fsdp: weights and states may be shared among replicas.
-    """
-
-    max_tensor: Annotated[int, count(1)] = 8
-    max_pipeline: Annotated[int, count(1)] = 64
-    fsdp: bool = True
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @functools.cache
@@ -72,16 +52,10 @@ def strategies_of(
 
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
-    """Strategies of a role on n devices that are worth a look.
-
-    Attributes:
-      strategies: K of them.
-      costs: float64 [K, 5], columns RESIDENT and TRANSIENT in bytes of a device, PREPARATION and TRAINING in
-        seconds of a step, and FSDP, the share.
-    """
+    """Strategies of a role on n devices that are worth a look, and what each costs."""
 
     strategies: tuple[Strategy, ...]
-    costs: np.ndarray
+    costs: ChoiceCosts
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -99,9 +73,6 @@ def role_options(
 ) -> RoleOptions:
     """Strategies that fit by themselves and that no other beats in memory and time at once.
 
-    An actor's are compared among those of one (p, t) only: generation divides these, and the resharding
-    takes longer the more replicas share its weights.
-
     Args:
       role, model: whose.
       devices: n.
@@ -111,20 +82,42 @@ def role_options(
       budget: bytes of a device that there are.
     """
     strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
-    costs = np.array([_costs(role, model, s, passes) for s in strategies]).reshape(-1, 5)
-    fits = costs[:, RESIDENT] + costs[:, TRANSIENT] <= budget
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i in np.flatnonzero(fits).tolist():
-        s = strategies[i]
-        groups.setdefault((s.p, s.t) if role.generates else (0, 0), []).append(i)
-    columns = slice(0, FSDP + 1 if role.generates else FSDP)
-    kept = [i for group in groups.values() for i in np.array(group)[front(costs[group, columns])]]
+    rows = [_costs(role, model, strategy, passes) for strategy in strategies]
+    costs = ChoiceCosts.from_rows(np.array(rows).reshape(-1, 4))
+    fitting = np.flatnonzero(costs.fits(budget)).tolist()
+    compare = _not_beaten_actors if role.generates else _not_beaten
+    kept = compare(fitting, strategies, costs)
     return RoleOptions(tuple(strategies[i] for i in kept), costs[kept])
+
+
+def _not_beaten(choices: list[int], strategies: list[Strategy], costs: ChoiceCosts) -> list[int]:
+    """Those of `choices` that no other beats in bytes and seconds."""
+    del strategies
+    return [choices[i] for i in pareto_front(costs[choices].rows())]
+
+
+def _not_beaten_actors(
+    choices: list[int], strategies: list[Strategy], costs: ChoiceCosts
+) -> list[int]:
+    """As `_not_beaten`, each compared with strategies of the same p and t only, and by FSDP too.
+
+    Generation splits p and t further, and resharding takes longer the more replicas share the weights.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i in choices:
+        groups.setdefault((strategies[i].p, strategies[i].t), []).append(i)
+    kept = []
+    for group in groups.values():
+        fsdp = np.array([[float(strategies[i].fsdp)] for i in group])
+        compared = np.concatenate([costs[group].rows(), fsdp], axis=1)
+        kept += [group[i] for i in pareto_front(compared)]
+    return kept
 
 
 def _costs(
     role: RoleTasks, model: ModelConfig, strategy: Strategy, passes: PassSimulator
-) -> tuple[float, ...]:
+) -> tuple[float, float, float, float]:
+    """Resident and transient bytes, seconds of preparation and of training."""
     preparation, transient, resident = 0.0, 0.0, 0.0
     if role.forwards:
         forward = passes.inference(model, strategy, share=passes.share_of(role))
@@ -135,4 +128,4 @@ def _costs(
         update = passes.training(model, strategy)
         training, resident = update.total_s, update.resident_bytes
         transient = max(transient, update.transient_bytes)
-    return resident, transient, preparation, training, float(strategy.fsdp)
+    return resident, transient, preparation, training

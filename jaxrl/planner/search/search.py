@@ -4,20 +4,24 @@ HybridFlow's Algorithm 1 (section 6): the latency of a stage is the sum over the
 the maximum over pools; a step is the sum of its stages.
 
     every placement (set partition)          placements.py
-      every size of each pool                here: fronts of pools, merged one by one
-        every strategy of each role          role_options.py (Algorithm 2), pool_fronts.py
-          every p_g, t_g, slots of an actor  pool_fronts.py
+      every size of each pool                side_by_side.py: fronts of pools, merged one by one
+        every strategy of each role          role_options.py (Algorithm 2), turns.py, pool_fronts.py
+          every p_g, t_g, slots of an actor  generation_choice.py
+
+An example: PPO on two hosts of 8 devices. Suppose that the first placement, all four roles on all 16 devices,
+takes 31 s a step. With the critic apart, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
+max(training) = 14 + 3 + 9 = 26 s: 26 s is the new bound. A pool whose critic trains for 20 s, on 4 devices,
+is then ruled out at once if the fastest generation takes 8 s, whatever the other pools do.
 
 The paper enumerates allocations that use all N devices. Here a pool may leave some idle, where a number that
-divides well is faster than a larger one. What is pruned is what another choice beats in devices and in every
-stage at once, or what a bound says is slower than a mapping already found: the optimum of the simulation is
-never lost.
+divides well is faster than a larger one. What is left out is beaten by another choice in devices and in every
+stage at once (pareto.py), or slower than a mapping already found (bounds.py): the optimum of the simulation
+is never lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
@@ -27,26 +31,18 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping import (
-    Mapping,
-    PlacementResult,
-    Pool,
-    RoleMapping,
-    StageBreakdown,
-    TaskTerms,
-)
-from jaxrl.planner.search.pareto import front
+from jaxrl.planner.search.bounds import Bounds
+from jaxrl.planner.search.found_mapping import ChosenPool, mapping_of
+from jaxrl.planner.search.mapping import Mapping, PlacementResult
+from jaxrl.planner.search.mapping_problem import Limits, MappingProblem
+from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.search.placements import Placement, checked_placement, placements_of
 from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
-from jaxrl.planner.search.role_options import Limits, divisors
+from jaxrl.planner.search.role_options import divisors
+from jaxrl.planner.search.side_by_side import DEVICES, SideBySide
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import RoleTasks, tasks_of
 from jaxrl.planner.simulation.workload import Workload
-
-DEVICES, GENERATION, PREPARATION, TRAINING = range(4)
-
-# Rounding in sums of seconds; a choice is pruned by a bound only if it is slower by more.
-_SLACK = 1 + 1e-12
 
 
 def search_mapping(
@@ -78,18 +74,23 @@ def search_mapping(
       UserError: a name, a placement or a topology is wrong, or the models do not fit; then the message has
         the smallest cluster of this kind that would hold them.
     """
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    roles = tasks_of(dataflow, models, tasks)
-    names = [role.name for role in roles]
+    problem = MappingProblem(
+        dataflow,
+        tasks_of(dataflow, models, tasks),
+        models,
+        workload,
+        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        assumptions or Assumptions(),
+        limits or Limits(),
+    )
+    names = [role.name for role in problem.roles]
     chosen = list(placements_of(names))
     if placements is not None:
         chosen = [checked_placement(placement, names) for placement in placements]
-    assume, limits = assumptions or Assumptions(), limits or Limits()
-    search = _Search(cluster, roles, models, workload, assume, limits)
-    results = search.run(chosen, every_placement=every_placement)
-    if search.best is None:
-        raise UserError(_does_not_fit(search, chosen))
-    return search.mapping(dataflow, results)
+    found = fastest_mapping(problem, chosen, every_placement=every_placement)
+    if found is None:
+        raise UserError(_does_not_fit(problem, chosen))
+    return found
 
 
 def search_mapping_of_common_rows(
@@ -112,14 +113,14 @@ def search_mapping_of_common_rows(
     if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
         return found
     roles = tasks_of(dataflow, models)
+    problem = MappingProblem(dataflow, roles, models, workload, cluster, assumptions, Limits())
     placements = list(placements_of([role.name for role in roles]))
     mappings = []
     for rows in divisors(found.microbatch_rows):
         work = dataclasses.replace(workload, microbatch_rows=rows)
-        search = _Search(cluster, roles, models, work, assumptions, Limits())
-        results = search.run(placements, every_placement=False)
-        if search.best is not None:
-            mappings.append(search.mapping(dataflow, results))
+        with_rows = fastest_mapping(dataclasses.replace(problem, workload=work), placements)
+        if with_rows is not None:
+            mappings.append(with_rows)
     if not mappings:
         raise UserError(
             f"{cluster.name} holds the models only if their microbatches have different numbers of rows, and "
@@ -129,246 +130,152 @@ def search_mapping_of_common_rows(
     return min(mappings, key=lambda mapping: mapping.seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Points:
-    """Trade-offs of some pools together: float64 [K, 4], devices and seconds by stage.
+def fastest_mapping(
+    problem: MappingProblem, placements: Sequence[Placement], *, every_placement: bool = False
+) -> Mapping | None:
+    """The fastest mapping of some placements; None if the models fit in none of them.
 
-    Attributes:
-      values: DEVICES, GENERATION, PREPARATION, TRAINING.
-      left, right: which points of the pools before, and of the last pool, make each.
+    Args:
+      problem: what is searched for.
+      placements: which roles may share a pool.
+      every_placement: find the best of each placement, though a bound may say that it is not the fastest.
     """
-
-    values: np.ndarray
-    left: np.ndarray
-    right: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class _PoolPoints:
-    """Trade-offs of one pool over all its sizes: [K, 4], and what makes each."""
-
-    values: np.ndarray
-    choices: tuple[PoolChoice, ...]
+    search = _Search(problem)
+    together = tuple(role.name for role in problem.roles)
+    if not every_placement and (together,) in placements:
+        search.look_below_all_together(together)
+    best, results = None, []
+    # Few pools first: their mappings are found quickly, and bound the rest.
+    for placement in sorted(placements, key=len):
+        found = search.best_of(placement)
+        results.append(search.result(placement, found))
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
+        if best is not None and not every_placement:
+            search.bounds.lower(best.seconds)
+    if best is None:
+        return None
+    results.sort(key=lambda r: math.inf if r.seconds is None else r.seconds)
+    return mapping_of(problem, search.solver, best.pools, tuple(results))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A mapping: pools of a placement with devices and choices."""
+    """The best mapping of a placement."""
 
     seconds: float
-    pools: tuple[tuple[tuple[str, ...], int, PoolChoice], ...]
+    pools: tuple[ChosenPool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PoolPoints:
+    """Trade-offs of one pool over all its sizes: float64 [K, 4] as of `SideBySide`, and what makes each."""
+
+    points: np.ndarray
+    choices: tuple[PoolChoice, ...]
 
 
 class _Search:
-    def __init__(
-        self,
-        cluster: Cluster,
-        roles: Sequence[RoleTasks],
-        models: MappingOf[str, ModelConfig],
-        workload: Workload,
-        assumptions: Assumptions,
-        limits: Limits,
-    ):
-        self.cluster = cluster
-        self.arguments = (roles, models, workload, assumptions, limits)
-        self.roles = {role.name: role for role in roles}
-        self.models = models
-        self.solver = PoolSolver(cluster, roles, models, workload, assumptions, limits)
-        self.best: _Found | None = None
-        self._bound = math.inf
-        self._actor = next(role.name for role in roles if role.generates)
+    """Looks at placements one after the other; what it learns of a pool serves all that have it.
+
+    Attributes:
+      solver: of pools.
+      bounds: of the seconds of a step. What is kept of a pool may lack points that a bound ruled out; since
+        bounds only get lower, these are never wanted again.
+    """
+
+    def __init__(self, problem: MappingProblem):
+        """Simulates the actor alone, which bounds every generation."""
+        self._cluster = problem.cluster
+        self._actor = problem.actor.name
+        self.solver = PoolSolver(problem)
+        sizes = problem.cluster.pool_sizes
+        alone = (self.solver.front([self._actor], n).seconds[:, 0] for n in sizes)
+        self.bounds = Bounds(sizes, [seconds.min(initial=np.inf) for seconds in alone])
         self._pool_points: dict[tuple[str, ...], _PoolPoints] = {}
-        self._merged: dict[Placement, _Points] = {}
+        self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
 
-    def run(
-        self, placements: Sequence[Placement], *, every_placement: bool
-    ) -> tuple[PlacementResult, ...]:
-        """Looks at placements, keeps the best; returns what each can do, the fastest first."""
-        results = []
-        together = tuple(self.roles)
-        if not every_placement and (together,) in placements:
-            # The whole cluster for all in turn is a mapping, and seldom a bad one.
-            self._look_below(self.solver.quick_seconds(together, self.cluster.num_devices))
-        # Few pools first: their mappings are found quickly, and bound the rest.
-        for placement in sorted(placements, key=len):
-            found = self._best_of(placement)
-            bounded = math.isfinite(self._bound)
-            if found is None:
-                results.append(PlacementResult(placement, (), None if bounded else math.inf))
-                continue
-            devices = {names: n for names, n, _ in found.pools}
-            sizes = tuple(devices[names] for names in placement)
-            results.append(PlacementResult(placement, sizes, found.seconds))
-            if self.best is None or found.seconds < self.best.seconds:
-                self.best = found
-            if not every_placement:
-                self._look_below(self.best.seconds)
-        return tuple(sorted(results, key=lambda r: math.inf if r.seconds is None else r.seconds))
+    def look_below_all_together(self, names: tuple[str, ...]) -> None:
+        """Bounds the search by a mapping that is found at once, and seldom a bad one: all on all devices."""
+        self.bounds.lower(self.solver.quick_seconds(names, self._cluster.num_devices))
 
-    def _look_below(self, seconds: float) -> None:
-        """From now on only what may be faster than so many seconds a step is of interest."""
-        self._bound = min(self._bound, seconds)
-        self.solver.most_passes_s = self._bound * _SLACK - float(self._generation_s[-1])
-
-    def _best_of(self, placement: Placement) -> _Found | None:
+    def best_of(self, placement: Placement) -> _Found | None:
         """The best mapping of a placement; None if none fits or is faster than the bound."""
         # The actor's pool comes last: without it nothing generates, and points have a coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
-        last = self._points_of(pools[-1])
-        before = self._merge(pools[:-1])
-        best, pair = self._bound * _SLACK, None
-        for j, point in enumerate(last.values):
-            total = before.values[:, DEVICES] + point[DEVICES]
-            stages = np.maximum(before.values[:, GENERATION:], point[GENERATION:]).sum(axis=1)
-            stages[total > self.cluster.num_devices] = np.inf
-            i = int(stages.argmin()) if len(stages) else -1
-            if i >= 0 and stages[i] < best:
-                best, pair = float(stages[i]), (i, j)
-        if pair is None:
+        best = self._merge(pools[:-1]).best_with(
+            self._points_of(pools[-1]).points,
+            most_devices=self._cluster.num_devices,
+            below_s=self.bounds.below_s,
+        )
+        if best is None:
             return None
-        chosen = [*self._unmerged(pools[:-1], pair[0]), pair[1]]
-        found = []
-        for names, k in zip(pools, chosen, strict=True):
-            points = self._points_of(names)
-            found.append((names, int(points.values[k, DEVICES]), points.choices[k]))
-        return _Found(best, tuple(found))
+        seconds, picks = best
+        chosen = []
+        for names, k in zip(pools, picks, strict=True):
+            found = self._points_of(names)
+            chosen.append(ChosenPool(names, int(found.points[k, DEVICES]), found.choices[k]))
+        return _Found(seconds, tuple(chosen))
+
+    def result(self, placement: Placement, found: _Found | None) -> PlacementResult:
+        """What is known of a placement: its best mapping, that it does not fit, or that a bound beats it."""
+        if found is None:
+            bounded = math.isfinite(self.bounds.best_s)
+            return PlacementResult(placement, (), None if bounded else math.inf)
+        devices = {pool.names: pool.devices for pool in found.pools}
+        sizes = tuple(devices[names] for names in placement)
+        return PlacementResult(placement, sizes, found.seconds)
 
     def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
-        """Of a pool, over all its sizes; those that alone are slower than the bound may be missing."""
+        """Of a pool, over all its sizes."""
         if names not in self._pool_points:
-            values, choices = [np.zeros((0, 4))], []
-            for devices in self.cluster.pool_sizes:
-                if self._least_seconds(names, devices) > self._bound * _SLACK:
+            points, choices = [np.zeros((0, 4))], []
+            for devices in self._cluster.pool_sizes:
+                if self._least_s(names, devices) > self.bounds.below_s:
                     continue
-                pool = self.solver.front(names, devices)
-                size = np.full((len(pool.choices), 1), float(devices))
-                values.append(np.concatenate([size, pool.seconds], axis=1))
-                choices += pool.choices
-            joined = np.concatenate(values)
-            near = np.flatnonzero(self._least_steps_s(joined) <= self._bound * _SLACK)
-            kept = near[front(joined[near])]
-            self._pool_points[names] = _PoolPoints(joined[kept], tuple(choices[i] for i in kept))
+                most_passes_s = self.bounds.most_passes_s
+                front = self.solver.front(names, devices, most_passes_s=most_passes_s)
+                size = np.full((len(front.choices), 1), float(devices))
+                points.append(np.concatenate([size, front.seconds], axis=1))
+                choices += front.choices
+            every = np.concatenate(points)
+            near = np.flatnonzero(self.bounds.may_be_best(every))
+            kept = near[pareto_front(every[near])]
+            self._pool_points[names] = _PoolPoints(every[kept], tuple(choices[i] for i in kept))
         return self._pool_points[names]
 
-    def _merge(self, pools: Placement) -> _Points:
-        """Of several pools side by side; what could not beat the bound may be missing."""
-        if not pools:
-            return _Points(np.zeros((1, 4)), np.zeros(1, np.int64), np.zeros(1, np.int64))
-        if pools not in self._merged:
-            left, right = self._merge(pools[:-1]).values, self._points_of(pools[-1]).values
-            values = np.maximum(left[:, None], right[None])
-            values[..., DEVICES] = left[:, None, DEVICES] + right[None, :, DEVICES]
-            fits = values[..., DEVICES] <= self.cluster.num_devices - self.cluster.pool_sizes[0]
-            i, j = np.nonzero(fits & (self._least_steps_s(values) <= self._bound * _SLACK))
-            kept = front(values[i, j])
-            self._merged[pools] = _Points(values[i, j][kept], i[kept], j[kept])
-        return self._merged[pools]
-
-    def _least_steps_s(self, values: np.ndarray) -> np.ndarray:
-        """Less than which no step of these pools takes: generation, here or on what they leave, and the rest.
-
-        Args:
-          values: float64 [..., 4] of pools side by side.
-        """
-        passes_s = values[..., PREPARATION] + values[..., TRAINING]
-        here = values[..., GENERATION]
-        elsewhere = self._least_generation_s(self.cluster.num_devices - values[..., DEVICES])
-        return passes_s + np.where(here > 0, here, elsewhere)
-
-    def _least_seconds(self, names: tuple[str, ...], devices: int) -> float:
-        """As `_least_steps_s`, of roles that share so many devices."""
-        generating = devices if self._actor in names else self.cluster.num_devices - devices
-        generation_s = float(self._least_generation_s(np.array(float(generating))))
+    def _least_s(self, names: tuple[str, ...], devices: int) -> float:
+        """A lower bound of a step whose roles of these names share so many devices."""
+        here = self._actor in names
+        generating = devices if here else self._cluster.num_devices - devices
+        generation_s = float(self.bounds.generation_s(np.array(float(generating))))
         return self.solver.least_passes_s(names, devices) + generation_s
 
-    def _least_generation_s(self, devices: np.ndarray) -> np.ndarray:
-        """Of an actor that has devices for itself; infinite where they do not hold it.
-
-        Roles that share memory leave no more slots than the actor has alone.
-        """
-        place = np.searchsorted(self.cluster.pool_sizes, devices, side="right") - 1
-        return np.where(place >= 0, self._generation_s[np.maximum(place, 0)], np.inf)
-
-    @functools.cached_property
-    def _generation_s(self) -> np.ndarray:
-        """The fastest generation of an actor alone on at most so many devices: float64 [pool sizes]."""
-        alone = [self.solver.front((self._actor,), n).seconds for n in self.cluster.pool_sizes]
-        fastest = [seconds[:, GENERATION - 1].min(initial=np.inf) for seconds in alone]
-        return np.minimum.accumulate(fastest)
-
-    def _unmerged(self, pools: Placement, i: int) -> list[int]:
-        """Which point of each pool makes a merged one."""
-        found = []
-        while pools:
-            points = self._merged[pools]
-            found.append(int(points.right[i]))
-            pools, i = pools[:-1], int(points.left[i])
-        return found[::-1]
-
-    def mapping(self, dataflow: str, results: tuple[PlacementResult, ...]) -> Mapping:
-        """The best that was found, with its terms."""
-        assert self.best is not None, "run() has found one"
-        # Larger pools first: none then crosses the border of another's host.
-        ordered = sorted(self.best.pools, key=lambda pool: (-pool[1], pool[0]))
-        pools, roles, first = [], {}, 0
-        for index, (names, devices, choice) in enumerate(ordered):
-            pools.append(Pool(names, first, devices))
-            first += devices
-            for name in names:
-                generation = choice.generation if self.roles[name].generates else None
-                roles[name] = RoleMapping(name, index, choice.strategies[name], generation)
-        return Mapping(
-            dataflow=dataflow,
-            cluster=self.cluster.name,
-            num_devices=self.cluster.num_devices,
-            pools=tuple(pools),
-            roles={name: roles[name] for name in self.roles},
-            breakdown=self._breakdown(roles),
-            placements=results,
-            budget_bytes=self.solver.budget,
-        )
-
-    def _breakdown(self, roles: MappingOf[str, RoleMapping]) -> tuple[StageBreakdown, ...]:
-        generation, preparation, training = [], [], []
-        passes = self.solver.passes
-        for name, tasks in self.roles.items():
-            model, role = self.models[name], roles[name]
-            if role.generation is not None:
-                terms = self.solver.generating.generation(
-                    model, role.strategy, role.generation, greedy=tasks.greedy
-                )
-                generation.append(TaskTerms(name, role.pool, terms))
-            if tasks.forwards:
-                terms = passes.inference(model, role.strategy, share=passes.share_of(tasks))
-                seconds = {cause: tasks.forwards * s for cause, s in terms.seconds.items()}
-                # What a trained role keeps is counted once, with its training.
-                resident = {} if tasks.trains else terms.resident
-                terms = dataclasses.replace(terms, seconds=seconds, resident=resident)
-                preparation.append(TaskTerms(name, role.pool, terms))
-            if tasks.trains:
-                training.append(TaskTerms(name, role.pool, passes.training(model, role.strategy)))
-        return (
-            StageBreakdown("generation", tuple(generation)),
-            StageBreakdown("preparation", tuple(preparation)),
-            StageBreakdown("training", tuple(training)),
-        )
+    def _merge(self, pools: Placement) -> SideBySide:
+        """Pools side by side, with devices left for a further one."""
+        if pools not in self._merged:
+            self._merged[pools] = self._merge(pools[:-1]).with_pool(
+                self._points_of(pools[-1]).points,
+                most_devices=self._cluster.num_devices - self._cluster.pool_sizes[0],
+                interesting=self.bounds.may_be_best,
+            )
+        return self._merged[pools]
 
 
-def _does_not_fit(search: _Search, placements: Sequence[Placement]) -> str:
+def _does_not_fit(problem: MappingProblem, placements: Sequence[Placement]) -> str:
     """Which cluster would hold what this one does not."""
-    kind = search.cluster.accelerator
-    counts = {name: search.models[name].num_params for name in search.roles}
+    cluster, kind = problem.cluster, problem.cluster.accelerator
+    counts = {role.name: problem.models[role.name].num_params for role in problem.roles}
     models = ", ".join(f"{name} of {count / 1e9:.1f}B" for name, count in counts.items())
     start = (
-        f"{search.cluster.name} ({search.cluster.num_devices} devices of {kind.memory_gb:g} GB, of which a "
-        f"program may use {search.solver.budget / 1e9:.1f}) does not hold {models} in any mapping; "
+        f"{cluster.name} ({cluster.num_devices} devices of {kind.memory_gb:g} GB, of which a "
+        f"program may use {problem.budget_bytes / 1e9:.1f}) does not hold {models} in any mapping; "
     )
     for shape in kind.growing_shapes():
-        if kind.num_devices(shape) <= search.cluster.num_devices:
+        if kind.num_devices(shape) <= cluster.num_devices:
             continue
-        larger = _Search(Cluster(kind, shape), *search.arguments)
-        larger.run(placements, every_placement=False)
-        if larger.best is not None:
+        larger = dataclasses.replace(problem, cluster=Cluster(kind, shape))
+        if fastest_mapping(larger, placements) is not None:
             return start + f"the smallest cluster of this kind that does is {larger.cluster.name}"
     return start + (
         f"no {kind.name} up to {kind.largest:,} devices does: take a kind with more memory, shorter "

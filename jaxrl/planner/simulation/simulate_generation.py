@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_terms import Terms
-from jaxrl.planner.simulation.decode_course import Course, course_of, replayed_course
+from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
+from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace, replayed_trace
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
 
@@ -42,6 +42,20 @@ class ContiguousSlots:
     def tokens(self, workload: Workload) -> float:
         """The longest prompt, the longest response, and a dispatch that runs over."""
         return float(workload.longest_tokens + workload.tokens_per_dispatch)
+
+
+class SlotTimes(NamedTuple):
+    """Seconds of generation by the number of slots that there is memory for; not all of them need be taken.
+
+    Attributes:
+      room: slots that fit: int64 [K], growing.
+      slots: the best number of slots in that room: int64 [K].
+      seconds: what these take: float64 [K].
+    """
+
+    room: np.ndarray
+    slots: np.ndarray
+    seconds: np.ndarray
 
 
 def slot_counts(most: int) -> tuple[int, ...]:
@@ -84,7 +98,7 @@ class GenerationSimulator:
         *,
         greedy: bool = False,
         replay: bool = False,
-    ) -> Terms:
+    ) -> CostBreakdown:
         """All responses of a step.
 
         Args:
@@ -97,15 +111,15 @@ class GenerationSimulator:
         p_g, t_g = generation.p_g, generation.t_g
         devices = strategy.num_devices
         slots = generation.slots
-        course = (self._replayed if replay else self._course)(devices, p_g, t_g, slots, greedy)
+        trace = (self._replayed if replay else self._trace)(devices, p_g, t_g, slots, greedy)
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
             "prefill": self._prefill_s(model, devices, p_g),
-            **self._decoding_s(model, p_g, t_g, course),
+            **self._decoding_s(model, p_g, t_g, trace),
         }
         cache = slots * self.slot_bytes(model, p_g, t_g)
         weights = self.weight_bytes(model, p_g, t_g)
-        return Terms(seconds, {}, {"weights of generation": weights, "cache": cache})
+        return CostBreakdown(seconds, {}, {"weights of generation": weights, "cache": cache})
 
     def best_seconds(
         self,
@@ -116,7 +130,7 @@ class GenerationSimulator:
         *,
         budget: float,
         greedy: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> SlotTimes:
         """Seconds without resharding by the number of slots that there is memory for.
 
         Args:
@@ -127,9 +141,7 @@ class GenerationSimulator:
           greedy: each prompt gets a greedy answer besides.
 
         Returns:
-          (room, slots, seconds): int64 [K] growing, int64 [K], float64 [K]: with memory for so many slots,
-          the best number of them and its seconds. More than are of use need not be taken. K is 0 where not
-          one slot fits.
+          K is 0 where not one slot fits.
         """
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
         left = budget - self.weight_bytes(model, p_g, t_g)
@@ -139,7 +151,7 @@ class GenerationSimulator:
         found = [
             sum(
                 self._decoding_s(
-                    model, p_g, t_g, self._course(devices, p_g, t_g, n, greedy)
+                    model, p_g, t_g, self._trace(devices, p_g, t_g, n, greedy)
                 ).values()
             )
             for n in slots
@@ -147,7 +159,7 @@ class GenerationSimulator:
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.
         best = room[np.searchsorted(-seconds, -seconds)]
-        return room, best, prefill + seconds
+        return SlotTimes(room, best, prefill + seconds)
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Of a device's copy to generate with."""
@@ -183,10 +195,10 @@ class GenerationSimulator:
     def _samples_per_replica(self, devices: int, p_g: int, t_g: int, greedy: bool) -> int:
         return math.ceil(self._samples(greedy) / (devices // (p_g * t_g)))
 
-    def _course(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> Course:
+    def _trace(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
         work = self._work
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        return course_of(
+        return quick_trace(
             work.prompt_lengths.mean,
             work.response_lengths,
             samples,
@@ -194,10 +206,10 @@ class GenerationSimulator:
             work.tokens_per_dispatch,
         )
 
-    def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> Course:
+    def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
         work, samples = self._work, self._samples(greedy)
         lengths = np.random.default_rng(0).permutation(work.response_lengths.quantiles(samples))
-        return replayed_course(
+        return replayed_trace(
             work.prompt_lengths.mean,
             lengths,
             samples_per_prompt=work.samples + greedy,
@@ -215,7 +227,7 @@ class GenerationSimulator:
         return prompts * flops / devices / self._flops * (2 * p_g - 1) / p_g
 
     def _decoding_s(
-        self, model: ModelConfig, p_g: int, t_g: int, course: Course
+        self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace
     ) -> dict[str, float]:
         """Of all steps.
 
@@ -224,14 +236,14 @@ class GenerationSimulator:
         """
         assume, numbers = self._assume, model_numbers(model)
         ticks = 2 * p_g - 1
-        slots, cached = course.slots / p_g, course.cached / p_g
+        slots, cached = trace.slots / p_g, trace.cached / p_g
         shard = numbers.params_of_shard(p_g, t_g)
         weights_s = shard * assume.compute_bytes / self._weights_rate
         products_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
         cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
         cache_s = cached * cache / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
-        times = course.steps * ticks
+        times = trace.steps * ticks
         read = float(times.sum()) * weights_s
         attended = float((times * cache_s).sum())
         found = {
@@ -239,11 +251,11 @@ class GenerationSimulator:
             "products beyond that": float((times * np.maximum(products_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
-            "a step anyway": float(course.steps.sum()) * self._step_s,
-            "dispatches": course.dispatches * assume.dispatch_s,
+            "a step anyway": float(trace.steps.sum()) * self._step_s,
+            "dispatches": trace.dispatches * assume.dispatch_s,
         }
         if assume.slot_host_s:
-            visits = float((course.steps * course.slots).sum()) / self._work.tokens_per_dispatch
+            visits = float((trace.steps * trace.slots).sum()) / self._work.tokens_per_dispatch
             found["host, for each slot"] = visits * assume.slot_host_s
         if t_g > 1:
             size = slots * numbers.width * assume.compute_bytes

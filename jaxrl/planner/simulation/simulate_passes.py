@@ -19,7 +19,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_terms import Terms
+from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload
@@ -64,7 +64,9 @@ class PassSimulator:
         samples = self._work.samples
         return (samples + 1) / samples if role.greedy and not role.generates else 1.0
 
-    def inference(self, model: ModelConfig, strategy: Strategy, *, share: float = 1.0) -> Terms:
+    def inference(
+        self, model: ModelConfig, strategy: Strategy, *, share: float = 1.0
+    ) -> CostBreakdown:
         """One forward pass over all sequences: values, log-probabilities or scores.
 
         Args:
@@ -81,11 +83,11 @@ class PassSimulator:
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
         }
-        return Terms(
+        return CostBreakdown(
             seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
         )
 
-    def training(self, model: ModelConfig, strategy: Strategy) -> Terms:
+    def training(self, model: ModelConfig, strategy: Strategy) -> CostBreakdown:
         """All updates of a step."""
         work, assume = self._work, self._assume
         flushes = self._flush(work.sequences, strategy, parts=work.updates)
@@ -114,7 +116,7 @@ class PassSimulator:
             "kept of the layers": self._kept(model, strategy, flushes),
             **self._at_work(model, strategy, flushes, backward=True),
         }
-        return Terms(seconds, resident, transient)
+        return CostBreakdown(seconds, resident, transient)
 
     @property
     def _optimizer_bytes(self) -> float:

@@ -14,10 +14,8 @@ from jaxrl.mesh.hardware import accelerator
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.abstract_roles import models_of
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import write_accelerator
-from jaxrl.planner.planning import plan
 from jaxrl.planner.search.mapping import Mapping, Pool, RoleMapping
 from jaxrl.planner.search.mapping_choice import (
     assumptions_of,
@@ -31,7 +29,10 @@ from jaxrl.planner.search.mapping_choice import (
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
-from jaxrl.trainer.context import check_role_batches, pools_of
+from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
+from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.role_models import role_models
 
 
 def recipe(**algorithm) -> Config:
@@ -103,10 +104,10 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     work = dataclasses.replace(workload_of(config), microbatch_rows=config.train.rows)
     passes = PassSimulator(Cluster.parse("h100:16x8"), work, assumptions_of(config))
     tasks = {task.role: task for task in found.breakdown[2].tasks}
-    models = {role: model for role, (model, _) in models_of(config).items()}
+    models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
         simulated = passes.training(models[role], found.roles[role].strategy)
-        assert tasks[role].terms.transient_bytes >= simulated.transient_bytes
+        assert tasks[role].costs.transient_bytes >= simulated.transient_bytes
 
 
 def test_the_search_assumes_what_the_recipe_says():
@@ -201,4 +202,4 @@ def test_what_the_search_does_not_cover_is_named():
 
 def test_a_dry_run_has_no_devices_to_search_for():
     with pytest.raises(UserError, match=r"jaxrl plan --search --topology"):
-        plan(recipe())
+        trace_plan(recipe())

@@ -11,7 +11,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.role_options import Limits
+from jaxrl.planner.search.mapping_problem import Limits
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.step_tasks import TASKS, tasks_of
 from jaxrl.planner.simulation.workload import Lengths, Workload

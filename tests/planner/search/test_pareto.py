@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.extra import numpy as arrays
 
-from jaxrl.planner.search.pareto import front
+from jaxrl.planner.search.pareto import pareto_front
 
 
 @hypothesis.given(
@@ -16,7 +16,7 @@ from jaxrl.planner.search.pareto import front
     )
 )
 def test_a_front_is_what_no_other_point_beats(points):
-    kept = front(points)
+    kept = pareto_front(points)
     assert len(set(kept.tolist())) == len(kept)
     for i, point in enumerate(points):
         as_good = (points[kept] <= point).all(axis=1)
@@ -27,4 +27,4 @@ def test_a_front_is_what_no_other_point_beats(points):
 
 
 def test_of_equal_points_the_first_stays():
-    assert front(np.array([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]])).tolist() == [0, 2]
+    assert pareto_front(np.array([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]])).tolist() == [0, 2]

@@ -21,7 +21,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import Limits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.decode_course import course_of, replayed_course
+from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -303,16 +303,16 @@ def test_slot_counts_end_with_the_most():
     assert slot_counts(23) == (*range(1, 17), 18, 20, 22, 23)
 
 
-# The course of decoding
+# The trace of decoding
 
 
 def test_samples_of_one_length_go_in_waves():
-    course = course_of(10.0, Lengths.exactly(4), 5, 2, 2)
+    trace = quick_trace(10.0, Lengths.exactly(4), 5, 2, 2)
     # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
-    assert course.steps.tolist() == [4, 4, 4]
-    assert course.slots.tolist() == [2, 2, 2]  # too few for a smaller program
-    assert course.cached.tolist() == [24, 24, 12]
-    assert (course.samples, course.dispatches) == (pytest.approx(20 / 12), 6)
+    assert trace.steps.tolist() == [4, 4, 4]
+    assert trace.slots.tolist() == [2, 2, 2]  # too few for a smaller program
+    assert trace.cached.tolist() == [24, 24, 12]
+    assert (trace.samples, trace.dispatches) == (pytest.approx(20 / 12), 6)
 
 
 @hypothesis.given(
@@ -320,21 +320,21 @@ def test_samples_of_one_length_go_in_waves():
 )
 def test_every_token_is_decoded_once(samples, slots, kind):
     lengths = Lengths(20, 50, kind)
-    course = course_of(5.0, lengths, samples, min(slots, samples), 4)
+    trace = quick_trace(5.0, lengths, samples, min(slots, samples), 4)
     tokens = lengths.quantiles(samples).sum()
-    assert course.samples * course.steps.sum() == pytest.approx(tokens)
+    assert trace.samples * trace.steps.sum() == pytest.approx(tokens)
     # What is read: each token's prompt, and those before it.
     reads = (5 * lengths.quantiles(samples) + lengths.quantiles(samples) ** 2 / 2).sum()
-    assert (course.steps * course.cached).sum() == pytest.approx(reads)
-    assert (course.slots <= slots).all()
+    assert (trace.steps * trace.cached).sum() == pytest.approx(reads)
+    assert (trace.slots <= slots).all()
 
 
 @pytest.mark.parametrize("kind", ["constant", "log-normal"])
 def test_the_short_way_is_close_to_the_engines_scheduler(kind):
     lengths = Lengths(96, 256, kind)
-    quick = course_of(64.0, lengths, 48, 8, 4)
+    quick = quick_trace(64.0, lengths, 48, 8, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
-    replayed = replayed_course(
+    replayed = replayed_trace(
         64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
     )
     assert replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
@@ -346,11 +346,11 @@ def test_the_short_way_is_close_to_the_engines_scheduler(kind):
 
 def test_a_replay_of_one_replica_by_hand():
     # Two slots, lengths 3, 1, 2, two tokens a dispatch. An idle slot ends a dispatch while a sample waits.
-    course = replayed_course(
+    trace = replayed_trace(
         0.0, [3, 1, 2], samples_per_prompt=1, replicas=1, slots=2, tokens_per_dispatch=2
     )
-    assert course.steps.tolist() == [1, 2]
-    assert (course.dispatches, course.samples) == (2, 2)
+    assert trace.steps.tolist() == [1, 2]
+    assert (trace.dispatches, trace.samples) == (2, 2)
 
 
 # Workloads

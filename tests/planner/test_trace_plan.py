@@ -15,8 +15,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.planner.planning import plan
-from jaxrl.planner.tables import DryRun
+from jaxrl.planner import plan_tables
+from jaxrl.planner.memory import ResidentBuffers
+from jaxrl.planner.plan import Plan
+from jaxrl.planner.trace_plan import trace_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = {
@@ -35,24 +37,30 @@ def config_of(recipe: str, **changes) -> Config:
 
 
 @functools.cache
-def plan_of(recipe: str, **changes) -> DryRun:
-    return plan(config_of(recipe, **changes))
+def plan_of(recipe: str, **changes) -> Plan:
+    return trace_plan(config_of(recipe, **changes))
 
 
-def sizes(found: DryRun) -> dict[str, int]:
-    return {h.name: h.num_values for h in found.holdings}
+def sizes(found: Plan) -> dict[str, int]:
+    return {h.name: h.num_values for h in buffers(found)}
 
 
-def origin_of(found: DryRun) -> str:
-    return dict(found.flow)["shape of the model"]
+def buffers(found: Plan) -> tuple[ResidentBuffers, ...]:
+    """Of a plan with one pool."""
+    (pool,) = found.pools
+    return pool.resident_buffers
+
+
+def origin_of(found: Plan) -> str:
+    return dict(found.notes)["shape of the model"]
 
 
 def test_dapo_alone_keeps_mixed_groups():
-    flow = dict(plan_of("dapo_tiny").flow)
+    flow = dict(plan_of("dapo_tiny").notes)
     assert "with right and wrong answers" in flow["groups kept"]
     assert "at most 20 batches a step" in flow["generation batch"]
     for recipe in ("ppo_tiny", "remax_tiny"):
-        flow = dict(plan_of(recipe).flow)
+        flow = dict(plan_of(recipe).notes)
         assert "all of them" in flow["groups kept"], recipe
         assert "batches a step" not in flow["generation batch"], recipe
     assert flow["generation batch"].startswith("192 prompts x 1 samples = 192 responses")
@@ -68,7 +76,7 @@ def test_roles_on_the_same_devices_are_counted():
     # Adam's two moments, and the number of steps.
     assert found["critic, optimiser state"] == 2 * found["critic in training"] + 1
     # Its update has gradients and activations of its own, at its turn.
-    turns = {h.turn for h in plan_of("ppo_tiny").holdings}
+    turns = {h.turn for h in buffers(plan_of("ppo_tiny"))}
     assert turns == {"", "actor", "critic"}
     assert found["critic, gradients"] == found["critic in training"]
     assert not plan_of("ppo_tiny").left_out
@@ -81,7 +89,7 @@ def test_adapters_are_named_and_alone_have_an_optimiser():
     found = sizes(plan)
     adapters = found["actor in training"] - config_of("grpo_tiny").model.num_params
     assert adapters > 0 and found["optimiser state"] == 2 * adapters + 1
-    assert plan.holdings[0].layout.endswith("adapters of rank 4 in float32 included")
+    assert buffers(plan)[0].layout.endswith("adapters of rank 4 in float32 included")
     # The model below them is the reference.
     assert "reference, frozen" not in found
 
@@ -97,24 +105,24 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
     names = ("critic in training", "cost critic in training", "cost, frozen", "judge, frozen")
     assert all(counted[name] >= actor.num_params for name in names)
     assert counted["judge, cache and slots"] > 0
-    notes = dict(found.flow)
+    notes = dict(found.notes)
     assert notes["cost"].startswith("counted as large as the actor: nowhere/cost is not here")
     assert "nowhere/judge" in notes["judge"] and "warm start" in notes
     out = io.StringIO()
-    found.show(Console(file=out))
+    plan_tables.show(found, Console(file=out))
     assert [name for name, _ in found.left_out] == ["cost.pretrain_coef"]
     assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
     partial = plan_of("dapo_tiny", rollout__partial="True", warm_start__num_steps="0")
-    assert not partial.left_out and "rollout.partial" in dict(partial.flow)
+    assert not partial.left_out and "rollout.partial" in dict(partial.notes)
 
 
 def test_roles_that_take_turns_do_not_add_up():
     found = plan_of("ppo_tiny")
     turns = {
-        turn: sum(h.bytes_per_device for h in found.holdings if h.learning and h.turn == turn)
+        turn: sum(h.bytes_per_device for h in buffers(found) if h.learning and h.turn == turn)
         for turn in ("", "actor", "critic")
     }
-    assert found.learning_bytes == turns[""] + max(turns["actor"], turns["critic"])
+    assert found.pools[0].bytes_in("learning") == turns[""] + max(turns["actor"], turns["critic"])
 
 
 def test_pools_of_a_placement_are_counted_each():
@@ -125,14 +133,13 @@ def test_pools_of_a_placement_are_counted_each():
             "rest": {"roles": ("critic", "reference"), "train": "1-1-2"},
         },
     )
-    found = plan(config)
-    assert found.layout.num_devices == 4
-    assert not any("critic" in h.name for h in found.holdings)
-    (rest,) = found.elsewhere
-    assert rest.layout.num_devices == 2
-    assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.holdings}
+    found = trace_plan(config)
+    policy, rest = found.pools
+    assert (policy.num_devices, rest.num_devices) == (4, 2)
+    assert not any("critic" in h.name for h in policy.resident_buffers)
+    assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.resident_buffers}
     out = io.StringIO()
-    found.show(Console(file=out))
+    plan_tables.show(found, Console(file=out))
     assert "pool rest, 2 devices" in out.getvalue()
     assert "pool rest, learning, before temporaries" in out.getvalue()
 
@@ -142,7 +149,7 @@ def test_what_waits_in_host_memory_is_not_counted_while_sampling():
 
     def spared(phase: str) -> set[str]:
         each = [
-            {h.name for h in found.holdings if getattr(h, phase)} for found in (here, offloaded)
+            {h.name for h in buffers(found) if getattr(h, phase)} for found in (here, offloaded)
         ]
         return each[0] - each[1]
 
@@ -153,14 +160,16 @@ def test_what_waits_in_host_memory_is_not_counted_while_sampling():
 def test_the_shape_is_that_of_the_weights_if_they_are_here(tmp_path):
     weights = tmp_path / "weights"
     config = config_of("dapo_tiny", weights=str(weights))
-    assert origin_of(plan(config)) == f"config.model; {weights} is not here to compare it with"
+    assert (
+        origin_of(trace_plan(config)) == f"config.model; {weights} is not here to compare it with"
+    )
     params = init_params(config.model, jax.random.key(0))
     save_checkpoint(params, config.model, weights, dtype="float32")
-    assert origin_of(plan(config)) == str(weights)
+    assert origin_of(trace_plan(config)) == str(weights)
     stored = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(stored | {"intermediate_size": 56}))
     with pytest.raises(UserError, match=r"model.d_ff = 48, but 56 in the checkpoint"):
-        plan(config)
+        trace_plan(config)
 
 
 def test_a_reward_model_that_is_here_is_counted(tmp_path):
@@ -168,4 +177,4 @@ def test_a_reward_model_that_is_here_is_counted(tmp_path):
     model = dataclasses.replace(config.model, num_scores=1)
     params = init_params(model, jax.random.key(0))
     save_checkpoint(params, model, tmp_path / "reward", dtype="float32")
-    assert sizes(plan(config))["reward, frozen"] == model.num_params
+    assert sizes(trace_plan(config))["reward, frozen"] == model.num_params

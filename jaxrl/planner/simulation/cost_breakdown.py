@@ -1,4 +1,4 @@
-"""A prediction, term by term: seconds, bytes that stay, bytes that come and go."""
+"""The breakdown of a predicted cost: seconds by cause, bytes that stay, bytes that come and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NOTHING: Mapping[str, float] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class CostBreakdown:
     """What one role's task is predicted to take on each of its devices; nothing of it was measured.
 
     Attributes:
@@ -38,7 +38,7 @@ class Terms:
         return sum(self.transient.values())
 
     def lines(self) -> list[str]:
-        """One line for each term, and their sums."""
+        """One line for each cause, and their sums."""
         seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
         kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
         brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]

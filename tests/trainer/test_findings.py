@@ -148,7 +148,7 @@ JUDGE = {"reward__judge__chat": False}
     ],
 )
 def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):
-    monkeypatch.setattr("jaxrl.trainer.needs.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxrl.trainer.findings.importlib.util.find_spec", lambda name: None)
     assert message in run(**changes)
 
 

@@ -14,7 +14,6 @@ from jaxrl.data.sources import FaultOf, Source, read_source
 from jaxrl.data.stream import EncodedPrompts, MadePrompts, encode_prompts, prompt_encoder
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.trainer.requirements import Lookup
 from jaxrl.types import Prompts
 
 
@@ -70,13 +69,13 @@ class ProblemReader:
         self._found: dict[str, Source] = {}
 
     @property
-    def lookups(self) -> list[Lookup]:
-        """Files and tasks that the run will ask for."""
-        return [
-            Lookup(name, functools.partial(self._read, name, settings))
+    def readers(self) -> dict[str, Callable[[], Source]]:
+        """What reads each source that the config names, by its setting."""
+        return {
+            name: functools.partial(self._read, name, settings)
             for name, settings in self._all.items()
             if settings.is_named
-        ]
+        }
 
     @property
     def is_named(self) -> bool:

@@ -1,9 +1,9 @@
-"""The course of decoding: step by step, samples that a replica has in flight and cache that they read.
+"""Decode traces: step by step, the samples that a replica has in flight and the cache that they read.
 
 Two ways to the same thing, neither with a model:
 
-    course_of       samples go to slots as these fall free, one replica for all; fast enough for a search
-    replayed_course the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
+    quick_trace     samples go to slots as these fall free, one replica for all; fast enough for a search
+    replayed_trace  the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
                     dispatch, with its early ends, its refills and its smaller programs at the end
 
 The first knows no dispatches, so a slot is refilled at once: it is a little faster than the second.
@@ -28,7 +28,7 @@ _MOST_STRETCHES = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class DecodeTrace:
     """Decoding in stretches in which the same samples are in flight on the busiest replica.
 
     Attributes:
@@ -47,9 +47,9 @@ class Course:
 
 
 @functools.lru_cache(maxsize=4096)
-def course_of(
+def quick_trace(
     prompt_tokens: float, responses: Lengths, samples: int, slots: int, tokens_per_dispatch: int
-) -> Course:
+) -> DecodeTrace:
     """One replica, which stands for all.
 
     Args:
@@ -66,7 +66,7 @@ def course_of(
     steps, running, cached = _stretches(starts, lengths, prompt_tokens)
     mean = float((running * steps).sum() / steps.sum())
     together = _together(steps, _round_up(running, slots), cached)
-    return Course(*together, mean, float(steps.sum()) / tokens_per_dispatch)
+    return DecodeTrace(*together, mean, float(steps.sum()) / tokens_per_dispatch)
 
 
 def _together(
@@ -121,7 +121,7 @@ def _round_up(running: np.ndarray, slots: int) -> np.ndarray:
     return sizes[np.searchsorted(sizes, np.minimum(running, slots))]
 
 
-def replayed_course(
+def replayed_trace(
     prompt_tokens: float,
     lengths: Sequence[int] | np.ndarray,
     *,
@@ -130,7 +130,7 @@ def replayed_course(
     slots: int,
     tokens_per_dispatch: int,
     prefill_prompts: int = 32,
-) -> Course:
+) -> DecodeTrace:
     """The engine's scheduler, told beforehand how long each response will be.
 
     Args:
@@ -169,7 +169,7 @@ def replayed_course(
         done[ids] += decoded
         scheduler.finish(places[left[ids] == 0].tolist())
     steps, each, cached = np.array(found, float).T
-    return Course(steps, each, cached, in_flight / steps.sum(), len(found))
+    return DecodeTrace(steps, each, cached, in_flight / steps.sum(), len(found))
 
 
 def _dispatch_steps(left: np.ndarray, enough_active: int, most: int) -> int:

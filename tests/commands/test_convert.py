@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.commands.convert import main
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.trainer.convert import main
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "convert.py"
 TINY = ModelConfig(

@@ -25,7 +25,7 @@ from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
-from jaxrl.trainer.export import export_run
+from jaxrl.tracking.export import export_run
 
 
 def main(argv: Sequence[str]) -> int:

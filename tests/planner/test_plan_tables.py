@@ -3,29 +3,32 @@
 import io
 
 import pytest
-from plans import RECIPE, holding, plan_32b, plan_recipe
+from plans import RECIPE, buffers_named, plan_32b
 from rich.console import Console
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.planner.tables import DryRun
+from jaxrl.planner import plan_tables
+from jaxrl.planner.plan import Plan
+from jaxrl.planner.trace_plan import trace_plan
 
 
-def text_of(plan: DryRun) -> str:
+def text_of(plan: Plan) -> str:
     out = io.StringIO()
-    plan.show(Console(file=out))
+    plan_tables.show(plan, Console(file=out))
     return out.getvalue()
 
 
 def test_totals_leave_out_what_is_not_there():
     recipe = plan_32b()
-    total = sum(h.bytes_per_device for h in recipe.holdings)
+    (pool,) = recipe.pools
+    total = sum(h.bytes_per_device for h in pool.resident_buffers)
     # While the actor learns there is neither the cache nor what it samples with.
     names = ("KV cache and slots", "actor in generation")
-    gone = sum(holding(recipe, name).bytes_per_device for name in names)
-    assert recipe.learning_bytes == total - gone
-    assert recipe.sampling_bytes < total
-    assert max(recipe.sampling_bytes, recipe.learning_bytes) < 95e9
+    gone = sum(buffers_named(recipe, name).bytes_per_device for name in names)
+    assert pool.bytes_in("learning") == total - gone
+    assert pool.bytes_in("sampling") < total
+    assert max(pool.bytes_in("sampling"), pool.bytes_in("learning")) < 95e9
 
 
 def test_plain_text_is_one_table_without_control_characters():
@@ -41,7 +44,7 @@ def test_plain_text_is_one_table_without_control_characters():
 def test_a_terminal_gets_the_table_in_its_own_width():
     recipe = plan_32b()
     out = io.StringIO()
-    recipe.show(Console(file=out, force_terminal=True, width=90))
+    plan_tables.show(recipe, Console(file=out, force_terminal=True, width=90))
     assert "╭" in out.getvalue()
 
 
@@ -51,4 +54,4 @@ def test_a_terminal_gets_the_table_in_its_own_width():
 )
 def test_says_which_devices_are_too_small(slots, phrase):
     config = load_config(Config, str(RECIPE), {"rollout.slots": str(slots)})
-    assert phrase in text_of(plan_recipe(config))
+    assert phrase in text_of(trace_plan(config))

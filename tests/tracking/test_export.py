@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl.commands.convert import main as convert
 from jaxrl.config.schema import Config
+from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import take_devices
 from jaxrl.models import lora
@@ -22,13 +24,13 @@ from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
+from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
-from jaxrl.trainer.context import RunContext, pools_of
-from jaxrl.trainer.convert import main as convert
-from jaxrl.trainer.export import export_run
-from jaxrl.trainer.model_shape import model_for
-from jaxrl.trainer.problems import Problems
-from jaxrl.trainer.roles import build_actor
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import pools_of
+from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.model_shape import check_policy
+from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.weights import load_or_init
 
 TINY = ModelConfig(
@@ -182,22 +184,21 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
         model=ADAPTED, weights=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")
     )
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
-    model = model_for(config, tokenizer)
-    placement = take_devices(pools_of(config), jax.devices()[:1])
+    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, None)
     run = RunContext(
         config,
-        tokenizer,
+        algorithm_of(config),
+        models,
+        take_devices(pools_of(config), jax.devices()[:1]),
         problems=Problems(),
         evaluation_prompts=None,
-        placement=placement,
-        model=model,
     )
-    actor = build_actor(run, optim=config.optim, samples=False)
+    actor = run.roles.actor(optim=config.optim, samples=False)
     actor.start_from(load_or_init(run))
     assert_equal(actor.state.params, params)
 
     other = dataclasses.replace(ADAPTED, lora=LoraConfig(rank=3, targets=("q",)))
     with pytest.raises(UserError, match=r"model\.lora is rank 3, .* has 2, 32.0, q, up"):
-        model_for(dataclasses.replace(config, model=other), tokenizer)
+        check_policy(dataclasses.replace(config, model=other), tokenizer)
     with pytest.raises(ValueError, match=r"set weights and model\.lora\.rank"):
         Config(adapter="somewhere")

@@ -15,43 +15,16 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import (
-    adapter_config_json,
-    config_json,
     read_config_json,
 )
 from jaxrl.models.huggingface.model_files import (
     ADAPTER_CONFIG_FILE,
     check_new,
     copy_companions,
-    write_json,
 )
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tracking.durable import ensure_writable
 from jaxrl.tracking.run_weights import files_of_run, model_of_run, read_newest_params
-from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.model_shape import tokenizer_directory
-
-
-def keep_model_files(run: RunContext) -> None:
-    """Writes `model/` into the run's folder: what `export_run` needs beside the weights."""
-    config, model = run.config, run.model
-    directory = config.run_folder.model
-    ensure_writable(directory)
-    tokenizer = tokenizer_directory(config)
-    if tokenizer:
-        copy_companions(pathlib.Path(tokenizer), directory)
-    else:
-        run.tokenizer.save(directory)
-    if config.weights:
-        base = read_config_json(config.weights)
-    else:
-        end = run.tokenizer.stop_ids[0]
-        base = {"max_position_embeddings": config.train.row_tokens, "eos_token_id": end}
-    write_json(directory / "config.json", config_json(model, dtype="float32", base=base))
-    if model.lora.rank:
-        values = adapter_config_json(model, base=config.weights)
-        write_json(directory / ADAPTER_CONFIG_FILE, values)
 
 
 def export_run(

@@ -9,10 +9,10 @@ import pytest
 from jaxrl.data import PromptStream, train_tokenizer
 from jaxrl.data.data_card import histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.problems import ProblemReader, card_of, encode, prompts_of
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
-from jaxrl.trainer.needs import truth_faults
-from jaxrl.trainer.problems import ProblemReader, card_of, encode, prompts_of
+from jaxrl.trainer.run_rewards import truth_faults
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
 GRADERS = """
@@ -150,9 +150,9 @@ def test_one_name_with_two_graders_is_refused(data):
 
 def test_a_source_is_read_once(data, tmp_path):
     reader = ProblemReader(data)
-    for lookup in reader.lookups:
-        lookup.look()
-    assert [lookup.setting for lookup in reader.lookups] == [
+    for read_one in reader.readers.values():
+        read_one()
+    assert list(reader.readers) == [
         "data.train",
         "data.sources.words",
         "data.evaluation",

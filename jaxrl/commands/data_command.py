@@ -23,6 +23,7 @@ from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.problems import ProblemReader, Problems, card_of, encode
 from jaxrl.data.records import Record, text_of_context
 from jaxrl.data.row_writers import rows_of, write_rows
 from jaxrl.data.stream import EncodedPrompts
@@ -30,9 +31,7 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.flags import add_flags
 from jaxrl.trainer.context import tokenizer_of
-from jaxrl.trainer.needs import truth_faults
-from jaxrl.trainer.problems import ProblemReader, Problems, card_of, encode
-from jaxrl.trainer.run_graders import needs_truths
+from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
 # Of a file on its own: nothing is left out for its length unless that is asked for.

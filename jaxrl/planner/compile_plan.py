@@ -1,0 +1,159 @@
+"""The second depth of a plan: the programs of every role, compiled for a topology that need not be here."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.pools import Pool, takes_all
+from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program
+from jaxrl.planner.compiled.programs import Program, StepLoad
+from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
+from jaxrl.planner.memory import ResidentBuffers
+from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
+from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
+from jaxrl.planner.slot_choice import with_compiled_slots
+from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_programs import programs_of
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
+
+Watch = Callable[[CompiledProgram], None]
+
+
+def compile_plan(
+    config: Config,
+    topology: Topology,
+    *,
+    response_tokens: float = 0.0,
+    save: pathlib.Path | None = None,
+    watch: Watch = lambda _: None,
+) -> Plan:
+    """Compiles every program of a run's roles.
+
+    Args:
+      config: of the run.
+      topology: what to compile for.
+      response_tokens: of an answer on average; 0 takes a fifth of the limit.
+      save: folder for the executables.
+      watch: called with each program when it is compiled.
+
+    Raises:
+      UserError: settings contradict each other, do not divide, or want more memory than there is.
+    """
+    roles = roles_on(config, topology, watch=watch)
+    for pool in roles.pools.values():
+        _check_buffers(pool, roles.resident_buffers(pool), topology)
+    load = load_of(config, response_tokens)
+    return Plan(
+        title=f"{config.name}, {roles.algorithm.dataflow.title}",
+        pools=tuple(
+            _planned(roles, pool, topology, load, save=save, watch=watch)
+            for pool in roles.pools.values()
+        ),
+        notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
+        target=Target(topology, config.train.dtype, load, config.run.num_steps),
+    )
+
+
+def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: None) -> PlannedRoles:
+    """The roles of a config on the devices of a topology.
+
+    Args:
+      config: of the run.
+      topology: what to compile for.
+      watch: called with each program that choosing the number of slots compiles.
+    """
+    algorithm = algorithm_of(config)
+    pools = pools_of(config, algorithm.roles)
+    wanted = sum(pool.num_devices for pool in pools)
+    if wanted != len(topology.devices) and takes_all(pools):
+        raise UserError(
+            f"{topology.name} has {len(topology.devices)} devices, layout {pools[0].layout.name} needs "
+            f"{wanted} (p*t*d); choose a topology of {wanted} devices, or change mesh.train"
+        )
+    meshes = meshes_on(config, topology.devices)
+
+    def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:
+        found = compile_program(program, topology, buffers, mesh=mesh)
+        watch(found)
+        return found.total
+
+    memory = topology.memory_bytes
+    config = with_compiled_slots(config, algorithm, meshes, memory, compile_and_watch)
+    roles = planned_roles(config, algorithm, meshes)
+    check_role_batches(config, meshes)
+    return roles
+
+
+def _planned(
+    roles: PlannedRoles,
+    pool: Pool,
+    topology: Topology,
+    load: StepLoad,
+    *,
+    save: pathlib.Path | None,
+    watch: Watch,
+) -> PlannedPool:
+    buffers = roles.resident_buffers(pool)
+    compiled = []
+    for role, program, mesh in programs_of(roles, load):
+        if roles.pool_of(role) == pool:
+            compiled.append(compile_program(program, topology, buffers, mesh=mesh, save=save))
+            watch(compiled[-1])
+            # Traced programs of large models are large, and are not wanted again.
+            jax.clear_caches()
+    names = layout_names(pool)
+    return PlannedPool(pool.name, names, pool.num_devices, tuple(buffers), tuple(compiled))
+
+
+def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
+    """Raises UserError where weights, optimiser and cache alone want more than there is."""
+    for phase in ("sampling", "learning"):
+        present = [held for held in buffers if getattr(held, phase)]
+        needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes
+        if needed <= there:
+            continue
+        largest = max(present, key=lambda held: held.bytes_per_device)
+        most = largest.bytes_per_device / 1e9
+        others = len(topology.devices) - pool.num_devices
+        enough = others + -(-needed * pool.num_devices // there)
+        remedy = (
+            "fewer rollout.slots"
+            if "cache" in largest.name and needed - largest.bytes_per_device < there
+            else f"{shapes_of_at_least(topology.accelerator, enough)}, "
+            "mesh.offload_training_state=True, or a smaller model"
+        )
+        raise UserError(
+            f"{topology.name} is too small: while {phase} a device would hold {needed / 1e9:.1f} GB before "
+            f"any program runs ({largest.name}: {most:.1f} GB), and has {there / 1e9:.1f}; use {remedy}"
+        )
+
+
+def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
+    config, engine = roles.config, roles.engine
+    yield (
+        "slots",
+        f"{engine.config.slots:,} over {engine.shards} replicas, {engine.config.slots // engine.shards} on "
+        f"each, room for {engine.cache_sizes[-1]:,} tokens in each",
+    )
+    if roles.pool_of("rollout") != roles.pool_of("actor"):
+        yield (
+            "weights",
+            "sent from the actor's pool to the sampler's by transfer, which is not compiled",
+        )
+    if config.rollout.partial:
+        yield (
+            "rollout.partial",
+            "unfinished samples are prefilled again, which is not in the seconds",
+        )
+    if config.cost.pretrain_coef and roles.roles.cost is not None:
+        yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
+    if config.warm_start.num_steps:
+        yield "warm start", "not planned: the same weights, batches of its own"

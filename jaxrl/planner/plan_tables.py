@@ -1,0 +1,201 @@
+"""A plan as one table: for a terminal, as plain text, or as a page.
+
+    role or event       layout                              values   per device
+    actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
+    sampling, ...       leaves 3.2 GB of v5p                           91.80 GB    traced plans
+
+Programs of a compiled plan are rows of it too, and have further columns:
+
+    role or event   layout            values   per device   arguments ... left   at least   bound by
+    actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   products
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.mesh.hardware import accelerator
+from jaxrl.planner.compiled.ahead import CompiledProgram
+from jaxrl.planner.compiled.traffic import Traffic
+from jaxrl.planner.memory import ResidentBuffers
+from jaxrl.planner.plan import Plan, PlannedPool, Target
+
+# Devices that the totals of a traced plan are compared with, by growing memory.
+_COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
+
+_GB = 1e9
+_PLAIN_WIDTH = 200
+# With the columns of programs.
+_WIDE = 240
+
+# Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
+_OF_PROGRAMS = (
+    *("arguments", "temporary", "peak", "co-resident", "left"),
+    *("at least, PREDICTED", "products", "memory", "traffic", "bound by"),
+)
+
+Row = tuple[str, ...]
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Prints the table: for a terminal, or as plain text of its own width elsewhere."""
+    # FORCE_COLOR, which CI systems set, would make a log look like a terminal to rich.
+    if console is None:
+        console = Console(force_terminal=None if sys.stdout.isatty() else False)
+    if not console.is_terminal:
+        console = Console(
+            file=console.file,
+            width=_PLAIN_WIDTH if plan.target is None else _WIDE,
+            force_terminal=False,
+            color_system=None,
+        )
+    console.print(table(plan, plain=not console.is_terminal))
+    if plan.target is not None:
+        console.print("\n".join(verdict(plan, plan.target)), markup=False, highlight=False)
+
+
+def as_html(plan: Plan) -> str:
+    """The same as a page of its own."""
+    console = Console(record=True, width=_WIDE, file=io.StringIO(), force_terminal=True)
+    show(plan, console)
+    page = console.export_html(inline_styles=True)
+    return page.replace("<head>", f"<head>\n<title>{html.escape(plan.title)}</title>", 1)
+
+
+def table(plan: Plan, *, plain: bool = False) -> Table:
+    """Everything as one table; `plain` draws its lines with ASCII."""
+    found = Table(
+        title=_title(plan), title_justify="left", box=box.ASCII2 if plain else box.ROUNDED
+    )
+    for name in ("role or event", "layout"):
+        found.add_column(name)
+    for name in ("values", "per device"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for name in _OF_PROGRAMS if plan.target else ():
+        found.add_column(name, justify="right")
+    for section in _sections(plan):
+        for row in section:
+            found.add_row(*row)
+        found.add_section()
+    return found
+
+
+def verdict(plan: Plan, target: Target) -> list[str]:
+    """A few lines: fits or not, and what the run would take."""
+    tightest = min(plan.programs, key=lambda program: program.spare)
+    share = tightest.spare / tightest.memory
+    lines = [
+        f"fits: {tightest.spare / _GB:.1f} GB of each device ({share:.0%}) are left at the worst moment, "
+        f"{_name(tightest)}"
+        if plan.fits
+        else f"DOES NOT FIT: {_name(tightest)} lacks {-tightest.spare / _GB:.1f} GB of each device"
+    ]
+    lines.append(
+        f"predicted: {plan.step_s:,.0f} s a step at least, {plan.chip_hours:,.0f} chip-hours for "
+        f"{target.num_steps:,} steps, if answers have {target.load.response_tokens:,.0f} tokens on average "
+        "and everything runs at the vendor's rates; 1.5 to 3 times as long is usual"
+    )
+    lines.append(f"compiled in {plan.compiled_s:,.0f} s")
+    return lines
+
+
+def _title(plan: Plan) -> str:
+    first, *others = plan.pools
+    where = f"{first.num_devices} devices, {first.layout}"
+    if others:
+        where = f"{sum(p.num_devices for p in plan.pools)} devices in {len(plan.pools)} pools"
+    if plan.target is None:
+        return f"{plan.title}: {where}"
+    topology = plan.target.topology
+    memory = topology.memory_bytes / _GB
+    return f"{plan.title}: {where}\n{topology.name}: {topology.kind}, {memory:.0f} GB each"
+
+
+def _sections(plan: Plan) -> Iterator[list[Row]]:
+    """Rows that belong together."""
+    for pool in plan.pools:
+        of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
+        if of_pool:
+            yield [(f"{of_pool}{pool.num_devices} devices", pool.layout, "", "")]
+        yield [_held(held) for held in pool.resident_buffers]
+        if plan.target is None:
+            yield _totals(of_pool, pool)
+        yield [_program(plan, program) for program in pool.programs]
+        for program in pool.programs:
+            yield [_received(program, traffic) for traffic in program.traffic]
+    yield [(what, which, "", "") for what, which in plan.notes]
+    yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
+
+
+def _held(held: ResidentBuffers) -> Row:
+    return held.name, held.layout, f"{held.num_values:,}", _size(held.bytes_per_device)
+
+
+def _totals(of_pool: str, pool: PlannedPool) -> list[Row]:
+    totals = {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")}
+    return [
+        (f"{of_pool}{phase}, before temporaries", _left(n), "", _size(n))
+        for phase, n in totals.items()
+    ]
+
+
+def _program(plan: Plan, program: CompiledProgram) -> Row:
+    """Memory of a compiled program, and the predicted seconds of a step."""
+    seconds = plan.seconds(program)
+    fits = "fits" if program.fits else "DOES NOT FIT"
+    compiled = "kept" if program.cached else f"compiled in {program.compiled_s:.0f} s"
+    memory = (
+        program.arguments,
+        program.temporaries,
+        program.peak,
+        program.co_resident,
+        program.spare,
+    )
+    times = (seconds.products, seconds.memory, seconds.traffic)
+    return (
+        _name(program),
+        f"{fits}, {compiled}",
+        f"{program.flops / 1e15:,.1f} PFLOP",
+        f"{program.total / _GB:,.2f} GB",
+        *(f"{nbytes / _GB:.2f}" for nbytes in memory),
+        f"{seconds.total:,.1f} s",
+        *(f"{each:,.1f}" for each in times),
+        seconds.bound,
+    )
+
+
+def _received(program: CompiledProgram, traffic: Traffic) -> Row:
+    """What a device receives from others in a step of a program."""
+    links = "network" if traffic.across_hosts else "near"
+    where = f"received along {', '.join(traffic.axes)}, {links}"
+    size = f"{traffic.nbytes / _GB:,.2f}" if traffic.nbytes > 1e7 else f"{traffic.nbytes / _GB:.1e}"
+    name = f"{_name(program)}, {traffic.kind}"
+    return name, where, f"{traffic.calls:,.0f} calls", f"{size} GB"
+
+
+def _name(program: CompiledProgram) -> str:
+    return f"{program.role} {program.name}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def _left(nbytes: int) -> str:
+    """What the smallest device that holds so much has left, and which do not."""
+    sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
+    fitting = [name for name, size in sizes.items() if size > nbytes]
+    too_small = [name for name in sizes if name not in fitting]
+    parts = (
+        [f"too much for {too_small[-1]}" + " or less" * (len(too_small) > 1)] if too_small else []
+    )
+    if fitting:
+        parts.append(f"leaves {(sizes[fitting[0]] - nbytes) / _GB:.1f} GB of {fitting[0]}")
+    return "; ".join(parts)

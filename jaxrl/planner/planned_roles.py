@@ -1,0 +1,149 @@
+"""The roles of a config as a plan sees them: built where the placement puts them, without weights.
+
+The roles are those of a run (`trainer.roles.build_roles`), on a mesh of devices that need not be here, or on
+an abstract one. A role whose checkpoint is not here counts as large as the actor, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.config.schema import Config
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
+from jaxrl.planner.memory import (
+    ResidentBuffers,
+    engine_memory,
+    role_memory,
+    sampling_memory,
+    training_memory,
+)
+from jaxrl.rollout.driver import EngineBackend
+from jaxrl.rollout.engine import Engine
+from jaxrl.trainer.algorithm import Algorithm
+from jaxrl.trainer.batch_shapes import pools_of
+from jaxrl.trainer.context import meshes_of
+from jaxrl.trainer.role_models import RoleModels, role_models
+from jaxrl.trainer.roles import Roles, build_roles
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRoles:
+    """The roles of a run, none of which has weights.
+
+    Attributes:
+      config: of the run.
+      algorithm: of the run.
+      models: of the roles.
+      pools: by name, which roles live where.
+      meshes: by role.
+      roles: the roles themselves.
+    """
+
+    config: Config
+    algorithm: Algorithm
+    models: RoleModels
+    pools: Mapping[str, Pool]
+    meshes: Mapping[str, Any]
+    roles: Roles
+
+    @property
+    def engine(self) -> Engine:
+        """The actor samples with it."""
+        return _engine_of(self.roles.actor.backend)
+
+    @property
+    def judge(self) -> Engine | None:
+        """The generative judge's engine."""
+        return None if self.roles.judge is None else _engine_of(self.roles.judge.backend)
+
+    @property
+    def sampler(self) -> str:
+        """The role whose devices and layout the actor samples with."""
+        return "rollout" if "rollout" in self.meshes else "actor"
+
+    def pool_of(self, role: str) -> Pool:
+        """Where a role lives; "rollout" is with the actor unless it has a place of its own."""
+        homes = {role: pool for pool in self.pools.values() for role in pool.roles}
+        return homes.get(role, homes["actor"])
+
+    def resident_buffers(self, pool: Pool) -> list[ResidentBuffers]:
+        """What lies on the devices of a pool from one program to the next."""
+        found: list[ResidentBuffers] = []
+        offload = {role: pool.config_of(role).offload_training_state for role in pool.roles}
+        if "actor" in pool.roles:
+            actor = self.roles.actor
+            state, layout = actor.abstract_state(), pool.layout_of("actor")
+            found += training_memory(actor, layout, state, offload=offload["actor"])
+        found += self._sampler_buffers(pool)
+        for name, role in (self.roles.critics | self.roles.frozen).items():
+            if name in pool.roles:
+                found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
+        return found + self._judge_buffers(pool)
+
+    def _sampler_buffers(self, pool: Pool) -> list[ResidentBuffers]:
+        """The actor's weights and cache in generation, if it samples there."""
+        if pool != self.pool_of("rollout"):
+            return []
+        actor, dtype = self.roles.actor, self.engine.config.dtype
+        sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
+        layout = pool.layout_of(self.sampler)
+        if "actor" in pool.roles:
+            return sampling_memory(layout, actor.abstract_state(), sampler, dtype)
+        return engine_memory("rollout", layout, sampler, dtype)
+
+    def _judge_buffers(self, pool: Pool) -> list[ResidentBuffers]:
+        """The generative judge's weights and cache, if it lives there."""
+        if self.judge is None or "judge" not in pool.roles:
+            return []
+        layout, dtype = pool.layout_of("judge"), self.judge.config.dtype
+        return engine_memory("judge", layout, judge_shapes(self.judge), dtype)
+
+
+def judge_shapes(judge: Engine) -> SamplerShapes:
+    """Weights and slots of the generative judge."""
+    _, shapes, axes = decoder_graph(judge.model)
+    return sampler_shapes(judge, shapes, axes)
+
+
+def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any]) -> PlannedRoles:
+    """Builds the roles of a config for a plan.
+
+    Args:
+      config: of the run.
+      algorithm: of the config.
+      meshes: by role, of devices that need not be here, or abstract.
+
+    Raises:
+      UserError: settings contradict each other or a checkpoint, or something does not divide.
+    """
+    pools = {pool.name: pool for pool in pools_of(config, algorithm.roles)}
+    # Another backend has other programs; ours stands for it.
+    rollout = dataclasses.replace(config.rollout, driver="offline")
+    config = dataclasses.replace(config, rollout=rollout)
+    models = role_models(config, algorithm.roles)
+    roles = build_roles(config, meshes, models)
+    return PlannedRoles(config, algorithm, models, pools, meshes, roles)
+
+
+def abstract_meshes(config: Config) -> dict[str, Any]:
+    """Axes and sizes of each role's mesh, which is all that tracing asks for, and no devices."""
+    return {
+        role: abstract_mesh(pool.layout_of(role))
+        for pool in pools_of(config)
+        for role in pool.roles
+    }
+
+
+def meshes_on(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
+    """The mesh of each role on some devices, in the order of a run."""
+    return dict(meshes_of(take_devices(pools_of(config), devices)))
+
+
+def _engine_of(backend: Any) -> Engine:
+    assert isinstance(backend, EngineBackend), "roles of a plan sample with our engine"
+    return backend.engine

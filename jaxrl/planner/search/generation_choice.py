@@ -1,0 +1,111 @@
+"""The best generation of an actor in the memory that its pool leaves: p_g, t_g and slots.
+
+free memory  --less the weights of generation-->  slots that fit  -->  seconds of the best number of them
+                                                                        + resharding from training
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.search.role_options import RoleOptions, divisors
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, SlotTimes
+from jaxrl.planner.simulation.workload import GenerationStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class BestGeneration:
+    """The best generation of each training option beside each of J combinations of other roles.
+
+    Attributes:
+      seconds: resharding included: float64 [K, J], infinite where not one slot fits.
+      chosen: p_g, t_g and slots: int64 [K, J, 3].
+    """
+
+    seconds: np.ndarray
+    chosen: np.ndarray
+
+    def strategy(self, option: int, others: int) -> GenerationStrategy:
+        """What was chosen for a training option beside a combination."""
+        return GenerationStrategy(*self.chosen[option, others].tolist())
+
+
+class GenerationChoice:
+    """Chooses generation for an actor; what a number of devices takes is simulated once."""
+
+    def __init__(
+        self, simulator: GenerationSimulator, model: ModelConfig, *, budget: float, greedy: bool
+    ):
+        """Args: the simulator, the actor's model, bytes of a device, and whether it answers greedily too."""
+        self._simulator = simulator
+        self._model = model
+        self._budget = budget
+        self._greedy = greedy
+        self._times: dict[tuple[int, int, int], SlotTimes] = {}
+        self._resharding: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def best(self, options: RoleOptions, devices: int, free: np.ndarray) -> BestGeneration:
+        """The fastest p_g, t_g and slots of each pair.
+
+        Args:
+          options: K ways to split the actor for training on n devices.
+          devices: n.
+          free: bytes that the residents of a pool leave: float64 [K, J].
+        """
+        seconds = np.full(free.shape, np.inf)
+        chosen = np.zeros((*free.shape, 3), np.int64)
+        for p_g, t_g in sorted(set(_sizes(options))):
+            found, slots = self._with_sizes(options, devices, p_g, t_g, free)
+            better = found < seconds
+            seconds = np.where(better, found, seconds)
+            chosen[better] = (p_g, t_g, 0)
+            chosen[better, 2] = slots[better]
+        return BestGeneration(seconds, chosen)
+
+    def _with_sizes(
+        self, options: RoleOptions, devices: int, p_g: int, t_g: int, free: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds [K, J], slots [K, J]) of one p_g and t_g; infinite where not one slot fits."""
+        simulator, model = self._simulator, self._model
+        times = self._times_of(devices, p_g, t_g)
+        if not len(times.room):
+            return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
+        left = free - simulator.weight_bytes(model, p_g, t_g)
+        fitting = np.floor(left / simulator.slot_bytes(model, p_g, t_g))
+        place = np.searchsorted(times.room, fitting, side="right") - 1
+        resharding = self._resharding_of(options, devices, p_g, t_g)[:, None]
+        seconds = np.where(place >= 0, times.seconds[place] + resharding, np.inf)
+        return seconds, times.slots[place]
+
+    def _times_of(self, devices: int, p_g: int, t_g: int) -> SlotTimes:
+        key = (devices, p_g, t_g)
+        if key not in self._times:
+            self._times[key] = self._simulator.best_seconds(
+                self._model, *key, budget=self._budget, greedy=self._greedy
+            )
+        return self._times[key]
+
+    def _resharding_of(self, options: RoleOptions, devices: int, p_g: int, t_g: int) -> np.ndarray:
+        """Seconds of each option's resharding: float64 [K], infinite where p_g or t_g does not divide."""
+        key = (devices, p_g, t_g)
+        if key not in self._resharding:
+            self._resharding[key] = np.array(
+                [
+                    self._simulator.resharding_s(self._model, s, p_g, t_g)
+                    if s.p % p_g == 0 and s.t % t_g == 0
+                    else np.inf
+                    for s in options.strategies
+                ]
+            )
+        return self._resharding[key]
+
+
+def _sizes(options: RoleOptions) -> Iterator[tuple[int, int]]:
+    """Every (p_g, t_g) that divides p and t of an option."""
+    for strategy in options.strategies:
+        for p_g in divisors(strategy.p):
+            yield from ((p_g, t_g) for t_g in divisors(strategy.t))

@@ -1,0 +1,139 @@
+"""The first depth of a plan: every program traced, on meshes without devices, in seconds.
+
+    config --> the run's own roles on abstract meshes
+                 |
+                 +-- every program of a step traced: a shape or a split that does not fit is an error
+                 +-- memory.py: bytes per device of what the roles hold, and of the largest temporaries
+                 +-- batch_flow.py: how many a step samples, keeps and learns from
+                 |
+                 v
+               Plan
+
+The totals have every term that shapes can tell, of every role and pool. What compiled programs need besides,
+only compiling them can tell (`compile_plan.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core as jax_core
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.pools import Pool
+from jaxrl.planner.batch_flow import describe_flow
+from jaxrl.planner.compiled.programs import Program
+from jaxrl.planner.compiled.trace import abstract_batch, product_flops
+from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
+from jaxrl.planner.plan import Plan, PlannedPool, layout_names
+from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
+from jaxrl.planner.slot_choice import with_counted_slots
+from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_programs import programs_of
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.batch_shapes import check_role_batches, step_shape
+from jaxrl.types import TrainBatch, ValueBatch
+
+# Of a device, where a config lets its slots be chosen by it and there is none.
+ASSUMED_MEMORY = 80 * 10**9
+
+
+def trace_plan(config: Config) -> Plan:
+    """Traces a recipe without its devices and data, and counts what it would hold.
+
+    Raises:
+      UserError: settings contradict each other or the checkpoint, or something does not divide.
+    """
+    if config.mesh.layout == "auto":
+        raise UserError(
+            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
+            "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
+        )
+    algorithm, meshes = algorithm_of(config), abstract_meshes(config)
+    slots_are_chosen = config.rollout.slots == "auto"
+    config = with_counted_slots(config, algorithm, meshes, ASSUMED_MEMORY)
+    check_role_batches(config, meshes)
+    roles = planned_roles(config, algorithm, meshes)
+    updates, flops = _traced(roles)
+    hardware = f" ({config.hardware})" if config.hardware else ""
+    pools = tuple(
+        PlannedPool(
+            pool.name,
+            layout_names(pool),
+            pool.num_devices,
+            (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)),
+        )
+        for pool in roles.pools.values()
+    )
+    notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen))
+    return Plan(
+        title=f"{config.name}, {algorithm.dataflow.title}{hardware}",
+        pools=pools,
+        notes=(*notes, *describe_flow(roles), *flops),
+        left_out=tuple(_left_out(roles)),
+    )
+
+
+def _traced(roles: PlannedRoles) -> tuple[dict[str, jax_core.Jaxpr], list[tuple[str, str]]]:
+    """Traces every program; (the update of each role, the operations of each program for people)."""
+    updates, flops = {}, []
+    for role, program, _ in programs_of(roles, load_of(roles.config)):
+        traced = [_jaxpr(piece) for piece in program.pieces]
+        if program.name == "update":
+            (updates[role],) = traced
+        total = _flops(program, traced)
+        shown = f"{total / 1e15:,.1f} PFLOP" if total > 1e14 else f"{total / 1e9:,.1f} GFLOP"
+        # Moving weights and caches computes nothing.
+        if total:
+            flops.append((f"{program.title}, traced", f"{shown} a step"))
+    return updates, flops
+
+
+def _jaxpr(piece: Any) -> jax_core.Jaxpr:
+    function = functools.partial(piece.function, **piece.keywords)
+    return jax.make_jaxpr(function)(*piece.arguments).jaxpr
+
+
+def _flops(program: Program, traced: list[jax_core.Jaxpr]) -> float:
+    return sum(
+        piece.calls * piece.used * product_flops(jaxpr, open_loops=piece.open_loops)
+        for piece, jaxpr in zip(program.pieces, traced, strict=True)
+    )
+
+
+def _in_updates(
+    roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
+) -> Iterator[ResidentBuffers]:
+    """What the updates of a pool's roles add to what lies there, each at its turn."""
+    shape = step_shape(roles.config)
+    for name, role in roles.roles.learners.items():
+        if name in pool.roles:
+            batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
+            yield from update_memory(name, role, shape, batch)
+            layout = pool.layout_of(name)
+            yield from activation_memory(name, role, layout, shape.rows, updates[name])
+
+
+def _notes(roles: PlannedRoles, slots_are_chosen: bool) -> Iterator[tuple[str, str]]:
+    config = roles.config
+    yield from roles.models.assumed
+    if slots_are_chosen:
+        size = f"{ASSUMED_MEMORY / 1e9:.0f} GB"
+        yield (
+            "rollout.slots",
+            f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
+        )
+    if config.rollout.partial:
+        yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
+    if config.warm_start.num_steps:
+        yield "warm start", "the stage before: the same weights, batches of its own"
+
+
+def _left_out(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
+    """(what, why) of what takes memory and is not counted."""
+    if roles.config.cost.pretrain_coef and roles.roles.cost is not None:
+        yield "cost.pretrain_coef", "the batch of written solutions in every update"

@@ -1,0 +1,86 @@
+"""What a step of reinforcement learning samples: which prompts, how, and until when.
+
+PromptStream --> Sampling, or one step ahead, or partial --> CurriculumSampling --> DynamicSampling
+"""
+
+from __future__ import annotations
+
+from jaxrl.config.schema import Config
+from jaxrl.data.pass_rates import Curriculum
+from jaxrl.data.stream import PromptStream
+from jaxrl.dataflows.curriculum_sampling import CurriculumSampling
+from jaxrl.dataflows.dynamic_sampling import (
+    DynamicSampling,
+    GroupFilter,
+    MixedGroups,
+    SpreadGroups,
+)
+from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.samplers import (
+    Generation,
+    OneStepAhead,
+    PartialSampling,
+    Sampler,
+    Sampling,
+)
+from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.trainer.context import RunContext
+
+
+def prompt_stream(run: RunContext) -> PromptStream:
+    """The prompts to train on, in an endless order whose position is saved."""
+    config, rollout = run.config, run.config.rollout
+    dynamic = run.algorithm.dataflow.dynamic_sampling
+    per_batch = rollout.generation_prompts if dynamic else rollout.num_prompts
+    return PromptStream(
+        run.train_prompts,
+        weights=[source.settings.weight for source in run.problems.train],
+        # Partial sampling makes batches of what is missing.
+        prompts_per_batch=1 if rollout.partial else per_batch,
+        seed=config.seed,
+        curriculum=_curriculum(config),
+    )
+
+
+def sampler_of(
+    run: RunContext, generation: Generation, rewards: Rewards, prompts: PromptStream
+) -> Sampler:
+    """The sampler of a step, put together as the config says.
+
+    Args:
+      run: the run.
+      generation: the actor as it samples.
+      rewards: what scores each response.
+      prompts: learns from every graded group which problems are solved.
+    """
+    options, dataflow = run.config.rollout, run.algorithm.dataflow
+    if options.partial:
+        per_batch = options.generation_prompts
+        sampler: Sampler = PartialSampling(generation, rewards, prompts_per_batch=per_batch)
+    elif run.config.algorithm.one_step_off:
+        sampler = OneStepAhead(generation, rewards)
+    else:
+        sampler = Sampling(generation, rewards)
+    sampler = CurriculumSampling(sampler, prompts)
+    if not dataflow.dynamic_sampling:
+        return sampler
+    return DynamicSampling(
+        sampler,
+        options.num_prompts,
+        max_generation_batches=options.max_generation_batches,
+        keeps=_group_filter(options),
+        fills_up=options.if_too_few == "fill",
+    )
+
+
+def _group_filter(options: RolloutConfig) -> GroupFilter:
+    if options.keep_groups == "correctness":
+        return MixedGroups()
+    return SpreadGroups(options.min_spread)
+
+
+def _curriculum(config: Config) -> Curriculum | None:
+    options = config.data.curriculum
+    if options.by == "off":
+        return None
+    return Curriculum(config.rollout.num_samples, options.least_chance, options.decay)

@@ -1,0 +1,158 @@
+"""The step that a dataflow sees (`dataflows.step.Step`), put together from a run's roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.data.demonstrations import solutions_of
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.costs import CostPhase, Multiplier
+from jaxrl.dataflows.experience import Experience
+from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
+from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer, ReferencePhase
+from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
+from jaxrl.dataflows.step import Step
+from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
+from jaxrl.roles.losses import clipped_values, likelihood
+from jaxrl.roles.value import Critic
+from jaxrl.trainer.batch_shapes import row_limits, step_shape
+from jaxrl.trainer.context import RunContext, supervised_stream
+from jaxrl.trainer.roles import Roles
+from jaxrl.trainer.run_rewards import sequence_scores
+
+
+class StepState:
+    """What steps change besides the states of learners and the position in the data.
+
+    Attributes:
+      kl: the coefficient of the KL penalty.
+      multiplier: the Lagrange multiplier of costs.
+      pretraining: written solutions that the actor keeps learning from; None without `cost.pretrain_coef`.
+    """
+
+    def __init__(self, run: RunContext):
+        """Begins as the config says."""
+        kl, cost = run.config.algorithm.kl, run.config.cost
+        self.kl = KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon)
+        self.multiplier = Multiplier(
+            cost.multiplier, limit=cost.limit, learning_rate=cost.multiplier_lr
+        )
+        self.pretraining = _pretraining(run) if cost.pretrain_coef else None
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able."""
+        record = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        if self.pretraining is None:
+            return record
+        return record | {"pretraining": self.pretraining.stream.state()}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes on from what `record` returned."""
+        self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
+        if self.pretraining is not None:
+            self.pretraining.stream.restore(record["pretraining"])
+
+
+class StepBuilder:
+    """Builds the phases of a step, one method for each role."""
+
+    def __init__(self, run: RunContext, roles: Roles, state: StepState, clock: Clock):
+        """Args: the run, its roles, what its steps change, and the clock of its steps."""
+        self._run = run
+        self._roles = roles
+        self._state = state
+        self._clock = clock
+
+    def step(
+        self,
+        sampler: Sampler,
+        generation: Generation,
+        rewards: Rewards,
+        look: Callable[[Experience], None],
+    ) -> Step:
+        """The whole step.
+
+        Args:
+          sampler: which groups to learn from.
+          generation, rewards: for greedy responses.
+          look: is shown what is learned from.
+        """
+        roles = self._roles
+        needs_ref_logprobs = self._run.config.algorithm.kl.needs_ref_logprobs
+        return Step(
+            sample=sampler.sample,
+            greedy=GreedySampling(generation, rewards),
+            pack=self._packer(),
+            actor=self._actor_phase(look),
+            advantages=self._advantages(),
+            critic_phase=self._critic_phase("critic", roles.critic),
+            reference_phase=ReferencePhase(
+                roles.actor, roles.reference, self._clock, asked=needs_ref_logprobs
+            ),
+            cost_phase=roles.cost
+            and CostPhase(sequence_scores(self._run.config, roles.cost), self._clock),
+            cost_critic_phase=self._critic_phase("cost_critic", roles.cost_critic),
+            multiplier_phase=self._state.multiplier,
+        )
+
+    def _packer(self) -> Packer:
+        config = self._run.config
+        return Packer(
+            self._roles.actor,
+            step_shape(config),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            mask_truncated=config.reward.mask_truncated,
+            fill_minibatches=config.train.fill_minibatches,
+            share_prompts=config.train.shares_prompts,
+            epochs=config.algorithm.epochs,
+        )
+
+    def _actor_phase(self, look: Callable[[Experience], None]) -> ActorPhase:
+        config, algorithm = self._run.config, self._run.algorithm
+        return ActorPhase(
+            self._roles.actor,
+            algorithm.objective,
+            config.algorithm.correction,
+            self._clock,
+            epochs=config.algorithm.epochs,
+            reference=self._roles.reference,
+            shares_forward=algorithm.shares_forward,
+            squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
+            pretraining=self._state.pretraining,
+            frozen_steps=config.critic.warmup_steps,
+            look=look,
+        )
+
+    def _advantages(self) -> Advantages:
+        return Advantages(
+            self._roles.actor,
+            self._run.algorithm.estimator,
+            self._state.kl,
+            self._clock,
+            penalizes=self._run.config.algorithm.kl.reward_coef > 0,
+            multiplier=self._state.multiplier,
+        )
+
+    def _critic_phase(self, name: str, critic: Critic | None) -> CriticPhase | None:
+        if critic is None:
+            return None
+        options = self._run.config.critic
+        values = clipped_values(clip=options.clip)
+        return CriticPhase(name, critic, values, self._clock, epochs=options.epochs)
+
+
+def _pretraining(run: RunContext) -> Pretraining:
+    config = run.config
+    updates = config.algorithm.updates_per_step
+    examples = updates * -(-config.rollout.num_prompts // updates)
+    limits = row_limits(config)
+    stream = supervised_stream(
+        run,
+        solutions_of(run.problems.train_records),
+        examples_per_batch=examples,
+        max_tokens=limits.longest,
+    )
+    shape = limits.shape(examples, minibatches=updates)
+    return Pretraining(stream, shape, likelihood(coef=config.cost.pretrain_coef))

@@ -1,0 +1,69 @@
+"""The examples at the heads of the search's files, computed by its functions."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl.planner.search.bounds import Bounds
+from jaxrl.planner.search.choice_costs import ChoiceCosts
+from jaxrl.planner.search.pareto import pareto_front
+from jaxrl.planner.search.side_by_side import SideBySide
+from jaxrl.planner.search.turns import Turns, quick_turns
+
+# Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
+ACTOR = ChoiceCosts.from_rows(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
+CRITIC = ChoiceCosts.from_rows(np.array([[5.0, 3.0, 1.0, 2.0]]))
+
+
+def everything(points):
+    return np.full(points.shape[:-1], True)
+
+
+def test_a_point_that_another_beats_is_off_the_front():
+    points = np.array([[1.0, 5.0], [2.0, 2.0], [3.0, 3.0], [5.0, 1.0]])
+    assert sorted(pareto_front(points).tolist()) == [0, 1, 3]
+
+
+def test_roles_that_take_turns_add_up():
+    together = ACTOR.in_turn(CRITIC)
+    assert together.resident.tolist() == [[11], [14]]
+    assert together.transient.tolist() == [[3], [3]]
+    assert together.passes_s.tolist() == [[8], [7]]
+    assert together.fits(20).all() and together.fits(14).tolist() == [[True], [False]]
+
+
+def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
+    both = Turns.of_nobody().with_role(ACTOR, budget=20, most_s=math.inf)
+    assert both.with_role(CRITIC, budget=20, most_s=math.inf).options.tolist() == [[0, 0], [1, 0]]
+    assert both.with_role(CRITIC, budget=16, most_s=math.inf).options.tolist() == [[0, 0]]
+    assert both.with_role(CRITIC, budget=20, most_s=7).options.tolist() == [[1, 0]]
+    assert not len(both.with_role(CRITIC, budget=20, most_s=6).costs)
+
+
+def test_quick_combinations_trade_memory_for_time():
+    options = quick_turns([ACTOR, CRITIC], budget=20).options.tolist()
+    assert options[0] == [1, 0] and options[-1] == [0, 0]
+    assert not len(quick_turns([ACTOR, CRITIC[:0]], budget=20).costs)
+
+
+def test_pools_side_by_side_last_as_long_as_the_slower():
+    critic, actor = np.array([[4.0, 0.0, 1.0, 9.0]]), np.array([[8.0, 10.0, 2.0, 6.0]])
+    alone = SideBySide.of_no_pools().with_pool(critic, most_devices=15, interesting=everything)
+    assert alone.best_with(actor, most_devices=16, below_s=math.inf) == (21.0, (0, 0))
+    assert alone.best_with(actor, most_devices=11, below_s=math.inf) is None
+    assert alone.best_with(actor, most_devices=16, below_s=21.0) is None
+    both = alone.with_pool(actor, most_devices=16, interesting=everything)
+    assert both.points.tolist() == [[12, 10, 2, 9]] and both.picks.tolist() == [[0, 0]]
+
+
+def test_a_critic_that_trains_too_long_is_ruled_out_whatever_the_others_do():
+    # The actor does not fit on 4 devices, and generates in 12 s on 8, in 8 s on 16.
+    bounds = Bounds([4, 8, 16], [math.inf, 12.0, 8.0])
+    critic = np.array([[4.0, 0.0, 0.0, 20.0], [4.0, 0.0, 0.0, 13.0]])
+    assert bounds.may_be_best(critic).all()
+    bounds.lower(26.0)
+    # 12 devices are left to generate on, of which a pool may have 8.
+    assert bounds.may_be_best(critic).tolist() == [False, True]
+    assert bounds.most_passes_s == pytest.approx(26 - 8)
+    assert bounds.generation_s(np.array([3.0, 4.0, 9.0])).tolist() == [math.inf, math.inf, 12.0]

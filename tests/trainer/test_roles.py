@@ -1,0 +1,87 @@
+"""One builder of roles: on devices and on abstract meshes; and a stage of training that is built whole."""
+
+import contextlib
+import functools
+
+import jax
+import pytest
+
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
+from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
+from jaxrl.planner.profiling import _TracedClock
+from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.context import build_context
+from jaxrl.trainer.findings import REINFORCEMENT
+from jaxrl.trainer.rl import RlStage
+from jaxrl.trainer.role_models import role_models
+from jaxrl.trainer.roles import build_roles
+from jaxrl.trainer.weights import load_or_init
+
+SMALL = {
+    "model.num_layers": "2",
+    "model.d_model": "32",
+    "model.d_ff": "48",
+    "model.num_heads": "2",
+    "model.num_kv_heads": "1",
+    "model.head_dim": "16",
+    "data.train.size": "40",
+    "data.evaluation.size": "10",
+    "warm_start.num_steps": "0",
+    "warm_start.run": "",
+    "mesh.simulated_devices": "0",
+}
+
+
+def config_of(recipe: str, **changes: str) -> Config:
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return load_config(Config, f"configs/{recipe}.py", SMALL | changes)
+
+
+def shapes_and_specs(tree) -> list:
+    return [(leaf.shape, leaf.dtype, leaf.sharding.spec) for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_plan_has_the_roles_of_the_run():
+    config = config_of("ppo_tiny", mesh__train="1-1-4", mesh__fsdp="2", train__rows="8")
+    algorithm = algorithm_of(config)
+    models = role_models(config, algorithm.roles)
+    real, planned = (
+        build_roles(config, meshes, models)
+        for meshes in (meshes_on(config, jax.devices()[:4]), abstract_meshes(config))
+    )
+    assert set(real.learners) == {"actor", "critic"} and set(real.frozen) == {"reference"}
+    for name, role in real.learners.items():
+        expected = shapes_and_specs(planned.learners[name].abstract_state())
+        assert shapes_and_specs(role.abstract_state()) == expected
+    slots = (roles.actor.backend.engine.abstract_decode_state() for roles in (real, planned))
+    assert len({str(shapes_and_specs(each)) for each in slots}) == 1
+
+
+def test_text_that_is_asked_of_shapes_is_a_fault_of_ours():
+    models = role_models(config_of("grpo_tiny"), ("actor",))
+    with pytest.raises(AssertionError, match="built for its shapes alone"):
+        models.tokenizer.decode([1, 2])
+
+
+def test_a_stage_is_built_whole(tmp_path):
+    config = config_of("ppo_tiny", run__output=str(tmp_path))
+    run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)
+    roles = build_roles(config, run.meshes, run.models)
+    starting = functools.partial(load_or_init, run)
+    with contextlib.closing(RlStage(run, roles, _TracedClock(), starting)) as stage:
+        before = dict(vars(stage))
+        assert None not in before.values()
+        stage.begin(None)
+        assert vars(stage) == before
+
+
+def test_every_role_of_a_config_has_a_model_and_a_mesh(tmp_path):
+    config = config_of(
+        "safe_rlhf_tiny", cost__model="nowhere", reward__judge__model=str(tmp_path / "judge")
+    )
+    algorithm = algorithm_of(config)
+    models = role_models(config, algorithm.roles)
+    assert {role for role, _ in models.assumed} == {"cost", "judge"}
+    assert set(models.by_role) == set(algorithm.roles) == set(abstract_meshes(config))
+    assert models.by_role["cost"].num_scores == 1 and not models.by_role["judge"].num_scores
