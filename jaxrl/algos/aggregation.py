@@ -101,7 +101,9 @@ def seq_mean_token_mean() -> Aggregation:
     return Aggregation(weigh, lambda counts: counts.sequences)
 
 
-def seq_mean_token_sum_norm(*, scale: Annotated[float, positive(at_most=MAX_TOKENS)]) -> Aggregation:
+def seq_mean_token_sum_norm(
+    *, scale: Annotated[float, positive(at_most=MAX_TOKENS)]
+) -> Aggregation:
     """Sum over each sequence by a constant, mean over sequences: Dr. GRPO, arXiv 2503.20783 section 3.2.
 
     Args:

@@ -64,7 +64,7 @@ class LoraConfig:
     """
 
     rank: Annotated[int, at_least(0, at_most=65_536)] = 0
-    alpha: Annotated[float, scale()] = 32.0
+    alpha: Annotated[float, positive(at_most=MAX_COEFFICIENT)] = 32.0
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
     def __post_init__(self):
