@@ -3,8 +3,8 @@
     python benchmarks/step_vs_peers.py [--case even|ragged] [--peer NAME=COMMAND ...] [--rounds 2]
 
 16 prompts of about 60 tokens, 8 answers to each of up to 192 tokens, one update; 4 layers of 256, 8 heads and
-4 of keys, 512 tokens of vocabulary, random weights, float32. jaxrl takes two cores for two devices, each with
-half of the batch: small operations then use both.
+4 of keys, 512 tokens of vocabulary, random weights, float32. jaxrl's settings are its defaults: two cores
+are two devices, each with half of the batch.
 
     even      no answer ends before 192 tokens
     ragged    each token ends the answer with probability 1/50
@@ -54,8 +54,6 @@ SETTINGS = {
     "rollout.generation_prompts": 16,
     "rollout.slots": 128,
     "rollout.max_response_tokens": 192,
-    "mesh.simulated_devices": 2,
-    "mesh.train": "1-1-2",
     "reward.overlong_buffer_tokens": 0,
     "warm_start.run": "",
     "warm_start.num_steps": 0,

@@ -133,3 +133,17 @@ def test_what_names_no_command_is_one_line(capsys, arguments, message):
     status, out, err = printed(capsys, cli.main, ["bin/jaxrl", *arguments])
     assert (status, out) == (2, "")
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_a_wrong_key_is_told_before_the_trainer_is_imported():
+    code = """
+import sys
+from jaxrl import cli
+status = cli.main(["jaxrl", "train", "--config", "configs/dapo_tiny.py", "--config.optim.lrr=1"])
+assert status == 2, status
+heavy = {"jaxrl.trainer.program", "jaxrl.models.decoder", "jaxrl.roles.learner", "flax.nnx"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert 'unknown setting "optim.lrr"; near: optim.lr' in ran.stderr

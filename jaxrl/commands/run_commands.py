@@ -44,5 +44,5 @@ def train_reward_model(config: Config) -> int:
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
     """Starts this process, decides what the config leaves open, and runs."""
-    program.start(config)
+    config = program.start(config)
     return run(resolved(config, jax.devices(), kind=kind))

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import time
 import zlib
@@ -39,6 +40,7 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders
+from jaxrl.rollout import samples
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
@@ -143,6 +145,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     mesh = _mesh(config, devices)
     config = dataclasses.replace(config, dtype=_dtype(config, found, mesh))
     engine = _engine_config(config, found, prompts, task.stop_ids)
+    _check_memory(config.n, len(prompts), engine.max_response_tokens)
     settings = _settings(config, found, prompts, engine, task)
     hosts.check_same("the evaluation", [json.dumps(settings, sort_keys=True)])
     folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
@@ -159,6 +162,18 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         folder=folder,
         answers=answers,
     )
+
+
+def _check_memory(n: int, num_problems: int, max_response_tokens: int) -> None:
+    """Raises UserError if the answers do not fit into this machine's memory."""
+    asked = samples.host_bytes(n * num_problems, max_response_tokens)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if asked > there:
+        raise UserError(
+            f"--n {n:,} x {num_problems:,} problems x --max_response_tokens {max_response_tokens:,}: the "
+            f"answers take {asked / 1e9:,.1f} GB, more than this machine with {there / 1e9:,.1f} GB; "
+            "lower --n, or set --limit"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

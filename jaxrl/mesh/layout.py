@@ -39,7 +39,9 @@ class LayoutConfig:
     """What the user asks for.
 
     Attributes:
-      simulated_devices: run on this many simulated CPU devices; 0 takes the real ones.
+      simulated_devices: run on this many simulated CPU devices; 0 takes the real ones. "auto" is 2 on a CPU
+        with several cores, in the layout 1-1-2, for models of 256 or wider that train from random weights and
+        if nothing else is said of devices; else 0.
       layout: "auto" searches for the fastest mapping of the roles to the devices when the run begins, as
         simulated (docs/planner.md), and takes layouts, pools and slots from it.
       hardware: what the search takes the devices for, a name of `mesh.hardware.ACCELERATORS` or the path of a
@@ -56,7 +58,9 @@ class LayoutConfig:
         memory while it samples.
     """
 
-    simulated_devices: Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] = 0
+    simulated_devices: (
+        Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] | Literal["auto"]
+    ) = "auto"
     layout: Literal["as_given", "auto"] = "as_given"
     hardware: Annotated[str, PATH] = ""
     train: Annotated[str, NAME] = "1-1-1"

@@ -15,6 +15,15 @@ import numpy as np
 
 from jaxrl.types import Completions, Prompts, TurnText
 
+# Of a token: itself, log-probability, entropy, mask and version. Of a sample: Python's objects.
+_TOKEN_BYTES = 20
+_SAMPLE_BYTES = 1000
+
+
+def host_bytes(num_samples: int, max_response_tokens: int) -> int:
+    """Bytes of samples on the host, with responses as long as they may be."""
+    return num_samples * (max_response_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
+
 
 class _Piece(NamedTuple):
     """Tokens that came together: int32, float32, float32, and two numbers that hold for all of them."""

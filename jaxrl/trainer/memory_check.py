@@ -20,6 +20,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import memory_bytes
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout import samples
 
 ANY_DEVICE_BYTES = 2**40
 """Of one device, where none is known: above what any has."""
@@ -27,9 +28,8 @@ ANY_DEVICE_BYTES = 2**40
 ANY_HOST_BYTES = 2**44
 """Of a host's memory, where none is known."""
 
-# Of a sample on the host: a token with log-probability, entropy, mask and version; Python's objects.
+# Of a token of an example that is learned from: itself, its mask and its places in the row.
 _TOKEN_BYTES = 20
-_SAMPLE_BYTES = 1000
 _FLOAT32 = 4
 
 
@@ -168,7 +168,6 @@ def _of_sampling(config: Config, model: ModelConfig) -> Iterator[Need]:
 
 def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
     rollout, length = config.rollout, config.rollout.max_response_tokens
-    per_sample = length * _TOKEN_BYTES + _SAMPLE_BYTES
     for name, prompts in (
         ("num_prompts", rollout.num_prompts),
         ("generation_prompts", rollout.generation_prompts),
@@ -177,16 +176,16 @@ def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
             f"rollout.{name} {prompts:,} x rollout.num_samples {rollout.num_samples:,} x "
             f"rollout.max_response_tokens {length:,}",
             f"{prompts * rollout.num_samples:,} samples of a step",
-            prompts * rollout.num_samples * per_sample,
+            samples.host_bytes(prompts * rollout.num_samples, length),
             f"lower rollout.{name} or rollout.num_samples",
             on_host=True,
         )
-    samples = config.evaluation.num_samples * num_evaluation_prompts
+    answers = config.evaluation.num_samples * num_evaluation_prompts
     yield Need(
         f"evaluation.num_samples {config.evaluation.num_samples:,} x {num_evaluation_prompts:,} problems x "
         f"rollout.max_response_tokens {length:,}",
-        f"{samples:,} samples of an evaluation",
-        samples * per_sample,
+        f"{answers:,} samples of an evaluation",
+        samples.host_bytes(answers, length),
         "lower evaluation.num_samples, or data.evaluation.limit",
         on_host=True,
     )

@@ -17,6 +17,7 @@ from jaxrl.mesh.devices import simulate
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
+from jaxrl.trainer.cpu_devices import with_cpu_devices
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
@@ -28,18 +29,24 @@ from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
 
-def start(config: Config) -> None:
+def start(config: Config) -> Config:
     """Makes this process see its devices, joins it with the others, and keeps what is compiled.
 
     Call before anything else.
 
+    Returns:
+      The config with the number of simulated devices resolved.
+
     Raises:
       UserError: the devices cannot be simulated, or the others are not found.
     """
-    if config.mesh.simulated_devices:
-        simulate(config.mesh.simulated_devices, processes=config.hosts.num_processes)
+    config = with_cpu_devices(config)
+    simulated = config.mesh.simulated_devices
+    if simulated != "auto" and simulated:
+        simulate(simulated, processes=config.hosts.num_processes)
     hosts.start(config.hosts)
     keep_compiled_programs()
+    return config
 
 
 def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:

@@ -512,6 +512,15 @@ def test_what_a_user_can_fix_is_one_line(directory, problems, tmp_path, capsys, 
     assert not (tmp_path / "evaluations").exists()
 
 
+def test_more_answers_than_memory_holds_are_refused(directory, problems, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluating.os, "sysconf", lambda name: 2**15)  # a GB
+    config = config_of(directory, problems, tmp_path / "out", n=1_000_000)
+    with pytest.raises(
+        UserError, match=r"--n 1,000,000 x \d+ problems .* more than this machine with 1"
+    ):
+        plan_evaluation(config)
+
+
 def test_hostile_answers_do_no_harm_to_the_page(directory, tokenizer, problems, tmp_path):
     text = "</pre><script>alert(1)</script>\x00\u202e"
     out = tmp_path / "out"

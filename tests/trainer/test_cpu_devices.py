@@ -1,0 +1,77 @@
+"""Two cores are two devices where that is faster and nothing else is said of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxrl.config.schema import Config
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.trainer import cpu_devices
+from jaxrl.trainer.cpu_devices import takes_two_devices, with_cpu_devices
+
+WIDE = Config(model=ModelConfig(d_model=256, num_heads=8, num_kv_heads=4))
+
+
+def changed(**changes) -> Config:
+    groups = {
+        name: dataclasses.replace(getattr(WIDE, name), **change)
+        if isinstance(change, dict)
+        else change
+        for name, change in changes.items()
+    }
+    return dataclasses.replace(WIDE, **groups)
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(cpu_devices.os, "sched_getaffinity", lambda _: {0, 1})
+    assert getattr(jax.config, "jax_platforms") == "cpu"  # noqa: B009 pyright knows it not
+
+
+def test_a_wide_model_takes_two_cores_for_two_devices(two_cores):
+    mesh = with_cpu_devices(WIDE).mesh
+    assert (mesh.simulated_devices, mesh.train) == (2, "1-1-2")
+
+
+def test_one_core_is_one_device(monkeypatch):
+    monkeypatch.setattr(cpu_devices.os, "sched_getaffinity", lambda _: {0})
+    assert with_cpu_devices(WIDE).mesh.simulated_devices == 0
+
+
+@pytest.mark.parametrize("platforms", ["cuda,cpu", "tpu"])
+def test_accelerators_are_taken_as_they_are(monkeypatch, two_cores, platforms):
+    monkeypatch.setattr(cpu_devices.jax, "config", type("C", (), {"jax_platforms": platforms}))
+    assert with_cpu_devices(WIDE).mesh.simulated_devices == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"d_model": 128}},
+        {"weights": "somewhere"},
+        {"mesh": {"train": "1-1-4"}},
+        {"mesh": {"layout": "auto"}},
+        {"train": {"rows": 3}},
+        {"rollout": {"slots": 3}},
+        {"rollout": {"prefill_prompts": 3}},
+    ],
+)
+def test_what_speaks_of_devices_or_does_not_halve_leaves_one(two_cores, changes):
+    config = changed(**changes)
+    assert not takes_two_devices(config)
+    resolved = with_cpu_devices(config).mesh
+    assert (resolved.simulated_devices, resolved.train) == (0, config.mesh.train)
+
+
+def test_a_placement_leaves_one(two_cores):
+    config = dataclasses.replace(WIDE, placement={"all": {"roles": ["actor"]}})
+    assert with_cpu_devices(config).mesh.simulated_devices == 0
+
+
+@pytest.mark.parametrize("given", [0, 4])
+def test_a_number_stays(two_cores, given):
+    config = changed(mesh={"simulated_devices": given})
+    assert with_cpu_devices(config) is config
