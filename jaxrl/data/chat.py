@@ -67,7 +67,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             _rendered(source, None)
-        except _TemplateFault as fault:
+        except UserError as fault:
             raise UserError(
                 f"the chat template of {origin} does not compile ({fault}); put the template that "
                 "was published with the model there"
@@ -99,7 +99,7 @@ class ChatTemplate:
         }
         try:
             return _rendered(self.source, variables)
-        except _TemplateFault as fault:
+        except UserError as fault:
             roles = [message.get("role") for message in messages]
             further = f" and variables {reprlib.repr(sorted(kwargs))}" if kwargs else ""
             raise UserError(
@@ -108,23 +108,17 @@ class ChatTemplate:
             ) from fault
 
 
-class _TemplateFault(Exception):
-    """What is wrong with a template, or with what it was given."""
-
-
 def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
     """A rendered template; without variables it is only compiled.
 
     Raises:
-      _TemplateFault: it cannot be.
+      UserError: it cannot be; the message is a reason without a subject.
     """
     request = source, None if variables is None else json.dumps(variables)
     try:
         return _shared_pool().call(_RENDER, request)
-    except UserError as error:
-        raise _TemplateFault(str(error)) from error
     except WorkerFault as fault:
-        raise _TemplateFault(f"it {fault.reason}") from fault
+        raise UserError(f"it {fault.reason}") from fault
 
 
 @functools.cache
