@@ -90,18 +90,21 @@ class _Functions:
 class ProcessPool:
     """Processes for functions of one argument, started when they are needed. May be used from any thread.
 
-    Close it after use. If the program ends without that, or is killed, the processes end too, with all that
-    they have started.
+    Close it after use. A program that ends without that waits for the calls that it has submitted. However it
+    ends, the processes end with it, and all that they have started.
 
     Args:
-      names: of the functions.
-      load: makes a function of a name, in the process. Processes find it by its module and name.
-      what: a function is called in errors.
-      patience_s: clock time of a call.
-      start_s: clock time in which a process has to load its functions.
-      workers: the most processes.
-      cpu_seconds: processor time of a call; 0 is no limit.
-      memory_bytes: address space that a call may take beyond what the loaded functions hold; 0 is no limit.
+      names: Names of the functions.
+      load: Makes the function of a name, in the process. It is pickled, so it is a function of a module.
+      what: A function's kind, for messages: "grader".
+      patience_s: Clock time of a call.
+      start_s: Clock time in which a process has to load its functions.
+      workers: The most processes.
+      cpu_seconds: Processor time of a call; 0 is no limit.
+      memory_bytes: Address space of a call beyond what the loaded functions hold; 0 is no limit.
+
+    Attributes:
+      cpu_seconds: See above.
     """
 
     def __init__(
@@ -147,15 +150,15 @@ class ProcessPool:
         """The result of a function, as soon as a process is free for it.
 
         Args:
-          name: of the function.
-          argument: to it; it is pickled.
-          patience_s: clock time of this call; 0 takes that of the pool.
-          interrupted: asked now and then; True ends the wait, and the process with it.
+          name: Name of the function.
+          argument: Its argument, which is pickled.
+          patience_s: Clock time of this call; 0 takes the pool's.
+          interrupted: Asked every tenth of a second. True ends the wait and the process.
 
         Raises:
-          UserError: the function raised one, or the functions cannot be loaded.
-          WorkerFault: the call has no result, or the pool was closed before its turn came.
-          Interrupted: the wait was ended, or the pool was closed.
+          UserError: The function raised one, or the functions cannot be loaded.
+          WorkerFault: The call has no result, or the pool was closed before its turn came.
+          Interrupted: `interrupted` returned True, or the pool was closed meanwhile.
         """
         with self._free:
             if self._closed:
@@ -185,7 +188,7 @@ class ProcessPool:
     def submit(
         self, name: str, argument: Any, *, patience_s: float = 0.0
     ) -> concurrent.futures.Future[Any]:
-        """Makes a call beside whatever comes next; see `call`."""
+        """Makes a call on a thread; see `call`."""
         return self._threads.submit(self.call, name, argument, patience_s=patience_s)
 
     def close(self) -> None:
@@ -254,6 +257,9 @@ class _Worker:
             self._pipe.send(question)
             until = time.monotonic() + patience_s
             while not self._pipe.poll(_LOOK_EVERY_S):
+                # A child that the function has forked may hold the other end of the pipe open.
+                if self._process.poll() is not None and not self._pipe.poll():
+                    raise EOFError
                 if interrupted():
                     raise Interrupted
                 if time.monotonic() > until:
@@ -299,6 +305,9 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     """The program of a worker: answers the process that started it, until that ends."""
     pipe, lifeline = map(int, sys.argv[1:])
+    # Programs that functions start have no business with them.
+    os.set_inheritable(pipe, False)
+    os.set_inheritable(lifeline, False)
     _end_with(lifeline)
     with contextlib.suppress(EOFError, ConnectionError):
         _serve(multiprocessing.connection.Connection(pipe))

@@ -109,10 +109,10 @@ class ChatTemplate:
 
 
 def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
-    """A rendered template; without variables it is only compiled.
+    """Renders a template; without variables it is only compiled.
 
     Raises:
-      UserError: it cannot be; the message is a reason without a subject.
+      UserError: The template has failed. The message is a reason without a subject.
     """
     request = source, None if variables is None else json.dumps(variables)
     try:
@@ -123,7 +123,7 @@ def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
 
 @functools.cache
 def _shared_pool() -> ProcessPool:
-    """The one of this program."""
+    """The pool for all templates of this program."""
     pool = ProcessPool(
         [_RENDER],
         _load,

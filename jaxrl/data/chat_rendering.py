@@ -23,14 +23,14 @@ _LONGEST_ERROR = 500
 
 
 def render(request: tuple[str, str | None]) -> str:
-    """A rendered template.
+    """Returns the text that a template makes of its variables.
 
     Args:
-      request: the template's text, and its variables as JSON. With None the template is only compiled, and
+      request: The template's text, and its variables as JSON. With None the template is only compiled, and
         the result is empty.
 
     Raises:
-      UserError: it cannot be, or the text is too long.
+      UserError: The template does not compile or raises, or its text is too long.
     """
     source, variables = request
     try:
