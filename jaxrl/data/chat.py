@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face tokenizer directories, rendered without transformers.
 
 A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, in a
-process of its own that is ended when it takes too long or too much memory (`data.chat_worker`). One such
+process of its own that is ended when it takes too long or too much memory (`data.chat_rendering`). One such
 process serves all templates of a program, from its first one on; a conversation costs a tenth of a
 millisecond more than it would here.
 
@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import json
 import pathlib
 import reprlib
-import signal
-import subprocess
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.user_code import load_function
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +42,11 @@ RESERVED_VARIABLES = frozenset(
 # What compiling or rendering once may take. A long conversation takes milliseconds, and a few megabytes.
 _CPU_SECONDS = 2.0
 _MEMORY_BYTES = 1 << 30
-_WORKER = pathlib.Path(__file__).with_name("chat_worker.py")
+# Rendering takes no clock time beside its processor time, except on a machine that is busy.
+_PATIENCE_S = 600.0
+# By its file: by its module's name the process would import the package around it, and JAX, for a second.
+_RENDER = f"{pathlib.Path(__file__).with_name('chat_rendering.py')}:render"
+_load = functools.partial(load_function, what="chat template")
 
 
 class ChatTemplate:
@@ -65,8 +66,8 @@ class ChatTemplate:
         self._origin = origin
         self._special_tokens = dict(special_tokens)
         try:
-            _shared_worker().run(source, None)
-        except _TemplateFault as fault:
+            _rendered(source, None)
+        except UserError as fault:
             raise UserError(
                 f"the chat template of {origin} does not compile ({fault}); put the template that "
                 "was published with the model there"
@@ -97,8 +98,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _shared_worker().run(self.source, variables)
-        except _TemplateFault as fault:
+            return _rendered(self.source, variables)
+        except UserError as fault:
             roles = [message.get("role") for message in messages]
             further = f" and variables {reprlib.repr(sorted(kwargs))}" if kwargs else ""
             raise UserError(
@@ -107,90 +108,29 @@ class ChatTemplate:
             ) from fault
 
 
-class _TemplateFault(Exception):
-    """What is wrong with a template, or with what it was given."""
+def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
+    """Renders a template; without variables it is only compiled.
 
-
-class _Worker:
-    """The process that renders; a new one takes its place when a template has brought it down."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._known: set[str] = set()
-        atexit.register(self.close)
-
-    def run(self, source: str, variables: dict[str, Any] | None) -> str:
-        """Renders a template; without variables it is compiled.
-
-        Raises:
-          _TemplateFault: it cannot be.
-        """
-        name = hashlib.blake2b(source.encode("utf-8", "surrogatepass")).hexdigest()
-        with self._lock:
-            process = self._running()
-            request = {
-                "template": name,
-                "source": None if name in self._known else source,
-                "variables": variables,
-            }
-            reply = self._exchange(process, json.dumps(request).encode() + b"\n")
-            if reply is None:
-                raise _TemplateFault(self._why_it_ended())
-            if "error" in reply:
-                raise _TemplateFault(reply["error"])
-            self._known.add(name)
-            return reply["text"]
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes) -> dict[str, str] | None:
-        """The worker's reply; None if it has ended."""
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        line, complete = b"", False
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            line = process.stdout.readline()
-            complete = True
-        except BrokenPipeError:
-            complete = True
-        finally:
-            # Ctrl-C comes between a question and its answer, which nobody must take for that to another.
-            if not complete:
-                self.close()
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            # Waits, and closes the pipes.
-            process.communicate()
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        if self._process is None:
-            self._known = set()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), str(_CPU_SECONDS), str(_MEMORY_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Ctrl-C is for the program, which ends this process when it has no more need of it.
-                start_new_session=True,
-            )
-        return self._process
-
-    def _why_it_ended(self) -> str:
-        assert self._process is not None, "there is a process as long as one asks"
-        status = self._process.wait()
-        self.close()
-        if status == -signal.SIGPROF:
-            return f"it took more than {_CPU_SECONDS:g} s and was ended"
-        return f"the process that renders it has ended with status {status}"
+    Raises:
+      UserError: The template has failed. The message is a reason without a subject.
+    """
+    request = source, None if variables is None else json.dumps(variables)
+    try:
+        return _shared_pool().call(_RENDER, request)
+    except WorkerFault as fault:
+        raise UserError(f"it {fault.reason}") from fault
 
 
 @functools.cache
-def _shared_worker() -> _Worker:
-    """The one of this program."""
-    return _Worker()
+def _shared_pool() -> ProcessPool:
+    """The pool for all templates of this program."""
+    pool = ProcessPool(
+        [_RENDER],
+        _load,
+        what="chat template",
+        patience_s=_PATIENCE_S,
+        cpu_seconds=_CPU_SECONDS,
+        memory_bytes=_MEMORY_BYTES,
+    )
+    atexit.register(pool.close)
+    return pool

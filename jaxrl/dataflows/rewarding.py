@@ -21,13 +21,13 @@ from jaxrl.data.packing import RowLimits
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.mesh import hosts
+from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
 from jaxrl.rewards.score import AskedVerdicts, score_completions
 from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import UserRewards
-from jaxrl.rewards.worker import Interrupted
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.reward_model import RewardModel

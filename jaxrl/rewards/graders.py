@@ -21,14 +21,15 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
-from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
@@ -44,11 +45,14 @@ from jaxrl.rewards.pool_functions import load_pool_function
 from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
 from jaxrl.rewards.sandboxed_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
-from jaxrl.rewards.worker import WorkerFault
 from jaxrl.types import GraderFailure
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
+
+# Clock time of a call as a multiple of its processor time: one that sleeps takes none of that.
+_PATIENCE = 6.0
+_MEMORY_BYTES = 1 << 30
 
 GraderChoice = tuple[str, Mapping[str, Any]]
 """A name of `GRADERS`, or where a user's function is; and options."""
@@ -118,12 +122,7 @@ class Graders:
         self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
         asked = [_asks(name) for name, _ in choices.values()]
-        self._pool = GraderPool(
-            sorted({name for name in asked if name}),
-            load_pool_function,
-            workers=workers,
-            cpu_seconds=cpu_seconds,
-        )
+        self._pool = _pool_of({name for name in asked if name}, workers, cpu_seconds)
         self._sandbox = ""
         if CODE in asked and code_sandbox is not None:
             self._sandbox = _chosen_sandbox(code_sandbox)
@@ -247,7 +246,7 @@ def _settle(
 class _PathGrader:
     """A user's function of two texts, in the processes of a pool, so that one that hangs can be ended."""
 
-    def __init__(self, path: str, pool: GraderPool):
+    def __init__(self, path: str, pool: ProcessPool):
         self._path = path
         self._pool = pool
         # Here as well: what a path does not lead to is told before anything is started.
@@ -272,6 +271,18 @@ class _PathGrader:
             return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
 
 
+def _pool_of(names: Set[str], workers: int, cpu_seconds: float) -> ProcessPool:
+    return ProcessPool(
+        sorted(names),
+        load_pool_function,
+        what="grader",
+        patience_s=cpu_seconds * _PATIENCE,
+        workers=workers or min(8, len(os.sched_getaffinity(0))),
+        cpu_seconds=cpu_seconds,
+        memory_bytes=_MEMORY_BYTES,
+    )
+
+
 def _asks(name: str) -> str:
     """What a grader asks the pool for."""
     return name if ":" in name else GRADERS[name].asks if name in GRADERS else ""
@@ -290,10 +301,10 @@ def _chosen_sandbox(choice: SandboxChoice) -> str:
 
 
 def _built(
-    name: str, options: Mapping[str, Any], pool: GraderPool | None, sandbox: str = ""
+    name: str, options: Mapping[str, Any], pool: ProcessPool | None, sandbox: str = ""
 ) -> Grader:
     """The grader; without a pool one that is not asked anything."""
-    pool = pool or GraderPool((), load_pool_function, workers=1, cpu_seconds=1.0)
+    pool = pool or _pool_of(set(), workers=1, cpu_seconds=1.0)
     if ":" in name:
         if options:
             raise UserError(

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import answer_span, normalize_answer
 from jaxrl.rewards.answer_reader import MAX_CHARS, closing_brace, spelled, undressed
-from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import Row, Sample, Verdict, empty_fault
-from jaxrl.rewards.worker import WorkerFault
 
 EQUAL = "math"
 """The name of the comparison among a pool's functions."""
@@ -96,7 +95,7 @@ def math_truth(answer: str) -> str:
 class MathGrader:
     """See the header."""
 
-    def __init__(self, pool: GraderPool):
+    def __init__(self, pool: ProcessPool):
         """Args: processes that have `load_equality`'s function under the name `EQUAL`."""
         self._pool = pool
 

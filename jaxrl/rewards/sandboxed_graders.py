@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import extract_answer
 from jaxrl.rewards.code_tests import read_tests
-from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import RIGHT, WRONG, Row, Sample, Verdict, empty_fault, refusal
-from jaxrl.rewards.worker import WorkerFault
 
 CODE, TASK = "code", "reasoning_gym"
 """Names of what they ask a pool for."""
@@ -40,7 +39,7 @@ class CodeGrader:
       part_marks: the score follows the share of passed tests; right is still who passes all.
     """
 
-    def __init__(self, pool: GraderPool, sandbox: str, *, part_marks: bool = False):
+    def __init__(self, pool: ProcessPool, sandbox: str, *, part_marks: bool = False):
         self._pool = pool
         self._sandbox = sandbox
         self._part_marks = part_marks
@@ -93,7 +92,7 @@ class ReasoningGymGrader:
       part_marks: the score follows the mark.
     """
 
-    def __init__(self, pool: GraderPool, *, task: str = "", part_marks: bool = False):
+    def __init__(self, pool: ProcessPool, *, task: str = "", part_marks: bool = False):
         self._pool = pool
         self._task = task
         self._part_marks = part_marks

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import extract_answer
-from jaxrl.rewards.grader_pool import GraderPool
 from jaxrl.rewards.grading import Row, Sample, Verdict, empty_fault
-from jaxrl.rewards.worker import WorkerFault
 
 SEARCH = "regex"
 """The name of the search among a pool's functions."""
@@ -124,7 +123,7 @@ class RegexGrader:
 
     def __init__(
         self,
-        pool: GraderPool,
+        pool: ProcessPool,
         *,
         pattern: str = "",
         ignore_case: bool = False,

@@ -1,6 +1,6 @@
 """Reward functions of a user, named in a config by where they are (`user_code`).
 
-They run once a step, on all responses; in a run, in a process of their own (`rewards.worker`), so that one
+They run once a step, on all responses; in a run, in a process of their own (`process_pool`), so that one
 that hangs can be ended. What the responses hold is not trusted: parse it, never evaluate it, and bound the
 work.
 """
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.terms import checked_scores
-from jaxrl.rewards.worker import Worker, WorkerFault
 from jaxrl.types import Completions, TurnText
 from jaxrl.user_code import load_function
 
@@ -144,16 +144,19 @@ class UserRewards:
           UserError: as of `user_reward`.
         """
         self._interrupted = interrupted
-        self._worker = None
+        self._pool = ProcessPool(
+            paths,
+            _function_of_responses,
+            what="reward function",
+            patience_s=timeout_s,
+            start_s=timeout_s,
+        )
         if paths:
-            self._worker = Worker(
-                paths, _function_of_responses, what="reward function", timeout_s=timeout_s
-            )
+            self._pool.start()
 
     def close(self) -> None:
         """Ends the process."""
-        if self._worker is not None:
-            self._worker.close()
+        self._pool.close()
 
     def scores(self, path: str, completions: Completions) -> np.ndarray:
         """What the function at `path` gives the completions, float32 [B].
@@ -163,9 +166,8 @@ class UserRewards:
             ended its process, or took too long.
           Interrupted: the wait was ended.
         """
-        assert self._worker is not None, "made without functions"
         try:
-            return self._worker.call(path, Responses.of(completions), interrupted=self._interrupted)
+            return self._pool.call(path, Responses.of(completions), interrupted=self._interrupted)
         except WorkerFault as fault:
             remedy = "; bound its work, or raise reward.functions_timeout_s"
             raise UserError(f"{fault}{remedy if fault.kind == 'timeout' else ''}") from fault

