@@ -37,6 +37,7 @@ TINY_ENGINE = EngineConfig(
 TINY_FLOW = BatchFlow(12, 10, 8, 4, PackedShape(4, 2, 4, 16))
 
 
+@functools.cache
 def plan_tiny(model: ModelConfig = TINY, **changes) -> DryRun:
     arguments = {
         "layout": ParallelLayout.from_config(TINY_LAYOUT),

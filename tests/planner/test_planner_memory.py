@@ -13,6 +13,9 @@ from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
 
+# Parts of its rows hold blocks of 8-bit moments.
+WIDE = dataclasses.replace(TINY, d_model=128, d_ff=256)
+
 
 def test_the_32b_recipe_by_hand():
     recipe = plan_32b()
@@ -41,16 +44,21 @@ def test_the_32b_recipe_by_hand():
 
 
 @pytest.mark.parametrize(
-    "optim",
-    [OptimConfig(), OptimConfig(moments="int8"), OptimConfig(kind="muon", moments="bfloat16")],
+    ("optim", "shown"),
+    [
+        (OptimConfig(), "float32"),
+        (OptimConfig(moments="int8"), "8 bits"),
+        (OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"),
+    ],
     ids=["adamw", "8 bits", "muon"],
 )
-def test_counts_what_real_arrays_take(optim):
-    """Bytes by role equal those on the first of eight devices."""
-    plan = plan_tiny(optim=optim)
+def test_counts_what_real_arrays_take(optim, shown):
+    """Bytes by role equal those on the first of eight devices, and the type of moments is shown."""
+    plan = plan_tiny(WIDE, optim=optim)
+    assert holding(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
     mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
     actor = Actor(
-        TINY,
+        WIDE,
         mesh,
         train=TINY_TRAIN,
         optim=optim,
@@ -58,7 +66,7 @@ def test_counts_what_real_arrays_take(optim):
         seed=0,
     )
     actor.init()
-    engine = Engine(TINY, actor.graph, mesh, TINY_ENGINE)
+    engine = Engine(WIDE, actor.graph, mesh, TINY_ENGINE)
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
@@ -70,14 +78,6 @@ def test_counts_what_real_arrays_take(optim):
     }
     for name, arrays in real.items():
         assert holding(plan, name).bytes_per_device == on_first_device(arrays), name
-
-
-def test_the_type_of_moments_is_shown():
-    widths = {"float32": "float32", "bfloat16": "bfloat16", "int8": "8 bits"}
-    larger = dataclasses.replace(TINY, d_model=128, d_ff=256)
-    for moments, shown in widths.items():
-        plan = plan_tiny(larger, optim=OptimConfig(moments=moments))
-        assert holding(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
 
 
 def test_weights_that_need_not_move_are_counted_once():
