@@ -4,6 +4,7 @@ The settings are made here, at import, because JAX reads the device count once, 
 device; a fixture would come too late.
 """
 
+import gc
 import os
 import pathlib
 from collections.abc import Sequence
@@ -17,11 +18,14 @@ from memory import drop_compiled_programs
 from jaxrl.types import Completions, Prompts, Scored
 
 # Compiling is most of what these tests do, and tiny arrays gain nothing from optimised code. The fusion
-# emitters take half of the compile time; from JAX 0.11 on there is no way around them.
+# emitters take half of the compile time; from JAX 0.11 on there is no way around them. Of programs as
+# small as these each part that LLVM is given by itself costs more than it saves, and so does inlining before.
 _UNKNOWN_TO_LIBTPU = "--xla_cpu_use_fusion_emitters=false"
 _QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_llvm_force_inline_before_split=false",
     *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
@@ -51,6 +55,12 @@ def flags_that_libtpu_knows(request: pytest.FixtureRequest, monkeypatch: pytest.
     if request.node.get_closest_marker("tpu"):
         jax.devices()
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(_UNKNOWN_TO_LIBTPU, ""))
+
+
+def pytest_collection_finish():
+    """Modules and tests stay to the end: Python's garbage collector need not walk them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

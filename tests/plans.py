@@ -53,6 +53,7 @@ def tiny_config(model: ModelConfig = TINY, **changes) -> Config:
     return config
 
 
+@functools.cache
 def plan_tiny(model: ModelConfig = TINY, **changes) -> Plan:
     return trace_plan(tiny_config(model, **changes))
 

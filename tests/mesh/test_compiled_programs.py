@@ -56,19 +56,32 @@ def run(home: pathlib.Path, *numbers: int, **more: str) -> tuple[str, list[str],
     return folder, results, int(hits), done.stderr
 
 
-def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, monkeypatch):
+def test_processes_read_what_others_have_compiled_and_compile_again_what_is_broken(
+    tmp_path, monkeypatch
+):
     folder, first, hits, _ = run(tmp_path, 3)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert pathlib.Path(folder) == cache_folder()
     assert folder.startswith(str(tmp_path / ".cache/jaxrl/jax"))
     assert first[0] == "8000000000" and hits == 0
-    assert run(tmp_path, 3)[1:3] == (first, len(list(pathlib.Path(folder).glob("*-cache"))))
+    entries = list(pathlib.Path(folder).glob("*-cache"))
+    assert run(tmp_path, 3)[1:3] == (first, len(entries))
+    # What a killed process left.
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:10])
+        entry.with_name(entry.name.removesuffix("-cache") + "-atime").unlink()
+    _, again, hits, log = run(tmp_path, 3)
+    assert (again, hits, log) == (first, 0, "")
+    _, again, hits, log = run(tmp_path, 3)
+    assert again == first and hits > 0 and log == ""
 
 
-def test_it_follows_the_users_cache_folder(tmp_path):
-    folder, *_ = run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "elsewhere"))
-    assert folder.startswith(str(tmp_path / "elsewhere/jaxrl/jax"))
+def test_it_follows_the_users_cache_folder_and_size(tmp_path):
+    own = {"XDG_CACHE_HOME": str(tmp_path / "own"), "JAX_COMPILATION_CACHE_MAX_SIZE": "1000000"}
+    folder, results, *_ = run(tmp_path, **own)
+    assert folder.startswith(str(tmp_path / "own/jaxrl/jax"))
+    assert results == ["1000000"]
 
 
 def test_a_folder_of_the_users_own_is_left_as_it_is(tmp_path):
@@ -78,26 +91,11 @@ def test_a_folder_of_the_users_own_is_left_as_it_is(tmp_path):
     assert not (tmp_path / ".cache").exists()
 
 
-def test_a_size_of_the_users_own_stays(tmp_path):
-    assert run(tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="1000000")[1] == ["1000000"]
-
-
 def test_a_home_that_cannot_be_written_is_said_once(tmp_path):
     (tmp_path / ".cache").write_text("a file")
     folder, results, _, log = run(tmp_path, 3)
     assert folder == "None" and len(results) == 2
     assert log.count("compiled programs are not kept") == 1
-
-
-def test_what_a_killed_process_left_is_compiled_again(tmp_path):
-    folder, first, *_ = run(tmp_path, 3)
-    for entry in pathlib.Path(folder).glob("*-cache"):
-        entry.write_bytes(entry.read_bytes()[:10])
-        entry.with_name(entry.name.removesuffix("-cache") + "-atime").unlink()
-    _, again, hits, log = run(tmp_path, 3)
-    assert (again, hits, log) == (first, 0, "")
-    _, again, hits, log = run(tmp_path, 3)
-    assert again == first and hits > 0 and log == ""
 
 
 def test_processes_that_share_it_do_not_disturb_each_other(tmp_path):
@@ -140,7 +138,7 @@ def num_operations(num_layers: int, remat: str) -> int:
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_update_is_as_large_at_any_depth(remat):
     """Layers are scanned, so compiling 64 of them takes what 4 take."""
-    sizes = {depth: num_operations(depth, remat) for depth in (4, 16, 64)}
+    sizes = {depth: num_operations(depth, remat) for depth in (4, 64)}
     assert len(set(sizes.values())) == 1, sizes
 
 

@@ -14,6 +14,9 @@ from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
 from jaxrl.trainer.batch_shapes import engine_config
 
+# Parts of its rows hold blocks of 8-bit moments.
+WIDE = dataclasses.replace(TINY, d_model=128, d_ff=256)
+
 
 def test_the_32b_recipe_by_hand():
     recipe = plan_32b()
@@ -44,16 +47,21 @@ def test_the_32b_recipe_by_hand():
 
 
 @pytest.mark.parametrize(
-    "optim",
-    [OptimConfig(), OptimConfig(moments="int8"), OptimConfig(kind="muon", moments="bfloat16")],
+    ("optim", "shown"),
+    [
+        (OptimConfig(), "float32"),
+        (OptimConfig(moments="int8"), "8 bits"),
+        (OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"),
+    ],
     ids=["adamw", "8 bits", "muon"],
 )
-def test_counts_what_real_arrays_take(optim):
-    """Bytes by role equal those on the first of eight devices."""
-    plan = plan_tiny(optim=optim)
+def test_counts_what_real_arrays_take(optim, shown):
+    """Bytes by role equal those on the first of eight devices, and the type of moments is shown."""
+    plan = plan_tiny(WIDE, optim=optim)
+    assert buffers_named(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
     mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
     actor = Actor(
-        TINY,
+        WIDE,
         mesh,
         train=TINY_TRAIN,
         optim=optim,
@@ -61,7 +69,7 @@ def test_counts_what_real_arrays_take(optim):
         seed=0,
     )
     actor.init()
-    engine = Engine(TINY, actor.graph, mesh, engine_config(tiny_config(), stop_ids=(1,)))
+    engine = Engine(WIDE, actor.graph, mesh, engine_config(tiny_config(), stop_ids=(1,)))
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
@@ -73,14 +81,6 @@ def test_counts_what_real_arrays_take(optim):
     }
     for name, arrays in real.items():
         assert buffers_named(plan, name).bytes_per_device == on_first_device(arrays), name
-
-
-def test_the_type_of_moments_is_shown():
-    widths = {"float32": "float32", "bfloat16": "bfloat16", "int8": "8 bits"}
-    larger = dataclasses.replace(TINY, d_model=128, d_ff=256)
-    for moments, shown in widths.items():
-        plan = plan_tiny(larger, optim=OptimConfig(moments=moments))
-        assert buffers_named(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
 
 
 def test_weights_that_need_not_move_are_counted_once():

@@ -1,6 +1,7 @@
 """Operations counted from a model's shape are those of the traced programs, part by part."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ def test_short_sequences_cost_six_operations_a_weight_and_token(name):
 # Against the programs
 
 
+@functools.cache
 def traced(model: ModelConfig, tokens: int = T) -> int:
     """Operations of the products of an update in one microbatch."""
     layout = ParallelLayout.from_config(LayoutConfig())

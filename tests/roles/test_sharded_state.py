@@ -29,8 +29,10 @@ def actor_of(name: str, **layout) -> Actor:
         MODEL,
         build_mesh(sizes, jax.devices()[: sizes.num_devices]),
         train=TrainConfig(rows=R, row_tokens=T),
-        # With epsilon far above any gradient a step of Adam shows the gradient itself.
-        optim=OptimConfig(lr=1e4, epsilon=1e4, lr_warmup_steps=0, weight_decay=0.0, grad_clip=1e9),
+        # With an epsilon as large as this a step of Adam has the scale of the gradient.
+        optim=OptimConfig(
+            lr=1.0, epsilon=1.0, lr_warmup_steps=0, weight_decay=0.0, grad_clip=np.inf
+        ),
         temperature=1.0,
         seed=0,
         tables=state_tables(name),

@@ -32,6 +32,9 @@ CORRECTIONS = {
     "rejections": CorrectionConfig(
         weights="sequence", reject=RejectionConfig(token_ratio=(0.2, 6.0))
     ),
+    "all": CorrectionConfig(
+        weights="token", normalize=True, reject=RejectionConfig(token_ratio=(0.2, 6.0))
+    ),
 }
 
 
@@ -57,8 +60,17 @@ def step(shape, correction, *, shares, layout=ONE_DEVICE):
     return jax.device_get(actor.state.params), jax.device_get(metrics), seen[0].batch
 
 
-@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["one device", "eight"])
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(
+    ("correction", "layout"),
+    [
+        ("none", ONE_DEVICE),
+        ("weights", ONE_DEVICE),
+        ("rejections", ONE_DEVICE),
+        # What is added up over all devices, at once.
+        ("all", EIGHT_DEVICES),
+    ],
+    ids=["none", "weights", "rejections", "all on eight devices"],
+)
 def test_one_update_a_step_takes_no_other_pass(correction, layout, monkeypatch):
     correction = CORRECTIONS[correction]
     plain, told, seen = step(PACKED, correction, shares=False, layout=layout)

@@ -149,6 +149,14 @@ def forward(prompt, response) -> np.ndarray:
     return np.asarray(_forward()(padded))[len(prompt) - 1 : len(whole) - 1]
 
 
+def log_probabilities(logits_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`log_softmax_entropy` of the logits of a response, in one program for all lengths."""
+    padded_RV = np.zeros((R, MODEL.vocab_size), np.float32)
+    padded_RV[: len(logits_TV)] = logits_TV
+    log_RV, entropy_R = log_softmax_entropy(padded_RV)
+    return np.asarray(log_RV)[: len(logits_TV)], np.asarray(entropy_R)[: len(logits_TV)]
+
+
 def answers(completions: Completions):
     """(prompt tokens, response tokens, logprob, entropy) of each row."""
     for b, n in enumerate(completions.prompt_index_B):
@@ -180,7 +188,7 @@ def test_responses_end_at_the_first_stop_or_at_the_limit(expected):
 
 def test_log_probability_and_entropy_are_those_of_a_plain_forward_pass(expected):
     for prompt, response, logprob, entropy in answers(expected):
-        log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
+        log_TV, entropy_T = log_probabilities(forward(prompt, response) / TEMPERATURE)
         assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
         assert_close(entropy, entropy_T, scale=1)
 
@@ -189,10 +197,11 @@ def test_each_token_is_the_gumbel_max_of_its_own_seed_step_prompt_sample_and_pos
     completions = sample(actor_of(), make_prompts([12, 5]), num_samples=3, step=4)
     for b, (prompt, response, *_) in enumerate(answers(completions)):
         n = len(response)
-        prompt_id = jnp.full(n, completions.prompts.ids_N[b // 3], jnp.int32)
-        keys_T2 = sample_keys(SEED, jnp.int32(4), prompt_id, jnp.full(n, b % 3, jnp.int32))
-        noise_TV = gumbel_noise(keys_T2, jnp.arange(n), MODEL.vocab_size)
-        scores_TV = forward(prompt, response) / TEMPERATURE + np.asarray(noise_TV)
+        # Of all R positions, in one program for all lengths.
+        prompt_id = jnp.full(R, completions.prompts.ids_N[b // 3], jnp.int32)
+        keys_R2 = sample_keys(SEED, jnp.int32(4), prompt_id, jnp.full(R, b % 3, jnp.int32))
+        noise_RV = gumbel_noise(keys_R2, jnp.arange(R), MODEL.vocab_size)
+        scores_TV = forward(prompt, response) / TEMPERATURE + np.asarray(noise_RV)[:n]
         np.testing.assert_array_equal(response, scores_TV.argmax(-1))
 
 
@@ -388,7 +397,7 @@ def test_temperature_zero_is_greedy():
         logits_TV = forward(prompt, response)
         np.testing.assert_array_equal(response, logits_TV.argmax(-1))
         # Greedy log-probabilities are those of the distribution at temperature 1.
-        log_TV, _ = log_softmax_entropy(logits_TV)
+        log_TV, _ = log_probabilities(logits_TV)
         assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
     assert greedy.texts[::2] == greedy.texts[1::2]
 
@@ -398,7 +407,7 @@ def test_truncated_samples_keep_the_probabilities_of_the_whole_distribution():
     cut = sample(actor_of(), truncation=limits, num_samples=4)
     ranks = set()
     for prompt, response, logprob, entropy in answers(cut):
-        log_TV, entropy_T = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
+        log_TV, entropy_T = log_probabilities(forward(prompt, response) / TEMPERATURE)
         assert_close(logprob, log_TV[np.arange(len(response)), response], scale=1)
         assert_close(entropy, entropy_T, scale=1)
         chosen_T1 = np.take_along_axis(np.asarray(log_TV), response[:, None], axis=1)
@@ -442,7 +451,7 @@ def test_half_precision_rollout_stays_close_to_the_trainer():
     low = sample(actor_of(config=config))
     gaps = []
     for prompt, response, logprob, _ in answers(low):
-        log_TV, _ = log_softmax_entropy(forward(prompt, response) / TEMPERATURE)
+        log_TV, _ = log_probabilities(forward(prompt, response) / TEMPERATURE)
         gaps.append(logprob - log_TV[np.arange(len(response)), response])
         assert logprob.dtype == np.float32
     gaps = np.abs(np.concatenate(gaps))

@@ -48,7 +48,7 @@ PLAIN = Assumptions(
     dispatch_s=0.0,
 )
 # Reading weights takes no time beside 1 TFLOP/s.
-CLUSTER = Cluster(toy(memory_gbs=1e6), (4, 4))
+CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4))
 # 16 sequences of 128 + 128 tokens.
 WORK = toy_work(
     prompts=16,
@@ -205,7 +205,7 @@ def generator(assume=PLAIN, work=WORK, cluster=CLUSTER):
 
 def test_a_step_reads_weights_and_cache():
     # 4 replicas of 4 samples, all in flight, 128 steps; 1 GB/s.
-    cluster = Cluster(toy(memory_gbs=1.0, bfloat16_tflops=1e6), (1, 4))
+    cluster = Cluster(toy(memory_gbs=1.0, bfloat16_tflops=1e4), (1, 4))
     terms = generator(cluster=cluster).generation(
         MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4)
     )
