@@ -48,6 +48,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("jaxrl")
 
+_LONGEST = (
+    "test_recipes.py",
+    "test_program.py",
+    "test_multiprocess.py",
+    "test_optimizer.py",
+    "test_engine.py",
+    "test_driver.py",
+    "test_policy.py",
+)
+
 
 @pytest.fixture(autouse=True)
 def flags_that_libtpu_knows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
@@ -57,10 +67,20 @@ def flags_that_libtpu_knows(request: pytest.FixtureRequest, monkeypatch: pytest.
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(_UNKNOWN_TO_LIBTPU, ""))
 
 
-def pytest_collection_finish():
-    """Modules and tests stay to the end: Python's garbage collector need not walk them again and again."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay to the end: Python's garbage collector need not walk them after each file."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Files that take longest begin first, or in the end all processes but one would wait for them."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 @pytest.hookimpl(wrapper=True)

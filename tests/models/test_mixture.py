@@ -117,12 +117,23 @@ def with_adapters(weights, rank=2):
     return weights
 
 
+@functools.partial(jax.jit, static_argnames="apply")
+def out_and_gradients(apply, x, expert, share, weights, first, along):
+    """Of inputs, shares and weights, in one program for all examples of a shape."""
+
+    def loss(x, share, weights):
+        out = apply(x, expert, share, weights, first_expert=first)
+        return jnp.sum(out * along), out
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, share, weights)
+
+
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(
     tokens=st.sampled_from([1, 9, 400]),
     favourite=st.integers(0, 8),
     share_of_favourite=st.sampled_from([0.0, 0.5, 1.0]),
-    held=st.sampled_from([(0, 8), (4, 4), (6, 2)]),
+    held=st.sampled_from([(0, 8), (2, 4), (4, 4)]),
     adapted=st.booleans(),
 )
 def test_tiles_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted):
@@ -137,17 +148,11 @@ def test_tiles_are_the_grouped_products(tokens, favourite, share_of_favourite, h
     weights = with_adapters(weights) if adapted else weights
     along = normal(2, tokens, D, seed=9)
 
-    def out_and_gradients(apply):
-        def loss(x, share, weights):
-            out = apply(x, expert, share, weights, first_expert=first)
-            return jnp.sum(out * along), out
-
-        found = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, share, weights)
-        return jax.tree.leaves(found)
-
-    ours, theirs = out_and_gradients(apply_experts_in_tiles), out_and_gradients(apply_experts)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, scale=10)
+    ours, theirs = (
+        out_and_gradients(apply, x, expert, share, weights, first, along)
+        for apply in (apply_experts_in_tiles, apply_experts)
+    )
+    assert_close(ours, theirs, scale=10)
 
 
 def test_a_platform_gets_the_way_that_it_compiles_well():

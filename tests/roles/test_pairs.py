@@ -119,9 +119,9 @@ def test_a_reward_model_learns_what_is_preferred(learner):
     assert float(metrics[-1]["accuracy"]) == 1 and float(metrics[-1]["loss"]) < 0.3
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo"])
-def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
-    actor = Actor(
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    return Actor(
         MODEL,
         mesh_of("1-2-2", 2),
         train=TrainConfig(rows=6, row_tokens=24),
@@ -129,6 +129,10 @@ def test_preference_optimisation_moves_the_policy_towards_the_chosen(name):
         temperature=1.0,
         seed=0,
     )
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_preference_optimisation_moves_the_policy_towards_the_chosen(name, actor):
     actor.init()
     batch = pack_pairs(make_pairs(), ONE_EACH)
     batch = batch.replace(ref_logprob=actor.logprobs(batch))

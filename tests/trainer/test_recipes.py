@@ -272,6 +272,9 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     assert program.train(config, devices=jax.devices()[:1]) == 0
     last = curve(config)[-1]
     assert last["actor/grad_norm"] > 0 and last["actor/skipped_updates"] == 0
+    # Nothing is left out.
+    trained = last["train/num_trained_tokens"]
+    assert trained == pytest.approx(response_tokens(config, last), rel=1e-5)
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-5)
     # The old log-probabilities are the trainer's own, or the sampler's. An ulp of one is 5e-7.
     limit = 1e-4 if "algorithm__correction__bypass" in changes else 1e-5
@@ -283,36 +286,14 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     assert ("rollout_corr/rollout_is_mean" in last) == weighed
 
 
-def test_rules_functions_and_models_together(folder, tmp_path):
+def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     (tmp_path / "rules.py").write_text(
         "def brevity(responses):\n    return [-len(tokens) / 8 for tokens in responses.tokens]\n"
     )
-    config = make_config(
-        folder,
-        tmp_path,
-        "grpo",
-        reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
-        reward__model=str(folder / "reward"),
-        reward__model_weight=2.0,
-        algorithm__advantage="gdpo",
-        run__num_steps=1,
-    )
-    assert program.train(config, devices=jax.devices()[:1]) == 0
-    (row,) = curve(config)[1:]
-    parts = {"grader": 1.0, "brevity": 0.5, "model": 2.0}
-    expected = sum(weight * row[f"reward/{name}/mean"] for name, weight in parts.items())
-    assert row["critic/score/mean"] == pytest.approx(expected, rel=1e-5)
-    assert row["reward/brevity/mean"] == pytest.approx(-row["response_length/mean"] / 8, rel=1e-5)
-    # GDPO whitens what it makes of the three.
-    assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
-    assert row["actor/grad_norm"] > 0
-
-
-def test_a_judge_is_asked(folder, tmp_path):
     directory = tmp_path / "judge"
     save_checkpoint(init_params(MODEL, jax.random.key(5)), MODEL, directory, dtype="float32")
     train_tokenizer(["Score: 1 2 3 4 5 how good is it?"], vocab_size=288).save(directory)
-    settings = {
+    judge = {
         "model": str(directory),
         "template": "How good is {response}?",
         "chat": False,
@@ -321,29 +302,47 @@ def test_a_judge_is_asked(folder, tmp_path):
         "max_verdict_tokens": 4,
         "slots": 16,
     }
-    changes = {f"reward__judge__{name}": value for name, value in settings.items()}
-    placement = {
-        "policy": {"roles": ("actor",), "train": "1-1-2"},
-        "judge": {"roles": ("judge",), "train": "1-2-1"},
-    }
-    config = make_config(folder, tmp_path, "grpo", **changes, placement=placement, run__num_steps=1)
+    config = make_config(
+        folder,
+        tmp_path,
+        "grpo",
+        reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
+        reward__model=str(folder / "reward"),
+        reward__model_weight=2.0,
+        **{f"reward__judge__{name}": value for name, value in judge.items()},
+        placement={
+            "policy": {"roles": ("actor", "reward"), "train": "1-1-2"},
+            "judge": {"roles": ("judge",), "train": "1-2-1"},
+        },
+        algorithm__advantage="gdpo",
+        run__num_steps=1,
+    )
     assert program.train(config) == 0
     (row,) = curve(config)[1:]
     # Random weights write no score, and nobody is paid for that.
     assert row["reward/judge/parse_failures"] == 1.0
     assert row["reward/judge/mean"] == -2.0
-    assert row["critic/score/mean"] == pytest.approx(row["reward/grader/mean"] - 2.0)
+    parts = {"grader": 1.0, "brevity": 0.5, "model": 2.0, "judge": 1.0}
+    expected = sum(weight * row[f"reward/{name}/mean"] for name, weight in parts.items())
+    assert row["critic/score/mean"] == pytest.approx(expected, rel=1e-5)
+    assert row["reward/brevity/mean"] == pytest.approx(-row["response_length/mean"] / 8, rel=1e-5)
+    # GDPO whitens what it makes of the four.
+    assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
+    assert row["actor/grad_norm"] > 0
+
+
+def response_tokens(config: Config, row: dict) -> float:
+    """Of all answers of a step."""
+    return row["response_length/mean"] * config.rollout.num_prompts * config.rollout.num_samples
 
 
 def test_truncated_answers_can_be_left_out(folder, tmp_path):
     config = make_config(folder, tmp_path, "grpo", reward__mask_truncated=True)
     assert program.train(config, devices=jax.devices()[:1]) == 0
-    other = make_config(folder, tmp_path / "other", "grpo")
-    assert program.train(other, devices=jax.devices()[:1]) == 0
-    ours, theirs, trained = curve(config)[1], curve(other)[1], "train/num_trained_tokens"
+    row = curve(config)[1]
     # Random weights seldom end an answer, and then early.
-    assert 0.8 < ours["response_length/clip_ratio"] == theirs["response_length/clip_ratio"] < 1
-    assert 0 < ours[trained] < 0.2 * theirs[trained]
+    assert 0.8 < row["response_length/clip_ratio"] < 1
+    assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
 
 
 @pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
