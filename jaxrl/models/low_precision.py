@@ -29,13 +29,13 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError
 
-ProductKind = Literal["full", "int8", "fp8"]
+MatmulKind = Literal["full", "int8", "fp8"]
 
 # (x [..., *summed], weight [*summed, *outs], num_summed) -> [..., *outs], in the type of x.
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
-def product_in(kind: ProductKind) -> Product | None:
+def matmul_in(kind: MatmulKind) -> Product | None:
     """The product of a projection in 8 bits; None for "full".
 
     Raises:
@@ -55,12 +55,12 @@ def product_in(kind: ProductKind) -> Product | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
 def _product(
-    qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_summed: int
+    qwix: Any, kind: MatmulKind, x: jax.Array, weight: jax.Array, num_summed: int
 ) -> jax.Array:
     return _forward(qwix, kind, x, weight, num_summed)[0]
 
 
-def _forward(qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_summed: int):
+def _forward(qwix: Any, kind: MatmulKind, x: jax.Array, weight: jax.Array, num_summed: int):
     lead = x.ndim - num_summed
     in_type = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn
     q_x = _quantized(qwix, x, in_type, range(lead))
@@ -70,7 +70,7 @@ def _forward(qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_
     return out, (q_x, q_weight, jnp.zeros((), weight.dtype))
 
 
-def _backward(qwix: Any, kind: ProductKind, num_summed: int, kept: Any, g: jax.Array):
+def _backward(qwix: Any, kind: MatmulKind, num_summed: int, kept: Any, g: jax.Array):
     q_x, q_weight, like_weight = kept
     dx = _input_gradient(qwix, q_weight, g, num_summed)
     sum_tokens = _weight_gradient_full if kind == "int8" else _weight_gradient_fp8

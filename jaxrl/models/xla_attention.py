@@ -32,7 +32,7 @@ from jaxrl.models.attention_kind import AttentionKind
 _MASKED = -1e30
 
 
-class Branches(NamedTuple):
+class TreeSegments(NamedTuple):
     """Segments of which some go on from another one: a tree instead of lines.
 
     Attributes:
@@ -55,7 +55,7 @@ def xla_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segments: jax.Array | Branches,
+    segments: jax.Array | TreeSegments,
     kind: AttentionKind,
     *,
     block_tokens: int,
@@ -72,7 +72,7 @@ def xla_attention(
 
     q_NBKGCH = blocks(q_BTQH).reshape(N, B, C, K, Q // K, H).transpose(0, 1, 3, 4, 2, 5)
     k_NBKSH, v_NBKSH = (blocks(x).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    own, prefix = segments if isinstance(segments, Branches) else (segments, None)
+    own, prefix = segments if isinstance(segments, TreeSegments) else (segments, None)
     ids = _Ids(blocks(own), None if prefix is None else blocks(prefix))
     reach = None if kind.reach is None else jnp.int32(kind.reach)
     out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, kind.softcap)

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.heads import score_config
@@ -144,8 +144,8 @@ def abstract_roles(config: Config, mesh_of: MeshOf) -> AbstractRoles:
     assumed = [(role, why) for role, (_, why) in models.items() if why]
 
     def common(role: str) -> dict[str, Any]:
-        tables = state_tables(homes[role].config_of(role).sharding)
-        return {"mesh": meshes[role], "train": config.train, "tables": tables}
+        tables = state_rules(homes[role].config_of(role).sharding)
+        return {"mesh": meshes[role], "train": config.train, "state_rules": tables}
 
     # Which ids end a response is the tokenizer's to say, and no shape depends on it.
     engine = _engine(

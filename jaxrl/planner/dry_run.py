@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import abstract_mesh
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.batch_flow import BatchFlow, describe_flow
@@ -60,7 +60,7 @@ def dry_run(
     temperature: float,
     objective: Objective,
     flow: BatchFlow,
-    tables: StateTables = ZERO["FSDP"],
+    tables: StateRules = ZERO["FSDP"],
     offload: bool = False,
     samples_here: bool = True,
     companions: Sequence[Holding] = (),
@@ -97,7 +97,7 @@ def dry_run(
         temperature=temperature,
         seed=0,
         backend=backend,
-        tables=tables,
+        state_rules=tables,
     )
     state = actor.abstract_state()
     batch = abstract_batch(actor, flow.shape)

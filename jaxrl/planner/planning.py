@@ -9,8 +9,8 @@ from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.planner.abstract_roles import AbstractRoles, abstract_roles
 from jaxrl.planner.batch_flow import BatchFlow
 from jaxrl.planner.dry_run import companion_memory, dry_run
@@ -56,7 +56,7 @@ def plan(config: Config) -> DryRun:
         temperature=config.rollout.temperature,
         objective=policy_objective(config),
         flow=_flow(config),
-        tables=state_tables(own.sharding),
+        tables=state_rules(own.sharding),
         offload=own.offload_training_state,
         samples_here=roles.pool_of("rollout") == home,
         companions=_companions(roles, home),

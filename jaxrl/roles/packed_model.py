@@ -1,4 +1,4 @@
-"""A model on a mesh, over packed rows: the forward pass that every role shares.
+"""A model on a mesh, applied to packed rows: the forward pass of every role.
 
 U minibatches   M microbatches   R rows   T tokens of a row
 """
@@ -21,15 +21,15 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.attention import (
     IMPLEMENTATIONS,
-    Branches,
+    TreeSegments,
     attention,
     pick_block_tokens,
     pick_implementation,
@@ -38,7 +38,7 @@ from jaxrl.models.compute import REMAT_POLICIES, Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
-from jaxrl.models.low_precision import ProductKind, product_in
+from jaxrl.models.low_precision import MatmulKind, matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import PackedBatch
@@ -49,29 +49,29 @@ Values = TypeVar("Values")
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How the learning step is computed.
+    """Settings of the learning step.
 
     Attributes:
       rows: R, rows of a microbatch over the whole mesh.
       row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
-      fill_minibatches: samples may change places with ones of another minibatch of their step where it then
-        runs fewer microbatches; about one in a hundred does. Which update a sample is in then depends on
-        `rows` and `row_tokens`, which otherwise change nothing.
-      share_prompts: the answers to a prompt that lie in a row share it: it is computed once there, forward
-        and backward, and each answer is a branch that goes on from it. The same numbers for fewer tokens;
-        docs/learning.md says where that pays.
+      fill_minibatches: let about one sample in a hundred change places with one of another minibatch of the
+        step, so that fewer microbatches run. The update that a sample belongs to then depends on `rows` and
+        `row_tokens`, which otherwise change no result.
+      share_prompts: compute a prompt once for all its answers in a row, forward and backward (tree
+        attention). The result is the same for fewer tokens; docs/learning.md says when it pays.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
-      dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
-      products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
-        "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
-      remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
-      unroll: layers per iteration of the layer scan; with all of them there is none.
-      pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
-        p > 1; a multiple of p, 0 for p itself. More of them leave the stages idle for a smaller share of
-        the time, and give each less work at once.
+      dtype: type of activations, and of weights frozen below adapters; master weights are float32.
+      products: matmul precision of the projections in the layers, forward and backward: "full" (`dtype`),
+        "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own setting.
+      remat: activations of each layer that are kept for the backward pass, a name of
+        `models.compute.REMAT_POLICIES`.
+      unroll: layers per iteration of the layer scan; the number of layers removes the scan.
+      pipeline_microbatches: number of parts that the rows are cut into, in a layout with p > 1 stages; a
+        multiple of p, or 0 for p itself. More parts leave the stages idle for less time, but each part is
+        smaller.
       attention: implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`.
       load_balancing_coef: weight of `models.mixture.load_balancing_loss` in the loss of a mixture of
-        experts, taken microbatch by microbatch.
+        experts, computed per microbatch.
     """
 
     rows: Annotated[int, count(1)] = 8
@@ -80,7 +80,7 @@ class TrainConfig:
     share_prompts: bool = False
     logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
-    products: ProductKind = "full"
+    products: MatmulKind = "full"
     remat: Annotated[str, one_of(*REMAT_POLICIES)] = "none"
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 1
     pipeline_microbatches: Annotated[int, at_least(0)] = 0
@@ -97,7 +97,7 @@ class TrainConfig:
 
 
 class PackedModel:
-    """A model and where its weights lie; pure functions of weights and microbatches. It holds no weights."""
+    """A model and its sharding: pure functions of weights and microbatches. It holds no weights."""
 
     def __init__(
         self,
@@ -105,18 +105,28 @@ class PackedModel:
         mesh: Mesh,
         *,
         train: TrainConfig,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
     ):
-        """Args: the model, its mesh, how it is computed, and the rule table of its weights."""
+        """Picks implementations and shardings.
+
+        Args:
+          model, mesh: shape of the model, and the mesh it runs on.
+          train: settings of the learning step.
+          state_rules: sharding rules of the training state; those of the weights apply here.
+
+        Raises:
+          UserError: model, mesh and settings do not go together.
+        """
         self.model = model
         self.mesh = mesh
         self.graph, self.shapes, self.axes = decoder_graph(model)
         self.train = train
-        # What no update changes needs no more digits than it is computed with.
+        # Frozen weights are stored in the type of the computation: only weights that updates change need the
+        # digits of float32.
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
-        self.tables = tables
+        self.state_rules = state_rules
         _check_products(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
@@ -136,26 +146,26 @@ class PackedModel:
             ),
             unroll=train.unroll,
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
-            in_8_bits=product_in(train.products),
+            in_8_bits=matmul_in(train.products),
         )
-        platform, branches = platform_of(mesh), train.share_prompts
+        platform, tree = platform_of(mesh), train.share_prompts
         implementation = pick_implementation(
             platform,
             train.dtype,
             train.attention,
             softcap=model.attention_softcap,
-            branches=branches,
+            tree=tree,
         )
         self._attention = attention_parallel(
             functools.partial(
                 attention,
                 implementation=implementation,
-                block_tokens=pick_block_tokens(platform, branches=branches),
+                block_tokens=pick_block_tokens(platform, tree=tree),
             ),
             mesh,
             TRAIN_RULES,
         )
-        self.train_shardings = shardings(self.axes, self.shapes, tables.weights, mesh)
+        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
@@ -166,7 +176,7 @@ class PackedModel:
         )
 
     def place(self, batch: Batch) -> Batch:
-        """Arrays of a batch, from the host or another mesh, where this model wants them."""
+        """Moves the arrays of a batch, from the host or another mesh, to this model's mesh."""
         return PER_TOKEN.place(self.mesh, batch)
 
     def policy(
@@ -178,9 +188,9 @@ class PackedModel:
         temperature: float,
         statistics: Callable[..., tuple[jax.Array, jax.Array]] = token_logprobs,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every token, and where tokens were routed.
+        """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
 
-        `statistics` may be another function of `models.logprobs`, whose second value is then returned.
+        `statistics` may be another function of `models.logprobs`; its second value replaces the entropy.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -204,10 +214,10 @@ class PackedModel:
         *,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Routing | None]:
-        """`policy`, with the KL to a reference over the whole vocabulary [R, T] in the third place.
+        """`policy` with the exact KL to a reference: (log-probability, entropy, KL, routing), [R, T] each.
 
-        Both models' logits are in memory for one chunk of tokens at a time, forward and backward, and the
-        reference keeps nothing for a backward pass but its last hidden states.
+        The logits of both models are in memory for one chunk of tokens at a time, forward and backward. Of
+        the reference only the last hidden states are kept for the backward pass.
         """
         model: Decoder = nnx.merge(graph, params)
         reference: Decoder = nnx.merge(ref_graph, ref_params)
@@ -235,20 +245,20 @@ class PackedModel:
         return logprob, entropy, kl, out.routing
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
-        """Scores [R, T, S] of every token, given it and what came before, and where tokens were routed."""
+        """Scores [R, T, S] after every token, and the routing of a mixture of experts."""
         model: Decoder = nnx.merge(self.graph, params)
         out = self._run(model, micro)
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
         def attend(q, k, v, kind, _, segments):
-            # A name of its own in a profile, apart from the projections around it.
+            # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
                 return self._attention(q, k, v, segments, kind), None
 
         segments: Any = micro.segment_ids
         if micro.prefix_ids is not None:
-            segments = Branches(segments, micro.prefix_ids)
+            segments = TreeSegments(segments, micro.prefix_ids)
 
         return model(
             micro.tokens,
@@ -261,7 +271,7 @@ class PackedModel:
 
 
 def _check_products(train: TrainConfig, model: ModelConfig) -> None:
-    """Raises UserError where products in 8 bits are asked of a model that has other products."""
+    """Raises UserError if the model does not support 8-bit matmuls."""
     if train.products != "full" and model.num_experts:
         raise UserError(
             f"train.products {train.products!r} does not reach the {model.num_experts} experts of this "
@@ -277,9 +287,9 @@ def micro_of(batch: Any, u, m) -> Any:
 def each_micro(
     function: Callable[[Any], Values], batch: PackedBatch, *, first_minibatch: int = 0
 ) -> Values:
-    """`function` of every microbatch: a pytree of [R, T] float32, as [U, M, R, T].
+    """Applies `function` to every microbatch; its results, pytrees of [R, T], are stacked to [U, M, R, T].
 
-    Empty ones are skipped, and minibatches before `first_minibatch`; their values are 0.
+    Empty microbatches and minibatches before `first_minibatch` are skipped; their values are 0.
     """
     U, M = batch.tokens.shape[:2]
     zeros = jax.tree.map(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_loading import load_params
@@ -134,6 +134,6 @@ def _shared(run: RunContext, role: str) -> dict[str, Any]:
     layout = run.placement.pool_of(role).pool.config_of(role)
     return {
         "train": run.config.train,
-        "tables": state_tables(layout.sharding),
+        "state_rules": state_rules(layout.sharding),
         "offload": layout.offload_training_state,
     }

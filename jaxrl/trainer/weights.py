@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.huggingface.config_json import read_config
@@ -32,8 +32,8 @@ def load_or_init(run: RunContext) -> Params:
     """
     config, model = run.config, run.model
     layout = run.placement.pool_of("actor").pool.config_of("actor")
-    tables = state_tables(layout.sharding)
-    packed = PackedModel(model, run.mesh_of("actor"), train=config.train, tables=tables)
+    tables = state_rules(layout.sharding)
+    packed = PackedModel(model, run.mesh_of("actor"), train=config.train, state_rules=tables)
     where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:
@@ -67,7 +67,9 @@ def _first_of_critic(critic: Critic, params: Params, run: RunContext) -> Params:
     directory = run.config.critic.weights
     if directory:
         stored = dataclasses.replace(read_config(directory), num_tokens=run.model.num_tokens)
-        loaded = PackedModel(stored, critic.mesh, train=critic.train, tables=critic.tables)
+        loaded = PackedModel(
+            stored, critic.mesh, train=critic.train, state_rules=critic.state_rules
+        )
         return load_params(directory, stored, loaded.train_shardings)
     # Adapters are the policy's own way to learn: a critic starts from what is below them.
     trunk = lora.split(params)[1] if run.model.lora.rank else params
