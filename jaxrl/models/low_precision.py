@@ -1,21 +1,21 @@
-"""Products of activations and weights in 8 bits, forward and backward, by qwix (the extra `qwix`).
+"""8-bit matmuls of activations and weights, forward and backward, with qwix (the extra `qwix`).
 
-    x [..., *summed]   weight [*summed, *outs]   g [..., *outs], gradient of the product
+    x [..., *summed]   weight [*summed, *outs]   g [..., *outs], gradient of the output
 
-    product      of          scales                          in int8     in fp8
-    x · weight   x, weight   one a token, one an output      int8        e4m3
-    g · weight'  g, weight   one a token; the weight's       int8        e4m3
-                             go into g before it is rounded
-    x' · g       x, g        one an output; x's go into g    as given    e4m3, g in e5m2
+    matmul       computes          scales                              int8        fp8
+    x · weight   output            per token; per output               int8        e4m3
+    g · weight'  input gradient    per token; those of the weight      int8        e4m3
+                                   multiply g before it is rounded
+    x' · g       weight gradient   per output; those of x multiply g   unrounded   e4m3, g in e5m2
 
-The last is the weight's gradient, a sum over tokens whose gradients differ by orders of magnitude. In 8-bit
-integers all those below 1/256 of the largest would be 0 (more than half of them where their logarithm has a
-standard deviation of 2), and round away in one direction what trains; so it is summed in the type of the
-activations. e5m2 reaches over ten orders of magnitude.
+The weight gradient is a sum over tokens whose gradients differ by orders of magnitude. As 8-bit integers, all
+gradients below 1/256 of the largest would become 0: more than half of them, if their logarithm has a standard
+deviation of 2. This would remove a part of the training signal. So with int8 the weight gradient is computed
+in the type of the activations. e5m2 spans over ten orders of magnitude and needs no exception.
 
-Scales are the largest absolute value, taken anew for each product, so there is no state. Rounding is to the
-nearest. Not covered: grouped products of a mixture's experts, attention itself, and logits, routers, adapters
-and scores, which stay as they are.
+A scale is the largest absolute value, computed anew for each matmul, so there is no state. Rounding is to the
+nearest. Not covered: the grouped matmuls of experts, attention scores and values, logits, routers, adapters
+and scores, which keep full precision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 def matmul_in(kind: MatmulKind) -> Product | None:
-    """The product of a projection in 8 bits; None for "full".
+    """The 8-bit matmul of a projection; None for "full".
 
     Raises:
       UserError: qwix is not installed.
@@ -85,7 +85,8 @@ def _input_gradient(qwix: Any, q_weight: Any, g: jax.Array, num_summed: int) -> 
     """[..., *summed], float32."""
     num_outs = q_weight.qvalue.ndim - num_summed
     lead = g.ndim - num_outs
-    # A scale of what is summed over cannot be taken out of the sum: into the other factor with it.
+    # The sum runs over outputs, and each output has its own scale. Such a scale cannot be factored out of the
+    # sum, so it multiplies the gradient first.
     scale = q_weight.scale.reshape((1,) * lead + q_weight.scale.shape[num_summed:])
     q_g = _quantized(qwix, g.astype(jnp.float32) * scale, q_weight.qvalue.dtype, range(lead))
     summed = (tuple(range(lead, g.ndim)), tuple(range(num_summed, q_weight.qvalue.ndim)))
@@ -116,6 +117,6 @@ def _quantized(qwix: Any, x: jax.Array, dtype: Any, axes: range) -> Any:
 
 def _dot_general(qwix: Any, a: Any, b: Any, summed: Any) -> jax.Array:
     """Summed in int32 or float32, then scaled; float32."""
-    # It multiplies int32 with float32: qwix relies on promotion.
+    # qwix multiplies int32 by float32 and relies on implicit promotion, which jaxrl otherwise forbids.
     with jax.numpy_dtype_promotion("standard"):
         return qwix.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32)
