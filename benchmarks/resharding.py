@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.groupings import GATHER_ALL, HYBRID, VANILLA
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, VANILLA
 from jaxrl.planner.layouts.accounting import gather_everything, of_gather_and_keep, of_resharding
 
 AXES = {

@@ -1,8 +1,8 @@
-"""Batches that cross rooms. A batch grows by changing type: Prompts -> Completions -> Scored -> TrainBatch.
+"""Batch types shared by several packages: Prompts -> Completions -> Scored -> PackedBatch -> TrainBatch.
 
-The first three live on the host, where sequences are ragged and text is allowed. A PackedBatch is what the
-device sees: sequences packed into rows of equal length, arrays only; TrainBatch and ValueBatch say what a
-policy and what a critic learn from them.
+The first three live on the host; their sequences have different lengths, and they hold text. A PackedBatch
+lives on the device: sequences packed into rows of equal length, arrays only. TrainBatch adds the fields that
+a policy learns from, ValueBatch those of a critic.
 
     N prompts in a step   G answers per prompt   B = N*G sequences
     U minibatches (optimiser updates) in a step   M microbatches of one update   R rows   T tokens of a row
@@ -26,17 +26,17 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 class Prompts:
     """N prompts of one generation batch.
 
-    Example of one: id 17, text "State the final answer ...: 23 + 60 - 71 =", answer "12".
+    Example of one prompt: id 17, text "State the final answer ...: 23 + 60 - 71 =", answer "12".
 
     Attributes:
-      ids_N: int64, the identity that seeds sampling. In training it is the prompt's place in the endless
-        shuffled stream, so a prompt met again in a later epoch is sampled afresh.
+      ids_N: int64, seeds of sampling. In training the id is the prompt's position in the endless shuffled
+        stream, so a prompt gets new samples in every epoch.
       tokens: N int32 arrays, the prompt as the model sees it.
-      texts: N strings, for people and reports only; never tokenised again.
-      answers: N ground truths, in the grader's own notation.
-      sources: N names of data sets; metrics are kept apart by them.
-      extras: N mappings, what else the rows of the data hold, for graders and rewards; JSON's types only. If
-        not given, all are empty.
+      texts: N strings for people and reports; they are never tokenised again.
+      answers: N ground truths, in the notation of the grader.
+      sources: N names of data sets; metrics are reported per source.
+      extras: N mappings with the other fields of the data rows, for graders and rewards; JSON types only.
+        Empty mappings by default.
     """
 
     ids_N: np.ndarray
@@ -78,7 +78,7 @@ class Prompts:
 
 
 class TurnText(NamedTuple):
-    """A turn of a response: who wrote it, the policy or its environment, and what, without special tokens."""
+    """A turn of a response: whether the policy or its environment wrote it, and its text."""
 
     by_policy: bool
     text: str
@@ -101,11 +101,11 @@ class Completions:
       rollout_logprob: B float32 arrays, log-probability of each token under the sampler's distribution
         (temperature applied, before any truncation of the vocabulary).
       entropy: B float32 arrays, entropy in nats of the same distribution.
-      truncated_B: bool, the response limit came before end-of-sequence.
-      texts: B decoded responses, whole, without special tokens.
-      mask: B float32 arrays, 1 on tokens that the policy drew, 0 on those that an environment inserted; if
-        not given, all were drawn.
-      turns: of B responses, turn by turn; if not given, the policy wrote each in one.
+      truncated_B: bool, True if the response reached its limit before end-of-sequence.
+      texts: B decoded responses without special tokens.
+      mask: B float32 arrays, 1 on tokens sampled from the policy, 0 on tokens inserted by an environment. All
+        1 by default.
+      turns: B tuples of turns. By default each response is a single turn of the policy.
     """
 
     prompts: Prompts
@@ -123,7 +123,7 @@ class Completions:
             ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
         if not self.turns:
-            # Whoever grades would take an environment's words for the policy's.
+            # Without turns, graders would take the environment's words for the policy's.
             assert all(mask.all() for mask in self.mask), "an environment spoke: give the turns"
             object.__setattr__(self, "turns", tuple((TurnText(True, t),) for t in self.texts))
 
@@ -132,23 +132,23 @@ class Completions:
 
     @property
     def lengths_B(self) -> np.ndarray:
-        """Response tokens of each row, int64."""
+        """The number of response tokens of each row, int64."""
         return np.array([len(t) for t in self.tokens], np.int64)
 
     @property
     def policy_texts(self) -> tuple[str, ...]:
-        """What the policy wrote in each row, its turns a line apart."""
+        """The policy's text of each row, its turns joined by newlines."""
         return tuple(
             "\n".join(turn.text for turn in turns if turn.by_policy) for turns in self.turns
         )
 
     @property
     def prompt_index_B(self) -> np.ndarray:
-        """Index into `prompts` of each row, int64."""
+        """The prompt index of each row, int64."""
         return np.repeat(np.arange(len(self.prompts)), self.num_samples)
 
     def rows_of(self, prompt_indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Rows that answer the given prompts, group after group."""
+        """The rows that answer the given prompts, group after group."""
         first = np.asarray(prompt_indices, np.int64)[:, None] * self.num_samples
         return (first + np.arange(self.num_samples)).reshape(-1)
 
@@ -185,11 +185,11 @@ class Completions:
 
 @dataclasses.dataclass(frozen=True)
 class GraderFailure:
-    """Why there is no verdict on a response, which then counts as wrong.
+    """The reason why a response could not be graded. Such a response counts as wrong.
 
     Attributes:
       kind: "timeout", "died", "memory" or "raised".
-      message: for people.
+      message: description for people.
     """
 
     kind: str
@@ -202,14 +202,13 @@ class Scored:
 
     Attributes:
       completions: the B rows.
-      correct_B: bool, the graded answer is right. Dynamic sampling looks at this, not at the reward.
-      score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1).
-      shaping_B: float32, what was added for length (DAPO eq. 13: 0 down to -penalty).
-      predictions: B extracted answers, or None where the response holds none.
-      term_BK: float32, the rewards that the score is the weighted sum of; if not given, the score is the only
-        one.
-      term_weight_K: float32, their weights.
-      failures: of the grader, B of them, None where it gave a verdict; if not given, it always did.
+      correct_B: bool, True if the answer is right. Dynamic sampling uses this, not the reward.
+      score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1), or a weighted sum of rewards.
+      shaping_B: float32, reward shaping by length (DAPO eq. 13: 0 down to -penalty).
+      predictions: B extracted answers; None if the response contains none.
+      term_BK: float32, the rewards whose weighted sum is the score. By default the score is the only one.
+      term_weight_K: float32, weights of these rewards.
+      failures: B grader failures, None where grading succeeded. None for all by default.
     """
 
     completions: Completions
@@ -236,7 +235,7 @@ class Scored:
 
     @property
     def reward_B(self) -> np.ndarray:
-        """What the advantage is computed from, float32."""
+        """The reward that advantages are computed from, float32."""
         return self.score_B + self.shaping_B
 
     @property
@@ -287,8 +286,8 @@ class PackedBatch:
         positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
         sequence      4 4 4 4 4 9 9 9 9 9 -1
 
-    Where sequences share a prompt, it is there once, but for its last token, with which each of them goes on
-    in a segment of its own (q is another prompt's token):
+    With shared prompts, the prompt is stored once without its last token. Each answer has its own segment,
+    which begins with that last token (q is a token of another prompt):
 
         tokens        P P P r r P r r r q .      segment_ids   1 1 2 2 2 3 3 3 3 4 0
         positions     0 1 2 3 4 2 3 4 5 0 0      prefix_ids    0 0 1 1 1 1 1 1 1 0 0
@@ -296,12 +295,12 @@ class PackedBatch:
 
     Attributes:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
-      sequence: int32 [U, M, R, T], which of the step's sequences a token belongs to, -1 on padding and on
-        what several share.
+      sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on padding and on shared
+        prompts.
       loss_mask: float32 [U, M, R, T], 1 on tokens that are trained on.
-      num_micro_U: int32 [U], microbatches that hold anything; the rest is skipped at run time.
-      prefix_ids: int32 [U, M, R, T], the segment that a token sees besides its own, 0 for none; None where no
-        sequence of the batch can share anything.
+      num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
+      prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
+        prompts are not shared in this batch.
     """
 
     tokens: jax.Array
@@ -317,29 +316,29 @@ class PackedBatch:
         return dataclasses.replace(self, **changes)
 
     def extended_as(self, kind: type[Batch], **further) -> Batch:
-        """The same fields and further ones, as a batch of a type that has them all."""
+        """This batch as a richer type: the same fields, and the further ones given."""
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
-        """The fields of this class alone, for a batch of another type over the same rows."""
+        """The fields of PackedBatch alone, to build a batch of another type over the same rows."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch(PackedBatch):
-    """What a policy learns from.
+    """The batch that a policy learns from.
 
-    A log-probability at t is that of token t given the tokens of its segment before t; at a segment's
-    first token there is none and the field holds 0.
+    A log-probability at t is that of token t given the earlier tokens of its segment. The first token of a
+    segment has none, and the field is 0.
 
     Attributes:
-      rollout_logprob: float32 [U, M, R, T], from the sampler.
-      old_logprob: float32 [U, M, R, T], from the trainer at the start of the step.
-      ref_logprob: float32 [U, M, R, T], from the reference policy; 0 in a run without one.
+      rollout_logprob: float32 [U, M, R, T], log-probabilities of the sampler.
+      old_logprob: float32 [U, M, R, T], log-probabilities of the trainer at the start of the step.
+      ref_logprob: float32 [U, M, R, T], log-probabilities of the reference policy; 0 without a reference.
       advantage: float32 [U, M, R, T].
-      weight: float32 [U, M, R, T], multiplies the loss of a token: the correction for sampling from another
-        policy; 1 where there is none.
+      weight: float32 [U, M, R, T], importance weight of each token, which multiplies its loss; 1 without an
+        off-policy correction.
     """
 
     rollout_logprob: jax.Array
@@ -350,7 +349,7 @@ class TrainBatch(PackedBatch):
 
     @staticmethod
     def of(packed: PackedBatch, **fields) -> TrainBatch:
-        """A packed batch with the given fields; the others are host arrays of 0, weights of 1."""
+        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
         others["weight"] = np.ones(shape, np.float32)
@@ -360,12 +359,12 @@ class TrainBatch(PackedBatch):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueBatch(PackedBatch):
-    """What a critic learns from.
+    """The batch that a critic learns from.
 
     Attributes:
-      old_value: float32 [U, M, R, T], the critic's own at the start of the step; entry t is the value of the
-        state before token t.
-      target: float32 [U, M, R, T], the return it is to predict.
+      old_value: float32 [U, M, R, T], the critic's values at the start of the step; entry t is the value of
+        the state before token t.
+      target: float32 [U, M, R, T], the return to predict.
     """
 
     old_value: jax.Array

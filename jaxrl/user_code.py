@@ -1,4 +1,4 @@
-"""Functions of a user, named in a config by where they are.
+"""Loads a user's own functions, which a config names by their location.
 
     "my_package.rewards:brevity"    a module that Python can import
     "path/to/my_rewards.py:brevity" a file
@@ -26,7 +26,7 @@ _FUNCTION = re.compile(r"(.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")
 
 
 def names_function(path: str) -> bool:
-    """A path has the form of a function's, and not of a file's."""
+    """Whether a string names a function ("module:function"), not a file."""
     return _FUNCTION.fullmatch(path) is not None
 
 
@@ -38,18 +38,18 @@ def load_function(
     options: Mapping[str, Any] | None = None,
     own_process: bool = False,
 ) -> Callable[..., Any]:
-    """The function at `path`.
+    """Loads the function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
-      what: it is called in errors.
-      takes: what it will be called with, a name for each positional argument; None leaves that to the caller.
-      options: what it will be called with by name, besides.
-      own_process: a process of its own will call it, which cannot import the program that runs here.
+      what: description of the function, for errors.
+      takes: names of the positional arguments that it will be called with; None skips the check.
+      options: keyword arguments that it will be called with, besides.
+      own_process: whether a process of its own will call it, which cannot import the program that runs here.
 
     Raises:
-      UserError: the path has another form, its module cannot be imported or has no such function, or the
-        function cannot be called so.
+      UserError: the path is malformed, the module cannot be imported or lacks the function, or the function
+        cannot be called with these arguments.
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
@@ -104,7 +104,7 @@ def _check_takes(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*takes, **options)
@@ -136,14 +136,15 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
             f"{pathlib.Path.cwd()}"
         )
     file = pathlib.Path(where).resolve()
-    # Under its whole path, so that no installed module is hidden and two functions share one module.
+    # The module name is the whole path: it hides no installed module, and two functions of one file share one
+    # module.
     name = f"user code of {file}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "every .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the module that they are defined in
+    sys.modules[name] = module  # dataclasses look up their own module here while it is executed
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's module may raise anything

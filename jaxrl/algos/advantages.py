@@ -1,9 +1,8 @@
-"""Advantages: from rewards to how much better than expected a sequence or a token was.
+"""The registry of advantage estimators: how much better than expected a sequence or a token was.
 
-`group_advantages` has the estimators of whole sequences (one advantage [B]), `token_advantages` those of
-single tokens (advantage and return [B, T]); this file names them all. What an estimator needs are its
-positional arguments, which `registry.inputs_of` lists, so that a recipe can tell before it runs whether it
-has them:
+`group_advantages` has estimators for whole sequences (one advantage [B]), `token_advantages` for single
+tokens (advantage and return [B, T]). The positional arguments of an estimator are the arrays that it needs.
+`registry.inputs_of` lists them, so that a config can be checked before it runs:
 
     grpo, grpo_passk, rloo, gpg           score_B group_B
     opo, reinforce_plus_plus_baseline     score_B group_B length_B

@@ -1,9 +1,8 @@
-"""From losses of tokens to the loss of a batch, the same for any split of it.
+"""From losses per token to the loss of a batch. The result is the same for any split into microbatches.
 
     B rows   T tokens of a row; mask and segments as in `segments`
 
-An aggregation weighs the tokens of a microbatch and says by what the sum over all microbatches is divided,
-once:
+An aggregation gives each token a weight, and the sum over all microbatches one divisor:
 
     mode                       weight of a trained token          divided by
     token-mean                 1                                  tokens
@@ -16,11 +15,12 @@ once:
     counts      = count(mask_BT, segment_ids_BT)          # of the whole minibatch, all microbatches
     loss        = sum over microbatches of aggregation.total(...) / aggregation.divisor(counts)
 
-Counts add up over microbatches and shards, so they can also be summed beside the losses and divided by at the
-end, where the mask is known only then (rejection inside the loss). Both counts see the mask as it is after
-rejection: a rejected token leaves numerator and denominator (in verl it stays in the latter), and so does a
-sequence without a token left. If everything is rejected the loss and its gradient are 0, and `tokens` says
-so.
+Counts can be added over microbatches and shards. If the loss itself rejects tokens, the counts are known only
+at the end: they are then summed along with the losses, and the division comes last.
+
+Counts use the mask after rejection. A rejected token leaves both sum and divisor (in verl it stays in the
+divisor), and so does a sequence that lost all its tokens. If everything is rejected, the loss and its
+gradient are 0 and `tokens` is 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxrl.checks import MAX_TOKENS, positive
 
 
 class Counts(NamedTuple):
-    """What a loss is divided by; counts of parts add up with `jax.tree.map(jnp.add, ...)`.
+    """Counts that a loss may be divided by. Add those of parts with `jax.tree.map(jnp.add, ...)`.
 
     Attributes:
       tokens: trained tokens, float.
@@ -54,24 +54,24 @@ class Aggregation:
 
     Attributes:
       weigh: (mask_BT, segment_ids_BT) -> weight of each token, 0 outside the mask.
-      divide_by: Counts of the whole minibatch -> what the sum is divided by.
+      divide_by: (Counts of the whole minibatch) -> the divisor.
     """
 
     weigh: Callable[[jax.Array, jax.Array], jax.Array]
     divide_by: Callable[[Counts], jax.Array]
 
     def total(self, loss_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-        """The weighted sum over one microbatch, undivided; NaN outside the mask does no harm."""
+        """The weighted sum over one microbatch, undivided. NaN outside the mask is ignored."""
         weight_BT = self.weigh(mask_BT, segment_ids_BT).astype(loss_BT.dtype)
         return jnp.sum(weight_BT * masked(loss_BT, mask_BT))
 
     def divisor(self, counts: Counts) -> jax.Array:
-        """What the sum of `total` is divided by, at least 1: an empty minibatch has loss 0, not NaN."""
+        """The divisor of the summed `total`s. At least 1, so that an empty minibatch has loss 0, not NaN."""
         return jnp.maximum(self.divide_by(counts), 1.0)
 
 
 def count(mask_BT: jax.Array, segment_ids_BT: jax.Array) -> Counts:
-    """Counts of a microbatch or of anything larger, by mask alone."""
+    """Trained tokens and sequences of a microbatch, or of any larger part of a batch."""
     ones_BT = masked(jnp.ones_like(mask_BT), mask_BT)
     return Counts(ones_BT.sum(), last_tokens(mask_BT, segment_ids_BT).sum())
 
@@ -82,12 +82,12 @@ def token_mean() -> Aggregation:
 
 
 def token_sum() -> Aggregation:
-    """The bare sum; the learning rate has to know the batch."""
+    """The plain sum. The learning rate must then be chosen for the batch size."""
     return Aggregation(_equally, lambda counts: jnp.ones_like(counts.tokens))
 
 
 def seq_mean_token_sum() -> Aggregation:
-    """Sum over each sequence, mean over sequences: policy gradient of the expected reward."""
+    """Sum over each sequence, mean over sequences: the policy gradient of the expected reward."""
     return Aggregation(_equally, lambda counts: counts.sequences)
 
 
@@ -104,11 +104,12 @@ def seq_mean_token_mean() -> Aggregation:
 def seq_mean_token_sum_norm(
     *, scale: Annotated[float, positive(at_most=MAX_TOKENS)]
 ) -> Aggregation:
-    """Sum over each sequence by a constant, mean over sequences: Dr. GRPO, arXiv 2503.20783 section 3.2.
+    """Sum over each sequence divided by a constant, mean over sequences.
+
+    Dr. GRPO, arXiv 2503.20783 section 3.2.
 
     Args:
-      scale: the constant, above 0; usually the limit of response tokens. There is no default, since verl's,
-      the
+      scale: the constant, above 0; usually the limit of response tokens. It has no default: that of verl, the
         width of the padded mask, changes with padding.
     """
     return Aggregation(

@@ -1,4 +1,4 @@
-"""Coefficients that follow what they control: one number in, the next number out, once a step."""
+"""Feedback controllers: once a step, the next value of a coefficient from the last one and a measurement."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 def adaptive(
     coef: jax.Array, mean_kl: jax.Array, *, num_sequences: int, target: float, horizon: float
 ) -> jax.Array:
-    """Raises the KL coefficient above the target and lowers it below, by at most 20% in `horizon` sequences.
+    """Raises the KL coefficient while the KL is above target, else lowers it, at most 20% per `horizon`.
 
     arXiv 1909.08593 eq. 4: coef * (1 + clip(KL / target - 1, -.2, .2) * sequences / horizon).
 
     Args:
-      coef: the coefficient so far, float.
-      mean_kl: `kl.mean_by_sequence` of the step, divided; an estimate, so it may be below 0.
+      coef: current coefficient, float.
+      mean_kl: mean KL of the step (`kl.mean_by_sequence`, divided). It is an estimate and may be negative.
       num_sequences: sequences of the step.
-      target: the KL aimed for, above 0.
-      horizon: in sequences, above 0 and not much less than a step's.
+      target: desired KL, above 0.
+      horizon: a number of sequences, above 0 and not much smaller than that of a step.
     """
     error = jnp.clip(mean_kl / target - 1.0, -0.2, 0.2)
     return coef * (1.0 + error * (num_sequences / horizon))
@@ -27,14 +27,14 @@ def adaptive(
 def raised_multiplier(
     multiplier: jax.Array, excess_cost: jax.Array, *, learning_rate: float
 ) -> jax.Array:
-    """Lagrange multiplier after a step: grows while the cost is over its limit, and stays above 0.
+    """The Lagrange multiplier after a step. It grows while the cost is over its limit, and stays positive.
 
-    Safe RLHF, arXiv 2310.12773: ascent in the logarithm, log m + learning_rate * m * (mean cost - limit).
+    Safe RLHF, arXiv 2310.12773: gradient ascent on log m, log m + learning_rate * m * (mean cost - limit).
 
     Args:
-      multiplier: m so far, above 0.
+      multiplier: current m, above 0.
       excess_cost: mean cost of the step (or its moving average) less the limit.
-      learning_rate: of the logarithm.
+      learning_rate: learning rate of log m.
     """
     return multiplier * jnp.exp(learning_rate * multiplier * excess_cost)
 
@@ -42,10 +42,12 @@ def raised_multiplier(
 def constrained_advantage(
     reward_advantage: jax.Array, cost_advantage: jax.Array, multiplier: jax.Array
 ) -> jax.Array:
-    """What the policy of Safe RLHF climbs: (A_reward - m A_cost) / (1 + m), arXiv 2310.12773.
+    """The advantage that the policy of Safe RLHF maximises: (A_reward - m A_cost) / (1 + m).
+
+    Safe RLHF, arXiv 2310.12773.
 
     Args:
-      reward_advantage, cost_advantage: any one shape.
-      multiplier: m, a scalar; the division keeps the step's size when m grows.
+      reward_advantage, cost_advantage: arrays of equal shape.
+      multiplier: m, a scalar. Dividing by 1 + m keeps the size of the advantage when m grows.
     """
     return (reward_advantage - multiplier * cost_advantage) / (1.0 + multiplier)

@@ -1,18 +1,19 @@
-"""Clip-Cov and KL-Cov: losses that spare the few tokens which drive the entropy down.
+"""Clip-Cov and KL-Cov: losses that mask or penalise the few tokens that lower the entropy most.
 
     B rows   T tokens of a row
 
 arXiv 2505.22617 (The Entropy Mechanism): entropy falls with the covariance of log-probability and advantage,
-and a few tokens hold most of it. Two stages, so that the choice cannot depend on how a minibatch is split:
+and a few tokens account for most of the covariance. There are two stages. The tokens are selected over the
+whole minibatch, so that the choice does not depend on how it is split:
 
     covariance_BT = covariance(old_logprob_BT, advantage_BT, mask_BT)     # once, over the whole minibatch
     selected_BT   = select_random(key, covariance_BT, mask_BT, ...)       # Clip-Cov
     selected_BT   = select_highest(covariance_BT, mask_BT, ...)           # KL-Cov
     loss, stats   = clip_cov(logprob, old_logprob, advantage, selected=..., ...)     # in any microbatch
 
-Unlike verl, which chooses anew in every microbatch, by the policy being trained and by torch's generator:
-here the log-probability is that of the start of the step (the same on the first update), and the draw is a
-function of a key.
+verl differs: it selects again in every microbatch, from the log-probabilities of the policy being trained and
+with torch's generator. Here selection uses the log-probabilities at the start of the step (the same ones in
+the first update), and the draw is a function of a key.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def covariance(old_logprob_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.
     Args:
       old_logprob_BT: log-probability at the start of the step.
       advantage_BT: the tokens' advantages.
-      mask_BT: 1 on trained tokens; the means are over all of them, so give the whole minibatch.
+      mask_BT: 1 on trained tokens. The means run over all of them, so pass the whole minibatch.
 
     Returns:
       [B, T], 0 outside the mask.
@@ -56,10 +57,10 @@ def select_highest(
     *,
     fraction: Annotated[float, between(0, 1, has_low=False)],
 ) -> jax.Array:
-    """The trained tokens of highest covariance (KL-Cov): max(1, floor(fraction * tokens)) of them.
+    """Selects the trained tokens of highest covariance (KL-Cov): max(1, floor(fraction * tokens)) of them.
 
-    Ties at the edge are all taken, so that the order of rows does not decide; a covariance of 0 or less is
-    never taken, for such a token does not lower the entropy.
+    All tokens that tie with the last one are selected, so the order of rows does not matter. Tokens with a
+    covariance of 0 or less are never selected, because they do not lower the entropy.
 
     Returns:
       bool [B, T].
@@ -78,10 +79,11 @@ def select_random(
     lowest: Annotated[float, score()],
     highest: Annotated[float, score()],
 ) -> jax.Array:
-    """Trained tokens drawn from those with lowest < covariance < highest (Clip-Cov).
+    """Draws trained tokens at random among those with lowest < covariance < highest (Clip-Cov).
 
-    max(1, floor(fraction * tokens)) of them, or all if there are fewer. The draw is by place in the batch:
-    the same key and layout, the same tokens.
+    Draws max(1, floor(fraction * tokens)) of them, or all if there are fewer. The draw depends on positions
+    in
+    the batch: the same key and layout give the same tokens.
 
     Returns:
       bool [B, T].
@@ -101,9 +103,9 @@ def clip_cov(
     clip_low: ClipWidth,
     clip_high: ClipWidth,
 ) -> Loss:
-    """The clipped surrogate without the selected tokens, whose loss and gradient are 0 (eq. 12).
+    """The clipped surrogate with loss and gradient 0 on the selected tokens (eq. 12).
 
-    They stay in the mask and in the count that divides.
+    Selected tokens stay in the mask, so the loss is still divided by a count that includes them.
 
     Args:
       logprob, old_logprob, advantage, clip_low, clip_high: as for `policy_losses.clipped`.
@@ -127,9 +129,9 @@ def kl_cov(
     selected: jax.Array,
     kl_coef: Annotated[float, coefficient()],
 ) -> Loss:
-    """The plain surrogate, with a penalty on moving the selected tokens: -r A + kl_coef * |log r| (eq. 14).
+    """The plain surrogate with a KL penalty on the selected tokens: -r A + kl_coef * |log r| (eq. 14).
 
-    The penalty has no gradient at r = 1, where nothing has moved yet.
+    The penalty has no gradient at r = 1, where the policy has not moved yet.
 
     Args:
       logprob, old_logprob, advantage: as for `policy_losses.clipped`.
@@ -146,7 +148,7 @@ def kl_cov(
 
 
 def _keyless(select: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A selection that draws no lots, in the form of `SELECTIONS`."""
+    """Gives a deterministic selection the signature of `SELECTIONS`, which starts with a key."""
 
     @functools.wraps(select)
     def with_key(key: jax.Array, *arrays: jax.Array, **settings) -> jax.Array:
@@ -156,7 +158,7 @@ def _keyless(select: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return with_key
 
 
-# Which tokens the loss of that name has selected: (key, covariance_BT, mask_BT, **settings) -> bool [B, T].
+# The token selection of each loss: (key, covariance_BT, mask_BT, **settings) -> bool [B, T].
 SELECTIONS: dict[str, Callable[..., jax.Array]] = {
     "clip_cov": select_random,
     "kl_cov": _keyless(select_highest),
@@ -169,5 +171,6 @@ def _quota(mask_BT: jax.Array, fraction: float) -> jax.Array:
 
 
 def _nth_largest(x_BT: jax.Array, n: jax.Array) -> jax.Array:
+    # A full sort rather than `lax.top_k`, because n is traced: it depends on the number of trained tokens.
     ascending = jnp.sort(x_BT.reshape(-1))
     return ascending[jnp.maximum(ascending.shape[0] - n, 0)]

@@ -2,17 +2,18 @@
 
     B sequences   K components of a reward
 
-`group_B` says which group (prompt) a sequence belongs to, int32 below the static `num_groups`; the members
-of a group may lie anywhere and groups may differ in size. A sequence with a group below 0 is absent: it takes
-no part and its advantage is 0, whatever its score holds. `length_B` counts trained tokens; a sequence without
-any is a member like the others. The result is one number per sequence, for every token of it
-(`segments.to_tokens`). Groups must be whole: compute before a batch is cut into minibatches.
+`group_B` is the group (prompt) of each sequence, int32 below the static `num_groups`. Members of a group may
+lie anywhere in the batch, and groups may differ in size. A sequence with a negative group is absent: it is
+ignored and its advantage is 0, whatever its score. `length_B` counts trained tokens; a sequence without any
+is still a member of its group. The result is one number per sequence, which holds for each of its tokens
+(`segments.to_tokens`). Groups must be complete: compute advantages before the batch is cut into minibatches.
 
 Two rules hold for every estimator here:
 
 * equal scores in a group give exactly 0, not a rounding error divided by a rounding error;
-* a group of one has nobody to compare with: its baseline is 0 and its deviation 1, so it keeps its score
-  (verl says so for its `grpo` and `rloo`, differs in `rloo_vectorized`, and raises in `grpo_passk`).
+* a group of one keeps its score, because there is nothing to compare it with: its baseline is 0 and its
+  deviation 1 (verl does the same in `grpo` and `rloo`, differs in `rloo_vectorized`, and raises in
+  `grpo_passk`).
 
 Not covered: advantages that differ within a sequence, see `token_advantages`.
 """
@@ -32,7 +33,7 @@ from jaxrl.checks import positive
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Scores seen by group; every field and result is [B], a group's value on each of its members."""
+    """Scores with statistics by group. Every field and result is [B]: a group's value on each member."""
 
     live: jax.Array
     bucket: jax.Array
@@ -43,7 +44,7 @@ class _Groups:
     @staticmethod
     def of(score_B: jax.Array, group_B: jax.Array, num_groups: int) -> _Groups:
         live_B = (group_B >= 0) & (group_B < num_groups)
-        # Absent sequences share a bucket of their own.
+        # Absent sequences go to an extra bucket behind those of the groups.
         bucket_B = jnp.where(live_B, group_B, num_groups)
         groups = _Groups(live_B, bucket_B, num_groups, masked(score_B, live_B), score_B)
         return dataclasses.replace(groups, size=groups.sum(jnp.ones_like(score_B)))
@@ -59,7 +60,7 @@ class _Groups:
 
     @property
     def above_lowest(self) -> jax.Array:
-        """Score less the group's lowest: exactly 0 throughout a group of equal scores, as is its mean."""
+        """Score less the lowest of its group. In a group of equal scores it, and its mean, is exactly 0."""
         return self.score - self._over(jax.ops.segment_min, self.score)
 
     @property
@@ -96,7 +97,7 @@ def grpo(
     Args:
       score_B: float, one score per sequence.
       group_B: int32, its group, below 0 if absent.
-      num_groups: how many groups there can be.
+      num_groups: upper bound of the group numbers; static.
       normalize_std: divide by the deviation; False is Dr. GRPO (arXiv 2503.20783 section 3.2).
       epsilon: added to the deviation.
 
@@ -117,10 +118,10 @@ def grpo_passk(
     normalize_std: bool = True,
     epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
 ) -> jax.Array:
-    """Only a group's best is rewarded, by how far it leads: A = (max - second) / (std + epsilon), others 0.
+    """Rewards only the best of a group, by its lead: A = (max - second) / (std + epsilon), and 0 for others.
 
-    Optimises the best of k, arXiv 2503.19595 (leave-one-out advantage of the maximum). Two that share the
-    maximum lead by nothing: 0.
+    Optimises the best of k, arXiv 2503.19595 (leave-one-out advantage of the maximum). If two sequences share
+    the maximum the lead is 0.
 
     Args and returns as for `grpo`.
     """
@@ -128,7 +129,7 @@ def grpo_passk(
     above_B = groups.above_lowest
     best_B = above_B == groups.max(above_B)
     shared_B = groups.sum(best_B.astype(above_B.dtype)) > 1
-    # The others lie at 0 or above, which serves as "none".
+    # All `above_B` are at least 0, so the 0 of masked entries never wins the maximum.
     second_B = jnp.where(shared_B, above_B, groups.max(masked(above_B, ~best_B)))
     lead_B = groups.unless_alone(masked(above_B - second_B, best_B), groups.score)
     scale_B = groups.deviation + epsilon if normalize_std else jnp.ones_like(lead_B)
@@ -148,10 +149,10 @@ def rloo(score_B: jax.Array, group_B: jax.Array, *, num_groups: int) -> jax.Arra
 def opo(
     score_B: jax.Array, group_B: jax.Array, length_B: jax.Array, *, num_groups: int
 ) -> jax.Array:
-    """Score less the mean weighted by length: A = s - sum(length * s) / sum(length).
+    """Score less the length-weighted mean of its group: A = s - sum(length * s) / sum(length).
 
-    The optimal baseline where a gradient's squared norm grows with length, arXiv 2505.23585 eq. 8. A group
-    without a single token has nothing to learn from: 0.
+    The optimal baseline if the squared norm of a gradient grows with length, arXiv 2505.23585 eq. 8. A group
+    without any trained token gets 0.
 
     Args and returns as for `grpo`; length_B is trained tokens, any number type.
     """
@@ -163,12 +164,16 @@ def opo(
 
 
 def gpg(score_B: jax.Array, group_B: jax.Array, *, num_groups: int) -> jax.Array:
-    """Score less its group's mean, scaled up for the sequences that teach nothing: A = alpha * (s - mean).
+    """Score less the mean of its group, scaled to make up for groups without gradient.
 
-    GPG, arXiv 2504.02546: alpha = B / (B - M), where M counts the sequences of groups with equal scores,
-    whose gradient is 0. (verl takes M as the number of scores that *are* 0, which says that only where wrong
-    is scored 0 and right is never unanimous; with scores of +1 and -1 its alpha is always 1.) If all groups
-    are equal alpha is B and multiplies zeros.
+    A = alpha * (s - mean).
+
+    GPG, arXiv 2504.02546: alpha = B / (B - M), where M counts the sequences in groups with equal scores,
+    whose gradient is 0. If all groups have equal scores, alpha is B and multiplies zeros.
+
+    verl differs: its M counts scores that *are* 0. The two agree only if wrong answers score 0 and no group
+      is
+    all right. With scores of +1 and -1 verl's alpha is always 1.
 
     Args and returns as for `grpo`.
     """
@@ -183,10 +188,10 @@ def gpg(score_B: jax.Array, group_B: jax.Array, *, num_groups: int) -> jax.Array
 def reinforce_plus_plus_baseline(
     score_B: jax.Array, group_B: jax.Array, length_B: jax.Array, *, num_groups: int
 ) -> jax.Array:
-    """Score less its group's mean, whitened over all tokens of the batch.
+    """Score less the mean of its group, whitened over all tokens of the batch.
 
-    REINFORCE++-baseline, arXiv 2501.03262. A sequence counts as often in the whitening as it has tokens,
-    so one without any gets 0.
+    REINFORCE++-baseline, arXiv 2501.03262. Whitening counts a sequence once per trained token; a sequence
+    without any gets 0.
 
     Args and returns as for `grpo`; length_B is trained tokens, any number type.
     """
@@ -204,10 +209,11 @@ def gdpo(
     num_groups: int,
     epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
 ) -> jax.Array:
-    """GRPO of each component of the reward on its own, then their weighted sum, whitened over the batch.
+    """GRPO of each reward component, then their weighted sum, whitened over the batch.
 
-    GDPO, arXiv 2601.05242: normalising before summing keeps apart what the sum of rewards would confuse. The
-    whitening weighs sequences by length, as verl does; with length_B = 1 it is the paper's.
+    GDPO, arXiv 2601.05242: different combinations of rewards can have the same sum; normalising before
+    summing keeps them apart. Whitening weighs sequences by length, as in verl; with length_B = 1 it is the
+    paper's.
 
     Args:
       score_BK: float, the components of each sequence's reward.

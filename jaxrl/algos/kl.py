@@ -2,8 +2,8 @@
 
     B rows   T tokens of a row   V vocabulary   d = logprob - ref_logprob of the sampled token
 
-Estimates from the sampled token alone (k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020), which
-take arrays of any one shape:
+Estimates from the sampled token alone (k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020). They
+take arrays of equal shape:
 
     name    value              gradient      as a value       as a loss on the policy's own tokens
     k1      d                  1             unbiased         useless: its gradient has expectation 0
@@ -12,8 +12,8 @@ take arrays of any one shape:
     k3      e^-d - 1 + d       1 - e^-d      unbiased, >= 0   that of KL(reference || policy)
     name+   of name            d             as name          unbiased (straight-through: gradient of k2)
 
-`over_vocabulary` ("full" in a config) sums over the vocabulary and is exact, value and gradient. In the
-reward (`penalized_reward`) the value counts, in the loss the gradient.
+`over_vocabulary` ("full" in a config) sums over the vocabulary; its value and gradient are exact. In the
+reward (`penalized_reward`) only the value matters, in the loss only the gradient.
 
 Not covered: divergences other than KL.
 """
@@ -31,8 +31,9 @@ from jaxrl.algos.segments import last_tokens, masked, segment_mean
 
 Estimate = Callable[[jax.Array, jax.Array], jax.Array]
 
-# Bounds of k3, as in verl: on the log-ratio before exp, and on the value. Beyond either the gradient is 0, so
-# a token more than 2.5 nats *below* the reference is no longer pulled back; "k3+" pulls everywhere.
+# Bounds of k3, as in verl: on the log-ratio before exp, and on the value. Beyond either bound the gradient is
+# 0. A token more than 2.6 nats *below* the reference (e^2.6 - 1 - 2.6 = 9.9) is no longer pulled back; "k3+"
+# has a gradient everywhere.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 
@@ -60,20 +61,21 @@ def k3(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 
 def straight_through(estimate: Estimate) -> Estimate:
-    """The value of `estimate` with the gradient of k2, which is unbiased for that of the KL."""
+    """Gives `estimate` the gradient of k2, an unbiased estimate of the gradient of the KL."""
 
     @functools.wraps(estimate)
     def through(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
         slope = k2(logprob, ref_logprob)
         value = estimate(logprob, ref_logprob)
-        # Exactly 0 plus the value; k2 may be infinite where the value is bounded.
+        # finite - sg(finite) is exactly 0, so the value is that of `estimate`. k2 may overflow where the
+        # value is bounded, and inf - inf would be NaN.
         finite = masked(slope, jnp.isfinite(slope))
         return finite - jax.lax.stop_gradient(finite) + jax.lax.stop_gradient(value)
 
     return through
 
 
-# The name of `over_vocabulary` in a config; no estimate from the sampled token alone.
+# The name of `over_vocabulary` in a config. It is not in `KL_ESTIMATES`, as it needs whole distributions.
 FULL = "full"
 
 KL_ESTIMATES: dict[str, Estimate] = {
@@ -89,13 +91,14 @@ KL_ESTIMATES: dict[str, Estimate] = {
 
 
 def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-    """The KL itself: sum over the vocabulary of p (log p - log q).
+    """The exact KL: sum over the vocabulary of p (log p - log q).
 
-    A token of probability 0 under p adds nothing; one of probability 0 under q alone makes the KL infinite.
+    A token of probability 0 under p adds nothing. A token of probability 0 under q alone makes the KL
+    infinite.
 
     Args:
-      logprobs: log p of whole distributions, temperature applied, [..., V].
-      ref_logprobs: log q, of the reference.
+      logprobs: log p over the vocabulary, temperature applied, [..., V].
+      ref_logprobs: log q of the reference, [..., V].
 
     Returns:
       [...], in nats.
@@ -111,8 +114,8 @@ def penalized_reward(
     """Reward less the KL penalty: r_t - coef * KL_t (InstructGPT, arXiv 2203.02155 eq. 2).
 
     Args:
-      reward_BT: float, rewards by token; a sequence's score sits on its last trained token.
-      kl_BT: an estimate of each token's KL; no gradient is taken through it.
+      reward_BT: float, reward of each token; the score of a sequence sits on its last trained token.
+      kl_BT: KL estimate of each token; no gradient passes through it.
       mask_BT: 1 on trained tokens.
       coef: coefficient of the KL penalty.
 
@@ -126,10 +129,11 @@ def penalized_reward(
 def mean_by_sequence(
     kl_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the adaptive controller looks at: the mean over sequences of each one's mean KL.
+    """The input of the adaptive controller: the mean over sequences of the mean KL of each.
 
     Returns:
-      (sum of the sequences' means, number of sequences with a trained token), each adding up over parts.
+      (sum of the sequence means, number of sequences with a trained token). Both can be added over parts of
+      a batch.
     """
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     mean_BT = segment_mean(kl_BT, mask_BT, segment_ids_BT)

@@ -1,16 +1,16 @@
-"""Statistics of many numbers that lie in parts: microbatches, shards, minibatches.
+"""Statistics of numbers that are split into parts: microbatches, shards, minibatches.
 
     B rows   T tokens of a row
 
-Means of parts, or deviations of parts, do not add up to those of the whole. `Moments` do, so that a statistic
-is the same for any split:
+Means and deviations of parts do not add up to those of the whole, but `Moments` do. So a statistic is the
+same for any split:
 
     whole = Moments.of(x_BT, mask_BT)  ==  Moments.of(first half) + Moments.of(second half)
     whole.mean, whole.std, whole.max
 
-A part keeps its mean and its squares about that mean, as T. Chan et al., "Updating formulae and a pairwise
-algorithm for computing sample variances", 1979: the difference of a mean of squares and a squared mean has no
-digits left where a deviation is small.
+Each part stores its mean and the sum of squares about that mean, following T. Chan et al., "Updating formulae
+and a pairwise algorithm for computing sample variances", 1979. The textbook difference, mean of squares less
+squared mean, loses all digits if the deviation is small.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jaxrl.algos.segments import masked
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What is kept of some numbers. Every statistic of none is 0, and fields of 0 alone are those of none.
+    """Summary of a set of numbers x, which `+` merges. All fields of the empty set are 0.
 
     Attributes:
-      count: how many there are, float.
-      mean: of them.
-      squares: the sum of the squares of x - mean.
-      min, max: the smallest and the largest.
+      count: number of x, float.
+      mean: mean of x.
+      squares: sum of (x - mean)^2.
+      min, max: extremes of x.
     """
 
     count: jax.Array
@@ -45,7 +45,7 @@ class Moments:
 
     @staticmethod
     def of(x: jax.Array, mask: jax.Array) -> Moments:
-        """Of the numbers inside the mask; any one shape. No gradient goes through."""
+        """The moments of the numbers inside the mask, an array of the same shape. No gradient passes."""
         x = jax.lax.stop_gradient(x)
         inside = mask.astype(bool)
         count = inside.sum().astype(x.dtype)
@@ -59,7 +59,7 @@ class Moments:
         )
 
     def merged(self) -> Moments:
-        """Of all parts, which lie along the first axis of every field."""
+        """The moments of all parts together; parts lie along the first axis of every field."""
         count = self.count.sum(0)
         mean = (self.count * self.mean).sum(0) / jnp.maximum(count, 1.0)
         some = self.count > 0
@@ -76,17 +76,17 @@ class Moments:
 
     @property
     def mean_square(self) -> jax.Array:
-        """The mean of their squares."""
+        """Mean of x^2."""
         return self._variance + self.mean**2
 
     @property
     def std(self) -> jax.Array:
-        """Of the numbers as they are: divided by their count."""
+        """Population standard deviation: squares divided by the count."""
         return jnp.sqrt(self._variance)
 
     @property
     def sample_std(self) -> jax.Array:
-        """Of what they are a sample of: divided by one less (Bessel); 0 of a single one."""
+        """Sample standard deviation: squares divided by the count less 1 (Bessel). 0 for a single number."""
         return jnp.sqrt(self.squares / jnp.maximum(self.count - 1.0, 1.0))
 
     @property
@@ -99,12 +99,12 @@ RunningMoments = dict[str, Any]
 
 
 def add_moments(one: RunningMoments, other: RunningMoments) -> RunningMoments:
-    """The moments of each name, of both parts together."""
+    """Adds the moments of two parts, name by name."""
     return jax.tree.map(operator.add, one, other, is_leaf=_is_moments)
 
 
 def merge_moments(moments: RunningMoments) -> RunningMoments:
-    """The moments of each name, of all parts along the first axis."""
+    """Merges the parts along the first axis, name by name."""
     return jax.tree.map(Moments.merged, moments, is_leaf=_is_moments)
 
 

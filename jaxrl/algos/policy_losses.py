@@ -1,22 +1,22 @@
-"""Policy losses: per-token values, to be weighted by `aggregation` and divided once by a global count.
+"""Policy losses: values per token, which `aggregation` weighs, sums and divides once by a global count.
 
     B rows   T tokens of a row   r = exp(logprob - old_logprob)   A advantage   sg stop gradient
 
-Arrays are taken by name, those of `INPUTS` that a loss has among its positional arguments. Losses of single
-tokens take them in any arrangement, and can be checked with three numbers. Those of sequences (`gspo`,
-`gspo_token`, `geo_mean`) also take the mask and the segments of packed rows. `on_packed_rows` calls both
-kinds, and any function of the same form:
+The positional arguments of a loss are arrays, named as in `INPUTS`. Most losses treat each token alone: they
+accept arrays of any shape and can be checked with three numbers. Losses over sequences (`gspo`, `gspo_token`,
+`geo_mean`) also take the mask and the segments of packed rows. `on_packed_rows` calls both kinds, and any
+function of the same form:
 
     loss_BT, stats = on_packed_rows(POLICY_LOSSES[name], arrays, **settings)
 
-There, tokens outside the mask are replaced before the loss sees them and get 0: whatever they hold, even NaN,
-has neither value nor gradient. No loss sees another microbatch, so any split gives the same sum. `stats` are
-per token too, to be summed over the mask: means of means would move with the split.
+It replaces tokens outside the mask by 0 before the loss sees them, and the result is 0 there. Even a NaN
+outside the mask has neither value nor gradient. No loss looks at another microbatch, so any split gives the
+same sum. `stats` are per token too and are summed over the mask: a mean of means would depend on the split.
 
 Weights of an off-policy correction (`rollout_correction`) multiply the result. With two policies (bypass) the
 sampler's log-probability is passed as the old one, and only losses of `RATIO_FREE` are multiplied.
 
-Not covered: entropy of the policy itself, which the model's room computes.
+Not covered: the entropy of the policy, which `models.logprobs` computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked, segment_mean
 from jaxrl.checks import MAX_COEFFICIENT, above, between, coefficient, positive_coefficient
 
-# The bound of a sequence's mean log-ratio (GSPO), from above only: exp takes no harm from below.
+# Upper bound of a sequence's mean log-ratio (GSPO). A lower bound is not needed: exp underflows to 0.
 MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
@@ -50,23 +50,23 @@ def clipped(
 
     PPO, arXiv 1707.06347 eq. 7; DAPO eq. 8 (clip-higher: low .2, high .28). Where A < 0 the loss is also
     bounded by -dual_clip * A (dual-clip PPO, arXiv 1912.09729 eq. 5), so that one token with a huge ratio
-    cannot own the gradient.
+    cannot dominate the gradient.
 
     Args:
       logprob: log-probability under the policy being trained.
       old_logprob: the same at the start of the step.
-      advantage: how good the token was.
-      clip_low, clip_high: how far the ratio may fall or rise before its gradient stops.
+      advantage: advantage of the token.
+      clip_low, clip_high: distance that the ratio may fall below or rise above 1 before its gradient stops.
       dual_clip: bound on the ratio for negative advantages, above 1; infinity for none.
 
     Returns:
-      (loss, stats); stats are per-token: `pg_clipfrac` 1 where a clip is active, its two halves
-      `pg_clipfrac_high` (A > 0, ratio above) and `pg_clipfrac_low` (A < 0, ratio below),
-      `pg_clipfrac_lower` 1 where the dual clip is (verl's name), `ppo_kl` old minus new log-probability.
+      (loss, stats), per token. `pg_clipfrac` is 1 where a clip is active; `pg_clipfrac_high` (A > 0, ratio
+      above) and `pg_clipfrac_low` (A < 0, ratio below) are its two halves. `pg_clipfrac_lower` is 1 where the
+      dual clip is active (verl's name). `ppo_kl` is the old minus the new log-probability.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     loss, stats = surrogate(jnp.exp(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
-    # Not -A * dual_clip, which has no value where an infinite bound meets an advantage of 0.
+    # Not -A * dual_clip: with an infinite bound and an advantage of 0 that is inf * 0 = NaN.
     negative = advantage < 0
     dual = dual_clip * jnp.where(negative, -advantage, jnp.ones_like(advantage))
     bounded = negative & (loss > dual)
@@ -78,7 +78,7 @@ def clipped(
 def policy_gradient(logprob: jax.Array, old_logprob: jax.Array, advantage: jax.Array) -> Loss:
     """Plain policy gradient, no ratio: -A logprob.
 
-    REINFORCE (Williams 1992); GPG, arXiv 2504.02546. The old log-probability serves `ppo_kl` only.
+    REINFORCE (Williams 1992); GPG, arXiv 2504.02546. The old log-probability is used for `ppo_kl` only.
     """
     return -advantage * logprob, {"ppo_kl": -bounded_log_ratio(logprob, old_logprob)}
 
@@ -92,8 +92,8 @@ def trpo(
 ) -> Loss:
     """The unclipped surrogate with a penalty on the step's KL: -r A + kl_coef * (r - 1 - log r).
 
-    arXiv 1707.06347 eq. 8, the penalty form of TRPO. The second term is the never negative, unbiased
-    estimate of KL(old || new) from tokens of the old policy.
+    arXiv 1707.06347 eq. 8, the penalty form of TRPO. The second term estimates KL(old || new) from tokens of
+    the old policy; it is unbiased and never negative.
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
@@ -116,9 +116,10 @@ def cispo(
     """Policy gradient weighted by the clipped ratio: -sg(clip(r, 1-low, 1+high)) A logprob.
 
     MiniMax-M1, arXiv 2506.13585 eq. 4 and 5: a clipped token keeps its gradient. The paper bounds the weight
-    from above only; clip_low of 1 or more does so.
+    from above only; a clip_low of 1 or more does the same.
 
-    Args and stats as for `clipped`; a clip is active wherever the ratio is outside, whatever A.
+    Args and stats as for `clipped`, but a clip is active wherever the ratio is out of bounds, for any sign
+    of A.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     ratio = jnp.exp(log_ratio)
@@ -140,14 +141,14 @@ def sapo(
     tau_positive: Annotated[float, positive_coefficient()] = 1.0,
     tau_negative: Annotated[float, positive_coefficient()] = 1.05,
 ) -> Loss:
-    """A soft gate in the place of the clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
+    """A soft gate instead of the clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
-    SAPO, arXiv 2511.20347. On policy its gradient is that of -r A, and it fades on either side of r = 1, the
-    faster the larger tau. The paper averages by sequence ("seq-mean-token-mean").
+    SAPO, arXiv 2511.20347. At r = 1 its gradient is that of -r A. It fades on both sides of 1, faster for a
+    larger tau. The paper averages by sequence ("seq-mean-token-mean").
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
-      tau_positive, tau_negative: steepness for A > 0 and for the rest, above 0.
+      tau_positive, tau_negative: steepness of the gate for A > 0 and for A <= 0, above 0.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     tau = jnp.where(advantage > 0, tau_positive, tau_negative).astype(logprob.dtype)
@@ -162,13 +163,13 @@ def dro(
     *,
     beta: Annotated[float, positive_coefficient()],
 ) -> Loss:
-    """Policy gradient with a quadratic pull to the old policy: -(A logprob - beta / 2 * (log r)^2).
+    """Policy gradient with a quadratic penalty towards the old policy: -(A logprob - beta / 2 * (log r)^2).
 
     DRO, arXiv 2405.19107, by token. The log-ratio is bounded as for the other losses (verl does not).
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
-      beta: strength of the pull, above 0.
+      beta: coefficient of the penalty, above 0.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     return -(advantage * logprob - beta / 2.0 * log_ratio**2), {"ppo_kl": -log_ratio}
@@ -183,14 +184,14 @@ def dppo_tv(
     limit_high: Annotated[float, between(0, 1)],
     max_ratio: Annotated[float, positive_coefficient(or_inf=True)],
 ) -> Loss:
-    """Policy gradient that stops where the token's probability itself has moved far enough.
+    """Policy gradient that stops once the probability of a token has moved beyond a limit.
 
     DPPO with binary total variation, arXiv 2602.04879: -A sg(min(r, max_ratio)) sg(keep) logprob, where a
-    token with A > 0 is kept while p - p_old <= limit_high, any other while p - p_old >= -limit_low.
+    token with A > 0 is kept while p - p_old <= limit_high, and any other token while p - p_old >= -limit_low.
 
     Args:
       logprob, old_logprob, advantage: as for `clipped`.
-      limit_low, limit_high: how far the probability may fall or rise, 0 to 1.
+      limit_low, limit_high: distance that the probability may fall or rise, 0 to 1.
       max_ratio: bound on the weight; infinity for none.
 
     Returns:
@@ -210,7 +211,7 @@ def dppo_kl(
     limit_high: Annotated[float, coefficient()],
     max_ratio: Annotated[float, positive_coefficient(or_inf=True)],
 ) -> Loss:
-    """`dppo_tv` with the KL of "this token or another" in the place of the difference.
+    """`dppo_tv` with a binary KL ("this token" against "any other") instead of the difference.
 
     arXiv 2602.04879: a token is kept while p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) is
     at most limit_high (A > 0) or limit_low (otherwise), or while p moved against its advantage.
@@ -240,16 +241,17 @@ def gspo(
     clip_low: ClipWidth = 3e-4,
     clip_high: ClipWidth = 4e-4,
 ) -> Loss:
-    """The clipped surrogate of a whole sequence's ratio, its tokens' geometric mean.
+    """The clipped surrogate of a sequence ratio, the geometric mean of its token ratios.
 
     GSPO, arXiv 2507.18071 eq. 5 and 7: s = exp(mean of log r over the sequence), -min(s A, clip(s) A). Every
-    trained token of the sequence carries the sequence's value, so "seq-mean-token-mean" is the paper's mean
-    over sequences.
+    trained token holds the value of its sequence, so "seq-mean-token-mean" gives the paper's mean over
+    sequences.
 
     Args:
-      logprob_BT, old_logprob_BT, advantage_BT: as for `clipped`; the paper has one advantage a sequence.
+      logprob_BT, old_logprob_BT, advantage_BT: as for `clipped`; the paper has one advantage per sequence.
       mask_BT, segment_ids_BT: as in `segments`.
-      clip_low, clip_high: how far s may fall or rise; a few 1e-4, since s hardly moves (section 5.1).
+      clip_low, clip_high: distance that s may fall below or rise above 1; a few 1e-4, since s hardly moves
+        (section 5.1).
 
     Returns:
       (loss, stats) [B, T], 0 outside the mask; stats as for `clipped`, without the dual clip.
@@ -271,16 +273,17 @@ def gspo_token(
     clip_low: ClipWidth = 3e-4,
     clip_high: ClipWidth = 4e-4,
 ) -> Loss:
-    """`gspo` whose gradient reaches each token through its own advantage: s_t = sg(s) * r_t / sg(r_t).
+    """`gspo` with an advantage per token, which scales that token's gradient: s_t = sg(s) * r_t / sg(r_t).
 
-    arXiv 2507.18071 eq. 13 and 14. With one advantage a sequence it is `gspo`, value and gradient (verl's
-    `gspo` is this form).
+    arXiv 2507.18071 eq. 13 and 14. With one advantage per sequence it equals `gspo` in value and gradient
+    (verl's `gspo` is this form).
 
     Args and returns as for `gspo`.
     """
     logprob_BT, old_logprob_BT = masked(logprob_BT, mask_BT), masked(old_logprob_BT, mask_BT)
     log_ratio_BT = logprob_BT - old_logprob_BT
     mean_BT = segment_mean(log_ratio_BT, mask_BT, segment_ids_BT)
+    # 0 in value; its gradient is that of the token's own log-probability.
     own_BT = logprob_BT - jax.lax.stop_gradient(logprob_BT)
     return _sequence_surrogate(
         jax.lax.stop_gradient(mean_BT) + own_BT,
@@ -305,9 +308,9 @@ def geo_mean(
     """The geometric mean of a sequence's clipped ratios: -A exp(mean of clipped log r).
 
     GMPO, arXiv 2507.20673 eq. 4: a token's log-ratio is bounded by clip_high where A > 0 and by -clip_low
-    where A < 0, *in log space*. A is the mean of the sequence's advantages. Every trained token carries its
-    sequence's value, so "seq-mean-token-mean" is the paper's mean over sequences; sequences without a token
-    do not dilute it (in verl they do, and the aggregation setting is ignored).
+    where A < 0, *in log space*. A is the mean of the sequence's advantages. Every trained token holds the
+    value of its sequence, so "seq-mean-token-mean" gives the paper's mean over sequences. Sequences without a
+    trained token are not counted (verl counts them, and ignores the aggregation setting).
 
     Args:
       logprob_BT, old_logprob_BT, advantage_BT: as for `clipped`.
@@ -339,7 +342,7 @@ def geo_mean(
 
 
 def entropy_bonus(entropy: jax.Array, *, coef: float) -> jax.Array:
-    """What is added to a per-token loss to reward entropy: -coef * entropy (arXiv 1707.06347 eq. 9)."""
+    """The term of a per-token loss that rewards entropy: -coef * entropy (arXiv 1707.06347 eq. 9)."""
     return -coef * entropy
 
 
@@ -353,17 +356,17 @@ INPUTS = (
     "ref_logprob",
     "entropy",
 )
-"""What a loss may take, by the names of its positional arguments: arrays of one shape."""
+"""Names that the positional arguments of a loss may have; all are arrays of one shape."""
 
 
 def on_packed_rows(loss: Callable[..., Loss], arrays: Mapping[str, jax.Array], **settings) -> Loss:
-    """A policy loss on packed rows, 0 outside the mask.
+    """Computes a policy loss on packed rows; the result is 0 outside the mask.
 
     Args:
-      loss: an entry of `POLICY_LOSSES`, or a function of the same form. One that does not take the mask is of
-        single tokens, and what it takes is replaced outside the mask before it is called.
-      arrays: those of `INPUTS`, [B, T].
-      settings: its keyword-only arguments.
+      loss: an entry of `POLICY_LOSSES`, or a function of the same form. If it does not take the mask, it
+        treats each token alone, and its inputs are set to 0 outside the mask.
+      arrays: arrays [B, T], by the names of `INPUTS`.
+      settings: keyword-only arguments of the loss.
     """
     names, mask_BT = array_names(loss), arrays["mask"]
     given = [arrays[name] for name in names]
@@ -389,10 +392,10 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "trpo": trpo,
 }
 
-# Those without a ratio to the old policy, for which nothing but weights corrects an off-policy sample.
+# Losses without a ratio to the old policy. Only importance weights can correct them for off-policy samples.
 RATIO_FREE = frozenset({"gpg", "policy_gradient"})
 
-# Those whose ratio is a whole sequence's.
+# Losses whose ratio is that of a whole sequence.
 SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token"})
 
 

@@ -1,18 +1,18 @@
-"""Losses of preference pairs: one value per pair, to be summed and divided once by the number of pairs.
+"""Losses of preference pairs: one value per pair; their sum is divided once by the number of pairs.
 
-    two answers to one prompt: the chosen one w and the rejected one l, in this order everywhere
+    w the chosen and l the rejected answer to one prompt, in this order everywhere
     r score of a reward model   C score of a cost model   p, p_ref log-probability of a whole answer
 
-Elementwise functions of arrays of one shape, in any arrangement, so that each can be checked with a few
-numbers. Their arrays are taken by name, those of `SCORE_INPUTS` or of `POLICY_INPUTS`; with a mask:
+All are elementwise functions of arrays of equal shape, so each can be checked with a few numbers. Positional
+arguments are arrays, named as in `SCORE_INPUTS` or `POLICY_INPUTS`. With a mask:
 
     loss, stats = on_pairs(PREFERENCE_LOSSES[name], arrays, mask, **settings)
 
-There, what lies outside the mask is replaced before the loss sees it and gets 0: whatever it holds, even NaN,
-has neither value nor gradient. `stats` are per pair too and share the mask.
+`on_pairs` replaces entries outside the mask by 0 before the loss sees them, and the result is 0 there. Even a
+NaN outside the mask has neither value nor gradient. `stats` are per pair too and share the mask.
 
-Every logarithm of a sigmoid is a softplus, whose value grows no faster than its argument and whose slope lies
-between 0 and 1: scores far apart neither overflow nor lose their gradient.
+Every log-sigmoid is computed as a softplus. Its value grows linearly and its slope lies between 0 and 1, so
+scores far apart neither overflow nor lose their gradient.
 
 Not covered: rankings of more than two answers, and losses without a pair (KTO).
 """
@@ -32,9 +32,9 @@ from jaxrl.checks import between, coefficient, positive_coefficient
 
 
 def preference_accuracy(better: jax.Array, worse: jax.Array) -> jax.Array:
-    """1 where `better` is above `worse`, 0 where it is below, a half where they tie; any one shape.
+    """1 where `better` is above `worse`, 0 where it is below, 0.5 where they tie; arrays of equal shape.
 
-    A model whose head still is 0 ties everywhere: with a half it counts as the coin toss it is, and swapping
+    A model whose head is still 0 ties everywhere and gets an accuracy of 0.5, that of a coin toss. Swapping
     the answers always turns a into 1 - a.
     """
     return (jnp.sign(better - worse) + 1.0) / 2.0
@@ -49,17 +49,17 @@ def bradley_terry(
 ) -> Loss:
     """Reward model: -log sigmoid(r_w - r_l - m) + center_coef * (r_w + r_l)^2.
 
-    Bradley and Terry 1952; the margin from arXiv 2307.09288 eq. 2. A preference fixes scores up to a constant
-    per prompt; the second term (arXiv 2312.09244 eq. 2 has it with .01) fixes the constant at 0.
+    Bradley and Terry 1952; the margin is that of arXiv 2307.09288 eq. 2. Preferences determine scores only up
+    to a constant per prompt. The second term (arXiv 2312.09244 eq. 2, with .01) centres them at 0.
 
     Args:
       chosen_score, rejected_score: r_w and r_l.
-      margin: m, how much better the chosen answer was said to be, 0 or more.
-      center_coef: of the pull to 0; 0 has none.
+      margin: m, the annotated strength of the preference, 0 or more.
+      center_coef: coefficient of the centring term; 0 turns it off.
 
     Returns:
-      (loss, stats): `accuracy` as of `preference_accuracy`, `chosen_score`, `rejected_score`, and
-      `score_margin`, their difference.
+      (loss, stats): `accuracy` (see `preference_accuracy`), `chosen_score`, `rejected_score`, and their
+      difference `score_margin`.
     """
     difference = chosen_score - rejected_score
     loss = jax.nn.softplus(margin - difference)
@@ -78,20 +78,21 @@ def cost_preference(
     chosen_harm: jax.Array,
     rejected_harm: jax.Array,
 ) -> Loss:
-    """Cost model of Safe RLHF: the rejected answer costs more, and a cost is above 0 if the answer does harm.
+    """Cost model of Safe RLHF: the rejected answer gets the higher cost, and harmful answers a positive one.
 
     arXiv 2310.12773 eq. 6: -log sigmoid(C_l - C_w) - log sigmoid(s_w C_w) - log sigmoid(s_l C_l). In the
-    paper w is the more harmful answer; here, as everywhere, it is the chosen one, the safer of the two. The
-    last two terms make 0 the line between harmless and harmful, which a limit on the mean cost refers to.
+    paper w is the more harmful answer; here w is the chosen one, the safer of the two, as everywhere in this
+    file. The last two terms put the boundary between harmless and harmful at 0. Limits on the mean cost
+    refer to it.
 
     Args:
       chosen_cost, rejected_cost: C_w and C_l.
-      chosen_harm, rejected_harm: s_w and s_l, 1 for an answer that does harm, -1 for one that does not, 0 for
-        one that nobody has judged, which has no such term.
+      chosen_harm, rejected_harm: s_w and s_l: 1 for a harmful answer, -1 for a harmless one, 0 without a
+        label, which drops the answer's sign term.
 
     Returns:
-      (loss, stats): `accuracy` of the order, `sign_accuracy` the mean over the judged answers of whether the
-      cost has the right sign (a half without any), `chosen_cost`, `rejected_cost`.
+      (loss, stats): `accuracy` of the order; `sign_accuracy`, the share of labelled answers whose cost has
+      the right sign (0.5 without labels); `chosen_cost`, `rejected_cost`.
     """
     loss = jax.nn.softplus(chosen_cost - rejected_cost)
     rights, judged = jnp.zeros_like(loss), jnp.zeros_like(loss)
@@ -118,14 +119,14 @@ def dpo(
 ) -> Loss:
     """Direct preference optimisation: -(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta * (h_w - h_l).
 
-    arXiv 2305.18290 eq. 7, h = p - p_ref, with e = 0. The second term (Mitchell 2023, "conservative DPO") is
-    for labels of which a share e is wrong: it gives z a finite optimum.
+    arXiv 2305.18290 eq. 7 is the case e = 0, with h = p - p_ref. The second term (Mitchell 2023,
+    "conservative DPO") assumes that a share e of the labels is wrong; it gives z a finite optimum.
 
     Args:
       chosen_logprob, rejected_logprob: p, summed over the tokens of each answer.
-      chosen_ref_logprob, rejected_ref_logprob: p_ref, likewise, of the frozen policy.
+      chosen_ref_logprob, rejected_ref_logprob: p_ref, the same sums under the frozen policy.
       beta: coefficient of the KL penalty, above 0.
-      label_smoothing: e, from 0 to below a half.
+      label_smoothing: e, assumed share of wrong labels, from 0 to below 0.5.
 
     Returns:
       (loss, stats): `chosen_reward` and `rejected_reward`, the implied rewards beta * h; `accuracy` of their
@@ -149,8 +150,8 @@ def ipo(
 ) -> Loss:
     """Identity preference optimisation: (h_w - h_l - 1 / (2 beta))^2.
 
-    arXiv 2310.12036 eq. 17. Where DPO pushes the answers of a pair apart for ever, this stops at a distance.
-    As in the paper h is of sums over tokens; some libraries take means instead, for which another beta fits.
+    arXiv 2310.12036 eq. 17. DPO pushes the answers of a pair apart without bound; IPO stops at a finite
+    distance. h sums over tokens, as in the paper. Some libraries take means, which need another beta.
 
     Args and stats as for `dpo`.
     """
@@ -169,7 +170,7 @@ SCORE_INPUTS = (
     "rejected_harm",
     "margin",
 )
-"""What a loss of scores may take, by the names of its positional arguments; a cost model scores costs."""
+"""Names that the positional arguments of a score loss may have; costs are the scores of a cost model."""
 
 POLICY_INPUTS = (
     "chosen_logprob",
@@ -177,19 +178,19 @@ POLICY_INPUTS = (
     "chosen_ref_logprob",
     "rejected_ref_logprob",
 )
-"""What a loss of policies may take: sums over the tokens of an answer."""
+"""Names that the positional arguments of a policy loss may have; sums over the tokens of an answer."""
 
 
 def on_pairs(
     loss: Callable[..., Loss], arrays: Mapping[str, jax.Array], mask: jax.Array, **settings
 ) -> Loss:
-    """A preference loss where the mask is 1, and 0 elsewhere, whatever the arrays hold there.
+    """Computes a preference loss where the mask is 1. Elsewhere the result is 0, even for NaN inputs.
 
     Args:
       loss: an entry of `PREFERENCE_LOSSES`, or a function of the same form.
-      arrays: by name, of one shape.
-      mask: of that shape.
-      settings: its keyword-only arguments.
+      arrays: arrays by name, all of one shape.
+      mask: array of that shape, 1 on pairs.
+      settings: keyword-only arguments of the loss.
     """
     inside = (masked(arrays[name], mask) for name in array_names(loss))
     return jax.tree.map(lambda x: masked(x, mask), loss(*inside, **settings))
@@ -211,8 +212,9 @@ def _implied_rewards(
     *,
     beta: float,
 ) -> dict[str, jax.Array]:
-    """The rewards under which the policy would be optimal, up to a constant per prompt."""
-    # Each answer against its own reference first: these differences are small, the sums themselves are not.
+    """The implied rewards beta * (p - p_ref), under which the policy would be optimal."""
+    # Each answer against its own reference first. These differences are small, but the sums of thousands of
+    # log-probabilities are large and would lose digits.
     chosen = beta * (chosen_logprob - chosen_ref_logprob)
     rejected = beta * (rejected_logprob - rejected_ref_logprob)
     return {

@@ -1,6 +1,6 @@
-"""Looking up, by the name in a config, what a user may extend.
+"""Looks up losses, advantages and other extensible functions by the name in a config.
 
-A name is that of a table, or says where a function of the user's own is (`user_code`).
+A name is a key of a registry, or the path of a user's own function (`user_code`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Entry = TypeVar("Entry")
 
 
 def lookup(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """The entry of that name, or the user's function at that path.
+    """The registry entry of a name, or the user's function at a path.
 
     Args:
-      table: one of the registries of `algos`.
-      name: from a config; with a colon it is "package.module:function" or "path/to/file.py:function".
-      kind: what the table holds, for the message.
+      table: a registry of `algos`.
+      name: key of the registry. With a colon it is "package.module:function" or "path/to/file.py:function".
+      kind: kind of the entries, for the message, such as "policy loss".
 
     Raises:
-      UserError: no such name, and the message lists those there are; or no such function.
+      UserError: the name is unknown (the message lists the known ones), or the function does not exist.
     """
     if ":" in name:
-        # What it must be called with is its own to say: `check_inputs`, `check_options`.
+        # Callers check its arguments later, with `check_inputs` and `check_options`.
         return cast("Entry", load_function(name, kind))
     if name not in table:
         raise UserError(
@@ -40,12 +40,12 @@ def lookup(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
 
 
 def check_inputs(function: Callable, known: Iterable[str], what: str) -> None:
-    """Raises UserError where a function takes an array that there is not.
+    """Raises UserError if a function takes an array that is not available.
 
     Args:
-      function: its arrays are its positional arguments, with or without the letters of their axes.
-      known: names of the arrays that it may take.
-      what: it is, for the message.
+      function: a function whose positional arguments are arrays, with or without axis letters in their names.
+      known: names of the available arrays.
+      what: description of the function, for the message.
     """
     unknown = [name for name in array_names(function) if name not in known]
     if unknown:
@@ -56,18 +56,18 @@ def check_inputs(function: Callable, known: Iterable[str], what: str) -> None:
 
 
 def array_names(function: Callable) -> tuple[str, ...]:
-    """Names of a function's arrays without the letters of their axes: mask for mask_BT."""
+    """Names of a function's arrays without their axis letters: mask for mask_BT."""
     return tuple(re.sub(r"_[A-Z]+$", "", name) for name in inputs_of(function))
 
 
 def inputs_of(function: Callable) -> tuple[str, ...]:
-    """Names of a registered function's positional arguments: the arrays that a recipe must have for it."""
+    """Names of a registered function's positional arguments: the arrays that it needs."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def options_of(function: Callable) -> tuple[str, ...]:
-    """Names of a registered function's settings, its keyword-only arguments."""
+    """Names of a registered function's keyword-only arguments: its settings."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -75,17 +75,17 @@ def options_of(function: Callable) -> tuple[str, ...]:
 def check_options(
     function: Callable, options: Mapping[str, object], what: str, *, given: tuple[str, ...] = ()
 ) -> None:
-    """Checks the keywords that a config hands to a registered function.
+    """Checks the options that a config gives to a registered function.
 
     Args:
-      function: its settings are its keyword-only arguments.
-      options: from the config.
-      what: it is, for the message.
-      given: keywords that the program itself fills in.
+      function: a function whose settings are its keyword-only arguments.
+      options: options from the config, by name.
+      what: description of the function, for the message.
+      given: names of keywords that the program itself fills in.
 
     Raises:
-      UserError: an option does not exist, one without a default is missing, or a value is not what the
-        function's annotation says (`checks`).
+      UserError: an option does not exist, an option without a default is missing, or a value does not fit the
+        function's annotation (`checks`).
     """
     parameters = _signature(function).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
@@ -102,8 +102,10 @@ def check_options(
 
 
 def _signature(function: Callable) -> inspect.Signature:
-    """With annotations as objects, unless they name what only a type checker imports."""
+    """The signature, with annotations as objects where they can be evaluated."""
     try:
         return inspect.signature(function, eval_str=True)
-    except NameError:  # a function of a user's, whose values are then not checked
+    except NameError:
+        # A user's annotation may name a type that is imported under TYPE_CHECKING only. Its value is then not
+        # checked.
         return inspect.signature(function)

@@ -1,28 +1,30 @@
-"""Correcting for the difference between the policy that sampled and the policy that learns.
+"""Corrects for the difference between the policy that sampled and the policy that learns.
 
     B rows   T tokens of a row; mask and segments as in `segments`
     rho = train logprob - rollout logprob, so exp(rho) = pi_train / pi_rollout, of a sampled token
 
-What can be done about it, in any combination:
+Two kinds of correction, in any combination:
 
     weigh      WEIGHTINGS[name].of_ratio, then truncate (TIS) or band (IcePop), then divide by .norm_factor
     reject     Rejection: bounds on k1, k2 or k3 of a token, or on their sum, mean or maximum over a sequence;
-               all see the *original* mask, then mask_BT * kept_1_BT * kept_2_BT is the mask from there on, in
-               losses, counts and metrics
+               Every rejection sees the *original* mask. The new mask, mask_BT * kept_1_BT * kept_2_BT, then
+               applies to losses, counts and metrics
 
 Every bound on a ratio is on pi_train / pi_rollout, for weights and rejection alike. (verl's k1 options bound
 the inverse, pi_rollout / pi_train: its "lo_hi" is lowest = 1 / hi, highest = 1 / lo of `ratio_bounds`.)
 Weights and masks are constants to the gradient.
 
-Three policies (decoupled): rho is old_logprob - rollout_logprob, known before the update; the loss clips
-logprob / old_logprob and is multiplied by the weights. Two policies (bypass): the old log-probability is the
-rollout's, so a loss with a ratio needs no weights; plain policy gradient takes them with rho = logprob -
-rollout_logprob, inside the loss. Rejecting there changes the mask there: see `aggregation` for the division.
+Three policies (decoupled): rho = old_logprob - rollout_logprob is known before the update. The loss clips
+exp(logprob - old_logprob) and is multiplied by the weights.
+
+Two policies (bypass): the rollout's log-probability stands in for the old one, so a loss with a ratio needs
+no weights. The plain policy gradient takes weights with rho = logprob - rollout_logprob, inside the loss.
+Rejection then changes the mask inside the loss: see `aggregation` for the division.
 
 Truncated importance sampling: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-training", 2025. IcePop: Ring-1T, arXiv 2510.18855. Metrics with a name of verl's (`rollout_corr/*`, 0.9.1)
-have its definition, except that sequences without a trained token count nowhere, and that the statistics of
-a batch are taken once, whatever its microbatches.
+training", 2025. IcePop: Ring-1T, arXiv 2510.18855. Metrics that share a name with verl's (`rollout_corr/*`,
+0.9.1) share its definition, with two exceptions: sequences without a trained token are not counted, and
+statistics are computed once per batch, not once per microbatch.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from jaxrl.algos.segments import (
     segment_sum,
 )
 
-# (x_BT, mask_BT, segment_ids_BT) -> [B, T]: what a bound is applied to, on every token it decides about.
+# (x_BT, mask_BT, segment_ids_BT) -> [B, T]: the bounded quantity, on every token that the bound may reject.
 Over = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 OVER: dict[str, Over] = {
@@ -58,7 +60,7 @@ OVER: dict[str, Over] = {
 
 
 def log_ratio(train_logprob_BT: jax.Array, rollout_logprob_BT: jax.Array, mask_BT: jax.Array):
-    """rho of every trained token, within +-20, 0 elsewhere; a constant to the gradient."""
+    """rho of every trained token, clipped to +-20, and 0 elsewhere; without gradient."""
     train_BT, rollout_BT = masked(train_logprob_BT, mask_BT), masked(rollout_logprob_BT, mask_BT)
     return jax.lax.stop_gradient(bounded_log_ratio(train_BT, rollout_BT))
 
@@ -73,7 +75,7 @@ def token_weights(rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Arr
 
 
 def sequence_weights(rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """The ratio of the whole sequence, exp(sum of rho within +-20), on each of its trained tokens."""
+    """The ratio of the whole sequence, exp(sum of rho, clipped to +-20), on each of its trained tokens."""
     sum_BT = segment_sum(rho_BT, mask_BT, segment_ids_BT)
     ratio_BT = jnp.exp(jnp.clip(sum_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return jax.lax.stop_gradient(masked(ratio_BT, mask_BT))
@@ -87,7 +89,7 @@ def truncate(weight: jax.Array, *, highest: float) -> jax.Array:
 def band(weight: jax.Array, *, lowest: float, highest: float) -> jax.Array:
     """The weight where lowest <= weight <= highest, else 0: IcePop; its bounds are .5 and 5.
 
-    The tokens left out stay in the mask and in the count that divides; to take them out use a `Rejection`.
+    Tokens with weight 0 stay in the mask and in the divisor of the loss. Use a `Rejection` to remove them.
     """
     return masked(weight, (weight >= lowest) & (weight <= highest))
 
@@ -115,13 +117,13 @@ DIVERGENCES: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """One reason to leave tokens out.
+    """A rule that removes tokens from the mask.
 
     Attributes:
-      name: under which its metrics are kept; verl's for "seq_mean" and "k3" is "seq_mean_k3".
-      over: a name of `OVER`: each token for itself, or a sequence as a whole by the sum, mean or maximum over
+      name: name of its metrics. As in verl, over "seq_mean" by "k3" is called "seq_mean_k3".
+      over: a name of `OVER`: judges each token alone, or a whole sequence by the sum, mean or maximum over
         its tokens.
-      by: a name of `DIVERGENCES`. k1 tells up from down, the others do not.
+      by: a name of `DIVERGENCES`. k1 is signed; the others do not distinguish directions.
       lowest, highest: bounds on the statistic, both included, in nats; `ratio_bounds` for k1.
     """
 
@@ -134,7 +136,7 @@ class Rejection:
     def statistic(
         self, rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
     ) -> jax.Array:
-        """What the bounds are applied to, [B, T], on every token that it decides about."""
+        """The statistic that the bounds apply to, [B, T], on every token that the rule may reject."""
         return OVER[self.over](
             DIVERGENCES[self.by](masked(rho_BT, mask_BT)), mask_BT, segment_ids_BT
         )
@@ -150,7 +152,8 @@ def ratio_bounds(lowest: float, highest: float) -> tuple[float, float]:
     return -math.log(highest), -math.log(lowest)
 
 
-# Metrics. What they are made of is tallied by parts of a batch and adds up; all metrics of nothing are 0
+# Metrics. `*_moments` are computed for parts of a batch and can be added; `*_metrics` turn them into numbers.
+# Every metric of an empty batch is 0.
 
 
 def mismatch_moments(
@@ -159,7 +162,7 @@ def mismatch_moments(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
 ) -> RunningMoments:
-    """What `mismatch_metrics` are made of."""
+    """The moments that `mismatch_metrics` reads."""
     where = (mask_BT, segment_ids_BT)
     last_BT = last_tokens(*where)
     rho_BT = log_ratio(train_logprob_BT, rollout_logprob_BT, mask_BT)
@@ -188,14 +191,17 @@ def mismatch_moments(
 
 
 def mismatch_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """How far the two policies are apart, before any correction.
+    """The distance between the two policies before any correction.
 
     Returns:
-      Means over trained tokens: `kl` of -rho and `k3_kl` of k3, both KL(rollout || train), `chi2_token`
-      exp(2 rho) - 1. Over sequences, with a policy's log-perplexity the mean of -logprob over a sequence:
-      `training_log_ppl`, `training_ppl`, `rollout_log_ppl`, `rollout_ppl`; of the difference training less
-      rollout `log_ppl_diff` (mean), `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`, and
-      `ppl_ratio`, its exponential; `chi2_seq` exp(2 sum of rho) - 1.
+      Means over trained tokens: `kl` of -rho and `k3_kl` of k3, both estimates of KL(rollout || train), and
+      `chi2_token` of exp(2 rho) - 1.
+
+      Means over sequences: `training_log_ppl`, `rollout_log_ppl` of the log-perplexity, the mean of -logprob
+      over the sequence; `training_ppl`, `rollout_ppl` of its exponential; `log_ppl_diff`,
+      `log_ppl_abs_diff` of the difference training less rollout, with its extremes `log_ppl_diff_max` and
+      `log_ppl_diff_min`; `ppl_ratio` of the exponential of that difference; `chi2_seq` of
+      exp(2 sum of rho) - 1.
     """
     gap = moments["log_ppl_diff"]
     means = {name: x.mean for name, x in moments.items()}
@@ -211,13 +217,13 @@ def weight_moments(
     lowest: float,
     highest: float,
 ) -> RunningMoments:
-    """What metrics of importance weights, and what normalises them, are made of.
+    """The moments that the metrics and the normalisation of importance weights read.
 
     Args:
-      ratio_BT: the weights before they are bounded.
-      weight_BT: the weights after that, which multiply the loss.
-      mask_BT, segment_ids_BT: where they count.
-      lowest, highest: the bounds that the shares above and below refer to.
+      ratio_BT: importance ratios, before truncation or band.
+      weight_BT: bounded weights, which multiply the loss.
+      mask_BT, segment_ids_BT: trained tokens and packed sequences, as in `segments`.
+      lowest, highest: bounds of the reported shares below and above.
     """
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     means_BT = segment_mean(ratio_BT, mask_BT, segment_ids_BT)
@@ -233,16 +239,17 @@ def weight_moments(
 
 
 def token_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """How uneven importance weights of tokens are.
+    """Statistics of token importance weights: how uneven they are.
 
     Returns:
-      Of the weights as they are used, after truncation or band and before they are normalised:
-      `rollout_is_mean`, `_std` (divided by the count), `_min`, `_max` and `_eff_sample_size` ((mean w)^2 /
-      mean w^2, 1 for equal weights) over trained tokens; `rollout_is_seq_mean`, `_seq_std` (divided by one
-      less than the count), `_seq_min`, `_seq_max` and `_seq_max_deviation` (largest distance from 1) of the
-      sequences' mean weights. Of the ratios before that: `rollout_is_ratio_fraction_high` and `_low`, the
-      shares of tokens above and below the bounds; `rollout_is_seq_fraction_high` and `_low`, of sequences
-      whose mean ratio is.
+      Of the bounded weights, before normalisation: `rollout_is_mean`, `_std` (divided by the count), `_min`,
+      `_max` and `_eff_sample_size` ((mean w)^2 / mean w^2, 1 for equal weights) over trained tokens;
+      `rollout_is_seq_mean`, `_seq_std` (divided by the count less 1), `_seq_min`, `_seq_max` and
+      `_seq_max_deviation` (largest distance from 1) over the mean weights of sequences.
+
+      Of the ratios before bounding: `rollout_is_ratio_fraction_high` and `_low`, the shares of tokens above
+      and below the bounds; `rollout_is_seq_fraction_high` and `_low`, the shares of sequences whose mean
+      ratio is above or below.
     """
     weight = moments["weight"]
     return _weight_metrics(moments) | {
@@ -254,11 +261,12 @@ def token_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
 
 
 def sequence_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """How uneven importance weights of whole sequences are.
+    """Statistics of sequence importance weights: how uneven they are.
 
     Returns:
-      As `token_weight_metrics`, except that, as in verl, `rollout_is_min` and `rollout_is_max` are of the
-      ratios before they are bounded, and `rollout_is_ratio_fraction_high` and `_low` are shares of sequences.
+      As `token_weight_metrics`, with two exceptions taken from verl: `rollout_is_min` and `rollout_is_max`
+      describe the ratios before bounding, and `rollout_is_ratio_fraction_high` and `_low` are shares of
+      sequences.
     """
     ratio = moments["seq_ratio"]
     return _weight_metrics(moments) | {
@@ -286,7 +294,7 @@ def _weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
 
 
 def outside_band(moments: RunningMoments) -> dict[str, jax.Array]:
-    """`rollout_is_oob_ratio`, the share of tokens whose weight the band has made 0."""
+    """`rollout_is_oob_ratio`, the share of tokens that the band gives weight 0."""
     return {"rollout_is_oob_ratio": moments["high"].mean + moments["low"].mean}
 
 
@@ -296,8 +304,8 @@ class Weighting:
 
     Attributes:
       of_ratio: (rho_BT, mask_BT, segment_ids_BT) -> unbounded weights [B, T].
-      norm_factor: (weight moments) -> the mean of the bounded weights, over tokens or over sequences. Divided
-        by it they have mean 1; it is 1 if all weights are 0.
+      norm_factor: (weight moments) -> the mean of the bounded weights, over tokens or over sequences, or 1 if
+        all weights are 0. Weights divided by it have mean 1.
       metrics: (weight moments) -> metrics.
     """
 
@@ -325,7 +333,14 @@ def rejection_moments(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
 ) -> RunningMoments:
-    """What `rejection_metrics` are made of, from a rejection's statistic and what it keeps."""
+    """The moments that `rejection_metrics` reads.
+
+    Args:
+      rejection: the rule.
+      statistic_BT: result of `rejection.statistic`.
+      kept_BT: result of `rejection.keep`.
+      mask_BT, segment_ids_BT: the original mask and the segments.
+    """
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     lowest, highest = rejection.lowest, rejection.highest
     seq_BT = statistic_BT
@@ -343,17 +358,20 @@ def rejection_moments(
 
 
 def rejection_metrics(rejection: Rejection, moments: RunningMoments) -> dict[str, jax.Array]:
-    """What one rejection saw and did; each name follows "rollout_rs_<name of the rejection>_".
+    """Metrics of one rejection rule; callers prefix each name with "rollout_rs_<name of the rejection>_".
 
-    Its statistic for k1 is -rho: a high one is a token that the trainer finds *less* likely.
+    The statistic of k1 is -rho: a high value marks a token that the trainer finds *less* likely.
 
     Returns:
-      Of the statistic over trained tokens `mean`, `min`, `max` and `std` (cut to the bounds, divided by the
-      count); over sequences, whose mean counts if each token is judged, `seq_mean`, `seq_std` (divided by one
-      less than the count), `seq_min`, `seq_max`, `seq_max_deviation` (largest distance from 0),
-      `seq_fraction_high` and `seq_fraction_low` (shares beyond the bounds). `fraction_high` and
-      `fraction_low`: shares of what is judged, tokens or sequences. `masked_fraction` and
-      `seq_masked_fraction` as of `kept_metrics`.
+      Over trained tokens: `mean`, `min`, `max` of the statistic, and `std` of the statistic clipped to the
+      bounds (divided by the count).
+
+      Over sequences, where a rule that judges tokens counts with its mean over the sequence: `seq_mean`,
+      `seq_std` (divided by the count less 1), `seq_min`, `seq_max`, `seq_max_deviation` (largest distance
+      from 0), `seq_fraction_high` and `seq_fraction_low` (shares beyond the bounds).
+
+      `fraction_high` and `fraction_low`: shares beyond the bounds, of tokens or of sequences, whichever the
+      rule judges. `masked_fraction` and `seq_masked_fraction`: see `kept_metrics`.
     """
     statistic, seq = moments["statistic"], moments["seq"]
     judged = "" if rejection.over == "token" else "seq_"
@@ -379,7 +397,7 @@ def rejection_metrics(rejection: Rejection, moments: RunningMoments) -> dict[str
 def kept_moments(
     kept_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
 ) -> RunningMoments:
-    """What `kept_metrics` are made of."""
+    """The moments that `kept_metrics` reads."""
     left_BT = segment_count(masked(mask_BT, kept_BT), segment_ids_BT)
     had_BT = segment_count(mask_BT, segment_ids_BT)
     last_BT = last_tokens(mask_BT, segment_ids_BT)
@@ -391,11 +409,11 @@ def kept_moments(
 
 
 def kept_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """How much a rejection, or the product of several, takes away.
+    """Shares of the batch that one rejection, or several together, remove.
 
     Returns:
-      `masked_fraction` of trained tokens that are rejected, `seq_masked_fraction` of sequences that lose at
-      least one, `seq_lost_fraction` of sequences that lose all.
+      `masked_fraction`, the share of trained tokens that are rejected; `seq_masked_fraction`, the share of
+      sequences that lose at least one token; `seq_lost_fraction`, the share that lose all.
     """
     return {f"{name}_fraction": moments[name].mean for name in ("masked", "seq_masked", "seq_lost")}
 
@@ -403,11 +421,11 @@ def kept_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
 def probability_metrics(
     train_logprob_BT: jax.Array, rollout_logprob_BT: jax.Array, mask_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """How far the sampled tokens' probabilities are apart (verl's `training/rollout_*`).
+    """Differences between the probabilities of the sampled tokens (verl's `training/rollout_*`).
 
     Returns:
-      `rollout_probs_diff_mean`, `_max` and `_std` (divided by one less than the count) of |p_train -
-      p_rollout| over trained tokens; `rollout_actor_probs_pearson_corr`, 0 where either has no variance;
+      `rollout_probs_diff_mean`, `_max` and `_std` (divided by the count less 1) of |p_train - p_rollout| over
+      trained tokens; `rollout_actor_probs_pearson_corr`, their correlation, 0 if either has no variance;
       `rollout_probs_diff_valid`, 1 if there is a trained token.
     """
     train_BT = jnp.exp(masked(train_logprob_BT, mask_BT))
@@ -430,7 +448,7 @@ def _ones(mask_BT: jax.Array) -> jax.Array:
 
 
 def _or_one(x: jax.Array) -> jax.Array:
-    """x, or 1 where x is 0: a divisor for what is 0 too."""
+    """x, or 1 where x is 0: a safe divisor where 0 / 0 should give 0."""
     return jnp.where(x == 0, jnp.ones_like(x), x)
 
 
@@ -444,11 +462,11 @@ def _std(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
 
 
 def _share(condition: jax.Array, mask: jax.Array) -> Moments:
-    """Whose mean is the share of the tokens inside the mask that meet the condition."""
+    """Moments of a 0/1 indicator; their mean is the share of masked-in tokens that meet the condition."""
     return Moments.of(condition.astype(mask.dtype), mask)
 
 
 def _furthest(moments: Moments, point: float) -> jax.Array:
-    """The largest distance of a number from a point; 0 of none."""
+    """The largest distance of any number from a point; 0 without numbers."""
     distance = jnp.maximum(jnp.abs(moments.min - point), jnp.abs(moments.max - point))
     return masked(distance, moments.count)

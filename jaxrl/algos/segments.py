@@ -1,4 +1,4 @@
-"""Sums, means, ends and recurrences over the sequences packed into rows: the one place that knows of packing.
+"""Sums, means, ends and recurrences over packed sequences. Only this file of `algos` knows about packing.
 
     B rows   T tokens of a row   C sequences of a batch (a row holds several; a sequence never spans rows)
 
@@ -7,9 +7,9 @@
     mask_BT          0 0 1 0 1 0 1 1 1 0     1 on the tokens that count ("trained"), else 0; holes allowed
     sequence_BT      5 5 5 5 5 8 8 8 8 -1    int32; which of the C sequences a token belongs to, -1 none
 
-One sequence a row is the case segment_ids = 1. Every function here replaces what lies outside the mask by 0
-before it computes, so that even NaN there has neither value nor gradient; results outside a segment (or
-outside the mask, where said) are 0. All cost O(B T), are differentiable and keep static shapes.
+Unpacked rows have segment_ids = 1 everywhere. Every function here replaces entries outside the mask by 0
+before it computes, so even a NaN there has neither value nor gradient. Results are 0 outside a segment, or
+outside the mask where the docstring says so. All cost O(B T), are differentiable and keep static shapes.
 
 Not covered: sequences that continue in another row.
 """
@@ -21,12 +21,15 @@ import jax.numpy as jnp
 
 
 def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """`x` where the mask (of any type) is not 0, else 0; what was there has neither value nor gradient."""
+    """`x` where the mask (of any type) is not 0, else 0. Masked entries have neither value nor gradient.
+
+    A product x * mask would not do: NaN * 0 is NaN, and so is its gradient.
+    """
     return jnp.where(mask.astype(bool), x, jnp.zeros_like(x))
 
 
 def each_token(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Every token for itself: the trivial member of the family `segment_sum`, `_mean`, `_max`."""
+    """Each token's own value, in the signature of `segment_sum`, `segment_mean` and `segment_max`."""
     del segment_ids_BT
     return masked(x_BT, mask_BT)
 
@@ -57,20 +60,20 @@ def segment_max(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) 
 def last_tokens(mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """1 on the last trained token of each sequence, else 0, in the mask's type.
 
-    Where a score of the whole sequence is placed. Its sum is the number of sequences with a trained token.
+    The score of a whole sequence is placed there. The sum is the number of sequences with a trained token.
     """
     none_after_BT = _next_index(mask_BT, segment_ids_BT) == mask_BT.shape[1]
     return masked(jnp.ones_like(mask_BT), mask_BT.astype(bool) & none_after_BT)
 
 
 def next_values(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Value of the next trained token of the same sequence, holes skipped; 0 where there is none."""
+    """Value of the next trained token of the same sequence, skipping holes; 0 if there is none."""
     index_BT = _next_index(mask_BT, segment_ids_BT)
     return _take(masked(x_BT, mask_BT), index_BT)
 
 
 def running_sum(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Sum of a sequence's trained tokens up to and including each of them; 0 outside the mask."""
+    """Cumulative sum over the trained tokens of each sequence, inclusive; 0 outside the mask."""
     goes_on_BT = jnp.pad(_same_as_next(segment_ids_BT), ((0, 0), (1, 0)))
     x_BT = masked(x_BT, mask_BT)
     _, total_BT = jax.lax.associative_scan(
@@ -136,7 +139,7 @@ def _same_as_next(segment_ids_BT: jax.Array) -> jax.Array:
 
 
 def _then(first, second):
-    """Composition of y -> shift + scale * y, which is what a linear recurrence scans over."""
+    """Composes two maps y -> shift + scale * y; an associative scan of it solves a linear recurrence."""
     scale_1, shift_1 = first
     scale_2, shift_2 = second
     return scale_1 * scale_2, shift_2 + scale_2 * shift_1

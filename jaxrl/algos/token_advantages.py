@@ -2,11 +2,11 @@
 
     B rows   T tokens of a row; mask and segments as in `segments`
 
-A reward that belongs to the whole sequence sits on its last trained token (`segments.last_tokens`); one
-outside the mask is ignored. Each estimator returns (advantage_BT, return_BT), both 0 outside the mask (verl's
-`gae` is not) and untouched by what other sequences of the row hold.
+The reward of a whole sequence sits on its last trained token (`segments.last_tokens`). Rewards outside the
+mask are ignored. Each estimator returns (advantage_BT, return_BT). Both are 0 outside the mask (unlike verl's
+`gae`) and do not depend on other sequences of the row.
 
-Not covered: the value of what follows a truncated sequence. Its last token is treated like an end.
+Not covered: bootstrapping at truncation. A truncated sequence is treated as if it had ended.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ def gae(
     """Generalised advantage estimation: A_t = sum over k of (gamma lam)^k delta_{t+k}.
 
     arXiv 1506.02438 eq. 16, with delta_t = r_t + gamma V_{t+1} - V_t (eq. 9) and V = 0 after the end. t
-    counts trained tokens: a hole neither discounts nor has a value. Settings of it:
+    counts trained tokens: a hole in the mask neither discounts nor has a value. Special cases:
 
-        Monte Carlo      lam = 1                sum of rewards to come, less V_t
+        Monte Carlo      lam = 1                sum of future rewards, less V_t
         TD(0)            lam = 0                delta_t
         n-step TD        lam = 1, steps = n     n rewards and the value after them, less V_t
 
-    The advantages are not whitened; PPO does so with `whitening.whiten`.
+    The advantages are not whitened; PPO whitens them with `whitening.whiten`.
 
     Args:
       reward_BT, value_BT: float; the value of a token is that of the state before it.
       mask_BT, segment_ids_BT: as in `segments`.
-      gamma: discount of what the next token brings.
-      lam: 1 trusts rewards, 0 trusts values.
-      steps: deltas to sum at most, at least 1; None for all.
+      gamma: discount per trained token.
+      lam: 1 relies on rewards alone, 0 on values.
+      steps: maximum number of deltas to sum, at least 1; None for all.
 
     Returns:
-      (advantage, return) [B, T]; return = advantage + value is what a critic learns.
+      (advantage, return) [B, T]; return = advantage + value is the critic's target.
     """
     reward_BT, value_BT = masked(reward_BT, mask_BT), masked(value_BT, mask_BT)
     delta_BT = reward_BT + gamma * next_values(value_BT, mask_BT, segment_ids_BT) - value_BT
@@ -69,9 +69,9 @@ def reinforce_plus_plus(
     *,
     gamma: Annotated[float, between(0, 1)] = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Discounted reward to come, whitened over all tokens of the batch.
+    """Discounted future reward, whitened over all tokens of the batch.
 
-    REINFORCE++, arXiv 2501.03262. [B, T] must be the whole batch of a step. The returns are not whitened.
+    REINFORCE++, arXiv 2501.03262. Pass the whole batch of a step. The returns are not whitened.
     """
     return_BT = segment_scan(reward_BT, mask_BT, segment_ids_BT, decay=gamma)
     return whiten(return_BT, mask_BT.astype(return_BT.dtype)), return_BT
@@ -80,13 +80,13 @@ def reinforce_plus_plus(
 def remax(
     reward_BT: jax.Array, baseline_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Reward to come, less the reward of the greedy answer to the same prompt.
+    """Future reward, less the reward of the greedy answer to the same prompt.
 
     ReMax, arXiv 2310.10505 algorithm 1.
 
     Args:
-      reward_BT: float, rewards by token.
-      baseline_BT: float, the greedy answer's whole reward, on every token of the sequence.
+      reward_BT: float, reward of each token.
+      baseline_BT: float, total reward of the greedy answer, on every token of the sequence.
       mask_BT, segment_ids_BT: as in `segments`.
     """
     return_BT = segment_scan(reward_BT, mask_BT, segment_ids_BT)
@@ -104,23 +104,24 @@ def optimal_token_baseline(
     num_groups: int,
     importance_weight_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reward to come, less its group's mean at the same place, weighted by gradient energy so far.
+    """Future reward, less its weighted group mean at the same position; weights are gradient energies.
 
-    arXiv 2602.07078 (OTB). With w = 1 - 2 pi + sum pi^2 the squared norm of a token's logit gradient and
-    W_t = w_1 + .. + w_t, the baseline at place t is sum(W_t G_t) / sum(W_t) over the group's sequences that
-    reach it. A place counts trained tokens, so holes change nothing (verl's separate `tir_` form).
+    arXiv 2602.07078 (OTB). w = 1 - 2 pi + sum pi^2 is the squared norm of a token's logit gradient, and
+    W_t = w_1 + .. + w_t. The baseline at position t is sum(W_t G_t) / sum(W_t) over the sequences of the
+    group that reach t. Positions count trained tokens, so holes in the mask change nothing (verl has a
+    separate `tir_` form for them).
 
-    A token that is alone at its place keeps its return, as verl's longest row does beyond the second longest.
-    Equal returns give exactly 0. Where all W are 0 the baseline is the lowest return: those tokens were
-    certain and have no gradient anyway.
+    A token without another sequence at its position keeps its return. verl does the same for the part of its
+    longest row beyond the second longest. Equal returns give exactly 0. If all W are 0 the baseline is the
+    lowest return: such tokens were certain, and their gradient is 0 anyway.
 
     Args:
       reward_BT, logprob_BT: float; log-probabilities of the policy at the start of the step.
       sum_pi_squared_BT: float, sum over the vocabulary of the squared probabilities.
-      mask_BT, segment_ids_BT: as in `segments`; the whole batch of a step.
-      group_BT: int32, the group of a token's sequence, below 0 if absent.
-      num_groups: how many groups there can be.
-      importance_weight_BT: multiplies the gradient, and its square the energy, if given.
+      mask_BT, segment_ids_BT: as in `segments`, for the whole batch of a step.
+      group_BT: int32, group of the token's sequence, negative if absent.
+      num_groups: upper bound of the group numbers; static.
+      importance_weight_BT: importance weights, or None. They multiply the gradient, and squared the energy.
     """
     live_BT = mask_BT.astype(bool) & (group_BT >= 0) & (group_BT < num_groups)
     T = mask_BT.shape[1]
@@ -138,6 +139,7 @@ def optimal_token_baseline(
         total = reduce(x_BT.reshape(-1), bucket, num_segments=num_groups * T + 1)
         return total[bucket].reshape(x_BT.shape)
 
+    # Relative to the lowest return of the position: equal returns then give exactly 0, not a rounding error.
     above_BT = return_BT - over_place(jax.ops.segment_min, return_BT)
     total_BT = over_place(jax.ops.segment_sum, weight_BT)
     mean_BT = over_place(jax.ops.segment_sum, weight_BT * above_BT) / (total_BT + 1e-8)

@@ -1,4 +1,4 @@
-"""The critic's loss: per-token values, to be weighted by `aggregation` and divided once by a global count."""
+"""The critic's loss: values per token, which `aggregation` sums and divides once by a global count."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def clipped_value(
     """Squared error of the value, the larger of plain and clipped: max((v - R)^2, (v_clip - R)^2) / 2.
 
     The critic's counterpart of PPO's clip (arXiv 2005.12729 section 3): v_clip = clip(v, v_old - c, v_old +
-    c). Once a value has moved c towards its return its gradient stops.
+    c). The gradient stops once a value has moved by c towards its return.
 
     Args:
-      value: what the critic says now. Any shape, all three the same.
-      old_value: what it said at the start of the step.
-      returns: what it should have said.
+      value: current prediction of the critic; any shape, the same for all three arrays.
+      old_value: prediction at the start of the step.
+      returns: targets.
       clip: c, in units of reward; infinity for none.
 
     Returns:
@@ -35,10 +35,10 @@ def clipped_value(
 
 
 def explained_variance(value: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
-    """How much of the returns' variance the critic predicts: 1 - var(R - v) / var(R), a metric of a step.
+    """The share of the returns' variance that the critic predicts: 1 - var(R - v) / var(R).
 
-    1 is perfect, 0 no better than a constant, below 0 worse. Returns that are all equal have nothing to
-    explain: 0 (verl divides by 1e-5 instead). Arrays hold the whole batch; any one shape.
+    1 is perfect, 0 is no better than a constant, and negative values are worse. If all returns are equal the
+    result is 0 (verl divides by 1e-5 instead). Pass the whole batch, in arrays of equal shape.
     """
     count = jnp.maximum(mask.astype(bool).sum().astype(value.dtype), 1.0)
 
@@ -48,6 +48,7 @@ def explained_variance(value: jax.Array, returns: jax.Array, mask: jax.Array) ->
 
     returns, value = masked(returns, mask), masked(value, mask)
     total, left = variance(returns), variance(returns - value)
+    # Not `total > 0`: the variance of equal returns may be a rounding error above 0.
     spread = jnp.max(jnp.where(mask.astype(bool), returns, -jnp.inf), initial=-jnp.inf) > jnp.min(
         jnp.where(mask.astype(bool), returns, jnp.inf), initial=jnp.inf
     )

@@ -1,8 +1,8 @@
 """Attention on a mesh: every device attends with its own heads to its own rows.
 
-Where a sequence is split over `context`, parts of the sequence are exchanged for parts of the heads before
-attention and back after it (DeepSpeed-Ulysses, arXiv 2309.14509), so that whole sequences, packed ones
-too, meet the same kernel as without:
+If sequences are split over `context`, an all-to-all exchanges parts of the sequence for parts of the heads
+before attention, and another one reverses it (DeepSpeed-Ulysses, arXiv 2309.14509). The kernel always sees
+whole sequences, packed ones too:
 
     [B, T/c, Q, H] --all-to-all over context--> [B, T, Q/c, H] --attention--> --all-to-all--> [B, T/c, Q, H]
 
@@ -24,20 +24,20 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
 
-# (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. Ids are a pytree of [B, T], such as those of segments. The
-# rest, such as the kind of attention, are pytrees of scalars, the same on every device.
+# (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
+# are pytrees of scalars that are equal on every device, such as the attention kind.
 Attention = Callable[..., jax.Array]
 
 
 def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attention:
-    """`attention`, run on every device for its own rows and heads.
+    """Runs `attention` on every device for its own rows and heads.
 
     Args:
-      attention: for whole sequences on one device.
-      mesh, rules: where rows, heads and parts of sequences lie.
+      attention: attention over whole sequences on one device.
+      mesh, rules: mesh, and sharding rules of rows, heads and parts of sequences.
 
     Raises:
-      UserError: (when traced) the heads of a device do not divide over the context axis.
+      UserError: the heads of a device do not divide over the context axis (raised at trace time).
     """
     if mesh.size == 1:
         return attention
@@ -78,23 +78,24 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
 
 
 def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, ...]) -> jax.Array:
-    """The key-value heads that this device's query heads use, of those that it holds.
+    """Selects the key-value heads that this device's query heads use.
 
-    It holds more than that where key-value heads are replicated, because there are fewer of them than
-    parts of the tensor axes.
+    A device holds more than these if key-value heads are replicated, because there are fewer of them than
+    tensor shards. Example: 8 query heads, 2 key-value heads, tensor_gen = 4. Each device has 2 query heads
+    and holds both key-value heads; devices 0 and 1 use the first, devices 2 and 3 the second.
     """
     num_queries, num_held = q.shape[2], x.shape[2]
     num_used = max(1, num_queries // group)
     if num_used == num_held:
         return x
     first_query = jax.lax.axis_index(head_axes) * num_queries
-    # Held heads begin at a multiple of their number.
+    # The first held head is a multiple of `num_held`, so the remainder is the position among held heads.
     first = (first_query // group) % num_held
     return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
 
 
 def _at_least(x: jax.Array, num_parts: int) -> jax.Array:
-    """Repeats key-value heads until every part of the context axis can have one."""
+    """Repeats key-value heads until each part of the context axis gets at least one."""
     num_heads = x.shape[2]
     return x if num_heads % num_parts == 0 else jnp.repeat(x, num_parts // num_heads, axis=2)
 

@@ -1,9 +1,9 @@
-"""Compiled programs kept from run to run, in a folder of the user's that does not grow without end.
+"""Keeps compiled programs from run to run, in a folder of bounded size.
 
-JAX's own persistent cache, on by default: in $XDG_CACHE_HOME/jaxrl or ~/.cache/jaxrl, a folder for each kind
-of processor, at most 8 GB of what was used last. Processes share it under a lock.
-`JAX_COMPILATION_CACHE_DIR` names another folder, which is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false`
-turns it off.
+Turns on JAX's persistent compilation cache in $XDG_CACHE_HOME/jaxrl or ~/.cache/jaxrl. Each kind of processor
+has its own folder of at most 8 GB; the entries unused for longest are removed first. Processes share a folder
+under a lock. `JAX_COMPILATION_CACHE_DIR` names another folder, which this file does not touch;
+`JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jax.experimental.compilation_cache import compilation_cache
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 8 * 10**9
-# What compiles faster is not worth the files.
+# Programs that compile faster than this are not stored: compiling them again is as quick as reading files.
 _SHORTEST_S = 0.3
-# As JAX names them (jax/_src/lru_cache.py).
+# File names of JAX (jax/_src/lru_cache.py).
 _LOCK, _ENTRY, _USED = ".lockfile", "-cache", "-atime"
 _LOCK_TIMEOUT_S = 10
 
 
 def keep_compiled_programs() -> pathlib.Path | None:
-    """Turns the cache on, unless the user has decided otherwise. Call before anything is compiled.
+    """Turns the cache on, unless the user has configured one. Call it before anything is compiled.
 
     Returns:
-      The folder; None where JAX's settings already name one, or it cannot be written.
+      The folder; None if JAX's settings already name one, or if the folder cannot be written.
     """
     if _setting("jax_compilation_cache_dir") is not None:
         return None
@@ -60,7 +60,7 @@ def keep_compiled_programs() -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def compiled_programs_not_kept() -> Iterator[None]:
-    """Turns the cache off for a while: for programs of which somebody else keeps what is needed."""
+    """Turns the cache off within a `with` block, for programs that are cached elsewhere."""
     before = _setting("jax_enable_compilation_cache")
     _enable(False)
     try:
@@ -71,7 +71,7 @@ def compiled_programs_not_kept() -> Iterator[None]:
 
 def _enable(enabled: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", enabled)
-    # JAX asks once in a process whether there is a cache; from here on it asks again.
+    # JAX checks only once per process whether there is a cache. A reset makes it check again.
     compilation_cache.reset_cache()
 
 
@@ -80,16 +80,16 @@ def _setting(name: str) -> Any:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled programs are kept by default.
+    """The default folder of compiled programs, one for each kind of processor.
 
-    A home may be shared by machines, and what was compiled for one processor may crash on another.
+    Machines may share a home directory, and a program compiled for one processor may crash on another.
     """
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "jaxrl" / "jax" / f"{platform.machine()}-{_processor()}"
 
 
 def _processor() -> str:
-    """A short name of what this processor can do."""
+    """A hash of this processor's features."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,9 +99,9 @@ def _processor() -> str:
 
 
 def _remove_half_written(folder: pathlib.Path) -> None:
-    """Removes what a killed process left: JAX would neither read nor replace it, nor evict anything.
+    """Removes incomplete entries of killed processes. JAX would neither use nor replace nor evict them.
 
-    An entry is whole once the time of its use is written beside it, under the lock.
+    An entry is complete once its access time (`-atime`) is written, under the lock.
     """
     with filelock.FileLock(folder / _LOCK, timeout=_LOCK_TIMEOUT_S):
         for entry in folder.glob(f"*{_ENTRY}"):

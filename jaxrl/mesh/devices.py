@@ -1,4 +1,4 @@
-"""From a layout to a mesh of devices: real ones, simulated ones, or only their names."""
+"""Builds a mesh from a layout: of real devices, of simulated ones, or abstract."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, LayoutConfig, Paralle
 
 
 def simulate(num_devices: int, *, processes: int = 1) -> None:
-    """Makes a run see `num_devices` CPU devices. Call before anything asks JAX for a device.
+    """Simulates `num_devices` CPU devices. Call it before anything asks JAX for a device.
 
     Args:
-      num_devices: of the run.
-      processes: how many of them share the devices equally.
+      num_devices: number of devices of the run.
+      processes: number of processes, which share the devices equally.
 
     Raises:
-      UserError: they cannot, or are too many.
+      UserError: there are too many devices, or they do not divide over the processes.
     """
     check_value("simulated devices", num_devices, Annotated[int, between(1, MAX_SIMULATED_DEVICES)])
     if num_devices % processes:
@@ -45,8 +45,8 @@ def build_mesh(
 
     Args:
       layout: sizes of all axes.
-      devices: which devices to use; all of them by default.
-      axes: the axes, from major to minor.
+      devices: devices of the mesh; None for all devices.
+      axes: names of the axes, from major to minor.
 
     Raises:
       UserError: the layout does not multiply to the number of devices.
@@ -94,20 +94,20 @@ def dtype_on(mesh: Mesh, asked: str) -> str:
 
 
 def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """Devices in the order of a mesh: minor axes on the closest ones, `data` alone across slices.
+    """Devices in the order of a mesh: minor axes on the closest devices, only `data` across TPU slices.
 
-    Slices of TPUs are joined by the data-centre network, over which only gradients should travel.
+    TPU slices are connected by the data-centre network. Only gradients should travel over it.
 
     Args:
-      sizes: of the axes, from major to minor; their product is the number of devices.
-      devices: real ones, or anything with their attributes.
+      sizes: sizes of the axes, from major to minor; their product is the number of devices.
+      devices: JAX devices, or objects with the same attributes.
 
     Raises:
-      UserError: `data` is no multiple of the number of slices.
+      UserError: the size of `data` is not a multiple of the number of slices.
     """
     shape = tuple(sizes.values())
     if devices[0].platform == "cpu":
-        # Neighbouring ids, so that groups come out as in the paper's figures.
+        # In the order of their ids, so that groups match the figures of the HybridFlow paper.
         return np.array(devices).reshape(shape)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
@@ -126,12 +126,12 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
-    """The kind of a mesh's devices, as `jax.Device.platform`; None if it has none."""
+    """The platform of the devices of a mesh, as `jax.Device.platform`; None for an abstract mesh."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
 def memory_bytes(device: Any) -> int:
-    """Memory of one device; of a CPU, simulated or not, its share of the machine's."""
+    """Memory of one device in bytes. A CPU device counts an equal share of the machine's memory."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -140,6 +140,6 @@ def memory_bytes(device: Any) -> int:
 
 
 def abstract_mesh(layout: ParallelLayout, axes: tuple[str, ...] = AXES) -> AbstractMesh:
-    """A mesh without devices, to compute shapes and shardings of a machine that is not here."""
+    """A mesh without devices, to compute shapes and shardings for a machine that is not available."""
     sizes = tuple(layout.axis_sizes[axis] for axis in axes)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))

@@ -1,13 +1,14 @@
-"""Experts of a mixture on a mesh: tokens go to the owners of their experts and come back.
+"""Expert parallelism: tokens go to the devices that hold their experts, and the results come back.
 
-Every device of an `expert` group holds a run of the experts and a share of the batch. The group's tokens
-are gathered, each device adds up what its own experts give, and the sums return to where the tokens live:
+Every device of an `expert` group holds consecutive experts and a share of the batch. The tokens of the group
+are gathered, each device sums the outputs of its own experts, and the sums return to the owners of the
+tokens:
 
     tokens [B/e, T, D] --all-gather over expert--> [B, T, D] --own experts--> part of the sum [B, T, D]
                         --reduce-scatter over expert--> [B/e, T, D], and summed over the tensor axes
 
-No token is dropped, since a device can hold all tokens of its group; that memory, and moving D numbers
-for each token to every owner, is its cost against sending each token to its own experts only.
+No token is dropped, because every device has room for all tokens of its group. The price is that memory, and
+the traffic: each token (D numbers) goes to every device of the group, not only to the owners of its experts.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
 
 
 def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -> Layer:
-    """`layer`, run on every device for the experts it holds.
+    """Runs `layer` on every device for the experts that it holds.
 
     Args:
-      layer: sums over the experts it is given; takes `first_expert`, the number of the first of them.
-      mesh, rules: where experts, tokens and the width of an expert lie.
+      layer: a function that sums over given experts; its `first_expert` is the number of the first of them.
+      mesh, rules: mesh, and sharding rules of experts, tokens and the width of an expert.
     """
     if mesh.size == 1:
         return layer
@@ -39,7 +40,7 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
     inner_axes = axes_of("mlp", rules, sizes)
 
     def spec(axes, array):
-        # Weights sharded over their width (fsdp) are gathered by the compiler before they come here.
+        # "embed" is None: the compiler gathers weights that are split over their width (fsdp) before this.
         whole = tuple(None if axis == "embed" else axis for axis in axes)
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 

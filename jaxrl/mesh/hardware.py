@@ -1,10 +1,10 @@
-"""What devices are able to do at most, as their vendors state it: memory, rates, links, shapes that exist.
+"""Peak figures of accelerators from their vendors: memory, rates, links, and the shapes that exist.
 
-Rates are dense ones of one device as JAX counts them, at JAX's own precision: products of float32 arrays
-are computed in TF32 on NVIDIA GPUs and in bfloat16 on TPUs unless a program asks for more. Sources: the data
-sheets of NVIDIA's A100, H100, H200 and B200, and Google Cloud's pages of TPU versions, as of 2026. An entry
-of a user's own is a JSON file, which `jaxrl calibrate` writes for the machine at hand (`planner/hardware/`).
-A training step compares its rate with these peaks (`perf/mfu`), so the table is below the planner.
+Rates are dense (no sparsity) and per device as JAX counts devices, at JAX's default precision: matmuls of
+float32 arrays run in TF32 on NVIDIA GPUs and in bfloat16 on TPUs. Sources: the data sheets of NVIDIA's A100,
+H100, H200 and B200, and Google Cloud's pages of TPU versions, as of 2026. A user can describe another device
+in a JSON file; `jaxrl calibrate` writes one for the current machine (`planner/hardware/`). The table is here
+and not in the planner, because every training step compares its rate with these peaks (`perf/mfu`).
 
     links   device --link_gbs--> devices of its domain (a host of GPUs, a slice of a TPU)
             host --host_gbs--> other domains, shared by the devices of the host
@@ -24,11 +24,11 @@ from jaxrl.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Roof:
-    """The most that one device can do.
+    """Peak rates of one device.
 
     Attributes:
-      bfloat16, float32: TFLOP/s of products.
-      memory: GB/s.
+      bfloat16, float32: TFLOP/s of matmuls.
+      memory: memory bandwidth in GB/s.
     """
 
     bfloat16: float
@@ -36,31 +36,32 @@ class Roof:
     memory: float
 
     def tflops(self, dtype: str) -> float:
-        """TFLOP/s of products of arrays of a type, "bfloat16" or "float32"."""
+        """TFLOP/s of matmuls of a type, "bfloat16" or "float32"."""
         return self.bfloat16 if dtype == "bfloat16" else self.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A kind of device, and what surrounds it. GB are 10^9 bytes; "a device" is one of `jax.devices()`.
+    """A kind of device and its interconnect. GB are 10^9 bytes; "a device" is one of `jax.devices()`.
 
     Attributes:
-      name: what commands call it.
-      device_kinds: beginnings of `jax.Device.device_kind`, longest first where one begins another.
-      arrangement: "hosts" is hosts of GPUs, whose shapes are hosts x devices; "torus" is a slice of a TPU,
-        whose shapes are sides in chips.
-      memory_gb: of a device.
-      bfloat16_tflops, float32_tflops, int8_tops, float8_tflops: of products; 0 is not supported.
-      memory_gbs: GB/s between a device and its memory.
-      link_gbs: GB/s that a device sends inside its domain: NVLink, one way; ICI, both ways of one side of
-        the torus, which is what a ring uses.
-      host_gbs: GB/s that a host sends to other domains, of all its devices together: InfiniBand, DCN.
-      devices_per_host: that one host drives.
-      devices_per_chip: 2 where JAX sees two devices in a chip (TPU 7x).
-      largest: devices of the largest domain of a torus, or of the largest cluster that is planned for.
-      shapes: those that exist below `side_multiple`'s; hosts of GPUs need none.
-      side_multiple: shapes whose sides are all multiples of it exist too, up to `largest`; 0 is none.
-      source: where the numbers are from.
+      name: name on command lines.
+      device_kinds: prefixes of `jax.Device.device_kind`; a longer prefix before a shorter one that it
+        contains.
+      arrangement: "hosts" for hosts of GPUs, whose shapes are hosts x devices; "torus" for a TPU slice, whose
+        shapes are the side lengths in chips.
+      memory_gb: memory of a device.
+      bfloat16_tflops, float32_tflops, int8_tops, float8_tflops: matmul rates; 0 if not supported.
+      memory_gbs: memory bandwidth of a device, GB/s.
+      link_gbs: GB/s that a device sends inside its domain. NVLink counts one direction; ICI counts both
+        directions of one side of the torus, as a ring uses both.
+      host_gbs: GB/s that a host sends to other domains (InfiniBand, DCN), all its devices together.
+      devices_per_host: devices of one host.
+      devices_per_chip: 2 if JAX sees two devices in a chip (TPU 7x).
+      largest: devices of the largest torus, or of the largest cluster to plan for.
+      shapes: small torus shapes that exist; empty for hosts of GPUs.
+      side_multiple: larger torus shapes exist if every side is a multiple of it, up to `largest`; 0 for none.
+      source: source of the numbers.
     """
 
     name: str
@@ -86,31 +87,31 @@ class Accelerator:
 
     @property
     def roof(self) -> Roof:
-        """Its rates alone."""
+        """The rates alone."""
         return Roof(self.bfloat16_tflops, self.float32_tflops, self.memory_gbs)
 
     @property
     def links_gbs(self) -> float:
-        """GB/s that a device receives inside its domain at most, all its links together."""
+        """Peak GB/s that a device receives inside its domain, all links together."""
         sides = len(self.shapes[-1]) if self.shapes else 3
         return self.link_gbs * (sides if self.arrangement == "torus" else 1)
 
     @property
     def network_gbs(self) -> float:
-        """A device's part of what its host exchanges with other domains, GB/s."""
+        """A device's share of its host's bandwidth to other domains, GB/s."""
         return self.host_gbs / self.devices_per_host
 
     @property
     def domain(self) -> int:
-        """Devices among which every link is a fast one."""
+        """The number of devices that are connected by fast links."""
         return self.devices_per_host if self.arrangement == "hosts" else self.largest
 
     def num_devices(self, shape: tuple[int, ...]) -> int:
-        """Devices of a shape."""
+        """The number of devices of a shape."""
         return math.prod(shape) * self.devices_per_chip
 
     def exists(self, shape: tuple[int, ...]) -> bool:
-        """Whether such a cluster or slice can be had."""
+        """Whether a cluster or slice of this shape exists."""
         if self.num_devices(shape) > self.largest:
             return False
         if self.arrangement == "hosts":
@@ -123,7 +124,7 @@ class Accelerator:
         return bool(side) and len(shape) == dims and all(s % side == 0 for s in shape)
 
     def growing_shapes(self) -> Iterator[tuple[int, ...]]:
-        """Shapes that exist, each of more devices than the one before, about twice as many for large ones."""
+        """Existing shapes in order of size; large ones roughly double each time."""
         if self.arrangement == "hosts":
             yield from ((1, n) for n in reversed(_halves(self.devices_per_host)))
             hosts = 2
@@ -145,7 +146,7 @@ class Accelerator:
 
 
 def _halves(n: int) -> list[int]:
-    """n, n/2, n/4, ... as long as these are whole."""
+    """n, n/2, n/4, ... down to the last odd number."""
     found = [n]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)
@@ -196,8 +197,8 @@ def _gpu(name: str, kinds: tuple[str, ...], *numbers: float, float8: float = 0.0
     )
 
 
-# Memory GB, bfloat16, int8 (TPU) or TF32 (GPU), memory GB/s, link GB/s, host GB/s. Of kinds of which one
-# begins another, the longer comes first.
+# Columns: memory GB, bfloat16, int8 (TPU) or TF32 (GPU), memory GB/s, link GB/s, host GB/s. Entries with a
+# longer kind come before those with a prefix of it ("NVIDIA H100 PCIe" before "NVIDIA H100").
 ACCELERATORS = {
     entry.name: entry
     for entry in (
@@ -240,7 +241,7 @@ ACCELERATORS = {
             largest=6144,
         ),
         _tpu("v6e", ("TPU v6",), 32, 918, 1_836, 1_640, 180, 25, shapes=_SMALL_2D, largest=256),
-        # A chip is two devices, of which each has half of its memory, rates and links.
+        # A chip has two devices, each with half of its memory, rates and links.
         _tpu(
             "7x",
             ("TPU7x", "TPU v7"),
@@ -273,10 +274,10 @@ _ALIASES = {
 
 
 def accelerator(name: str) -> Accelerator:
-    """The entry of a kind of device by its name in the table.
+    """The entry of a device by its name in the table.
 
     Raises:
-      UserError: there is none of that name; the known ones are listed.
+      UserError: the name is unknown; the message lists the known ones.
     """
     lowered = name.lower()
     found = ACCELERATORS.get(_ALIASES.get(lowered, lowered))
@@ -291,13 +292,13 @@ def accelerator(name: str) -> Accelerator:
 
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
-    """The entry of a device, as `jax.Device.device_kind` names it; None of one that is not known."""
+    """The entry for a `jax.Device.device_kind`; None if the kind is unknown."""
     kind = device_kind.lower()
     entries = ((begin, entry) for entry in ACCELERATORS.values() for begin in entry.device_kinds)
     return next((entry for begin, entry in entries if kind.startswith(begin.lower())), None)
 
 
 def roof_of(device_kind: str) -> Roof | None:
-    """The roof of a kind of device, as `jax.Device.device_kind` names it; None of one that is not known."""
+    """The peak rates for a `jax.Device.device_kind`; None if the kind is unknown."""
     found = accelerator_of(device_kind)
     return None if found is None else found.roof

@@ -1,16 +1,16 @@
-"""What a process says and does when another process of its run is lost, or when it is lost itself.
+"""Heartbeats between the processes of a run: if one is lost, the others end with a message that names it.
 
-    every process ----- sign of life: beat, phase, how it ended -----> key-value store of process 0
+    every process ----- heartbeat: count, phase, state ---------------> key-value store of process 0
           ^                                                                      |
-          +---- a beat that stands still, or an end with an error ---------------+
+          +---- a count that stands still, or the state "failed" ----------------+
 
-Without this a run of several processes ends when JAX notices: a minute and more after a host was lost, or at
-once where process 0 was, with SIGABRT and a hundred lines of its stack. Here a thread of every process
-exchanges signs of life with the others and ends its own process with a line that names the lost one, where it
-was last seen, and what to do. With process 0 goes the store, and JAX ends the others before any thread of
-theirs could; so a second process beside each, which waits for its end, writes the line after the stack.
+Without heartbeats a run ends when JAX notices the loss: more than a minute after a host was lost, or at once
+if it was process 0, with SIGABRT and a hundred lines of stack. Here a thread of every process exchanges
+heartbeats with the others. If one is missed it ends its own process with a line that names the lost process,
+its last phase, and what to do.
 
-What happens inside of a process is none of this file's business, but for the name of its phase.
+The store dies with process 0, and JAX then ends the other processes before their threads can react. So each
+process has a witness (`host_witness.py`), a second process that writes the line after the stack.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 
 _FAULT = 1
 _PREFIX = "jaxrl/signs_of_life/"
-# Signs of life in the time after which one is missed.
-_BEATS = 6
-_SLOWEST_BEAT_S = 5.0
+# Heartbeats in the time after which a process counts as lost.
+_HEARTBEATS = 6
+_SLOWEST_HEARTBEAT_S = 5.0
 _RUNNING, _LEFT, _FAILED = "running", "left", "failed"
-# How errors begin that a program has met on its devices or between hosts; a failed dispatch is a ValueError.
+# Beginnings of errors from devices or from communication between hosts. A failed dispatch is a ValueError
+# with such a text.
 _STATUS = re.compile(
     "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN):"
 )
@@ -52,10 +53,10 @@ _REMEDY = (
 
 
 class Store(Protocol):
-    """Text that all processes see; as of JAX's coordination service."""
+    """A key-value store that all processes share, such as JAX's coordination service."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Puts a text under a key."""
+        """Stores a text under a key."""
         ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
@@ -64,54 +65,54 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sign:
-    """A sign of life.
+class Heartbeat:
+    """A heartbeat.
 
     Attributes:
-      process: whose.
-      host: where it runs.
-      beat: counts.
-      phase: what it was doing, for people.
-      state: running, left (its run is over), or failed (it ends with an error).
+      process: number of the process.
+      host: name of its host.
+      count: number of its heartbeats so far.
+      phase: current phase, for messages.
+      state: "running", "left" (its run is over), or "failed" (it ends with an error).
     """
 
     process: int
     host: str
-    beat: int
+    count: int
     phase: str
     state: str = _RUNNING
 
 
 class Peers:
-    """What is known of the other processes; no threads and no clock of its own.
+    """The last heartbeats of the other processes. It has no threads and no clock of its own.
 
     Args:
-      process, num_processes: which of how many this is.
-      now_s: seconds, of any clock that only grows.
+      process, num_processes: number of this process, and number of processes.
+      now_s: seconds of a monotonic clock.
     """
 
     def __init__(self, process: int, num_processes: int, now_s: float):
         others = (i for i in range(num_processes) if i != process)
-        unseen = {i: Sign(i, "unknown", -1, "never seen") for i in others}
+        unseen = {i: Heartbeat(i, "unknown", -1, "never seen") for i in others}
         self._signs = unseen
         self._since_s = dict.fromkeys(unseen, now_s)
 
-    def note(self, signs: Sequence[Sign], now_s: float) -> None:
-        """Takes in what the store holds."""
+    def note(self, signs: Sequence[Heartbeat], now_s: float) -> None:
+        """Records the heartbeats in the store."""
         for sign in signs:
             if sign.process in self._signs and sign != self._signs[sign.process]:
-                # Of a process that has failed, it counts since when it has.
+                # A failed process keeps the time of its failure, whatever it still sends.
                 if sign.state != self._signs[sign.process].state or sign.state == _RUNNING:
                     self._since_s[sign.process] = now_s
                 self._signs[sign.process] = sign
 
     def lost(self, now_s: float, *, silent_s: float, failed_s: float) -> str:
-        """What is wrong with another process, in words; "" if nothing is.
+        """A description of a lost process; "" if none is lost.
 
         Args:
-          now_s: the time.
-          silent_s: a process without a sign of life for so long is lost.
-          failed_s: one that ended with an error so long ago is not waited for.
+          now_s: current time.
+          silent_s: seconds without a heartbeat after which a process is lost.
+          failed_s: seconds that the others wait for a process that has failed.
         """
         for process, sign in self._signs.items():
             age_s = now_s - self._since_s[process]
@@ -124,15 +125,15 @@ class Peers:
 
     @property
     def all_gone(self) -> bool:
-        """Nobody else is running."""
+        """Whether no other process is running."""
         return all(sign.state != _RUNNING for sign in self._signs.values())
 
 
 class HostWatch:
-    """Signs of life of one process, and its end when those of another are missed. A context manager.
+    """Sends the heartbeats of this process, and ends it if those of another are missed. A context manager.
 
     Attributes:
-      phase: what this process is doing, for people; assigned to.
+      phase: current phase of this process, for messages; can be set.
     """
 
     def __init__(
@@ -144,22 +145,22 @@ class HostWatch:
         lost_after_s: float,
         end: Callable[[int], None] = os._exit,
     ):
-        """Starts nothing yet.
+        """Prepares the watch; entering the context starts it.
 
         Args:
-          store: that all processes share.
-          process, num_processes: which of how many this is.
-          lost_after_s: a process that is silent for so long is lost.
-          end: ends this process at once; for tests.
+          store: store that all processes share.
+          process, num_processes: number of this process, and number of processes.
+          lost_after_s: seconds without a heartbeat after which a process is lost.
+          end: function that ends this process at once; replaced in tests.
         """
         self._store = store
-        self._me = Sign(process, socket.gethostname(), 0, "starting")
+        self._me = Heartbeat(process, socket.gethostname(), 0, "starting")
         self._num_processes = num_processes
         self._lost_after_s = lost_after_s
-        self._every_s = min(lost_after_s / _BEATS, _SLOWEST_BEAT_S)
+        self._every_s = min(lost_after_s / _HEARTBEATS, _SLOWEST_HEARTBEAT_S)
         self._end = end
         self._peers = Peers(process, num_processes, time.monotonic())
-        # Of the signs of life: the thread writes them, and so does whoever leaves.
+        # Guards `_me`: the thread and the main thread both send heartbeats.
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._found = threading.Event()
@@ -198,16 +199,16 @@ class HostWatch:
     # How this process ends
 
     def _fail(self, error: BaseException) -> None:
-        """Ends this process, with the reason: another one's if it is that, otherwise its own."""
+        """Ends this process and prints the reason: the loss of another process, or `error`."""
         if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _STATUS.match(str(error)):
-            # What a program over all processes raises where one of them is gone.
+            # A program over all processes raises such an error if one of them is gone.
             self._broken = True
             self._say(
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "
                 "lost will be known in a moment"
             )
             if self._found.wait(self._silence_s + 2 * self._every_s):
-                # The thread has said which, and ends this process.
+                # The thread has printed the message, and ends this process.
                 self._thread.join()
                 return
         traceback.print_exception(error)
@@ -216,7 +217,7 @@ class HostWatch:
         self._end(_FAULT)
 
     def _leave(self, state: str) -> None:
-        """The last sign of life; nothing that happens from now on is news."""
+        """Stops the watch and sends the last heartbeat."""
         self._stop.set()
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -227,7 +228,7 @@ class HostWatch:
             witness.communicate()
 
     def _linger(self) -> None:
-        """Process 0 has the store, without which JAX ends the others before they could say why."""
+        """Process 0 waits for the others. It holds the store; without it JAX ends them without a message."""
         until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
         while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
             time.sleep(self._every_s)
@@ -237,7 +238,7 @@ class HostWatch:
 
     @property
     def _silence_s(self) -> float:
-        """How long a silence counts as the end. Less where a program has broken off, which is a sign too."""
+        """Seconds of silence after which a process is lost; fewer if a program has already failed."""
         return min(self._lost_after_s, 3 * self._every_s) if self._broken else self._lost_after_s
 
     def _watch(self) -> None:
@@ -246,7 +247,7 @@ class HostWatch:
                 self._send(_RUNNING)
                 self._peers.note(self._read(), time.monotonic())
             except jax.errors.JaxRuntimeError:
-                # The store does not answer. Whoever is silent because of that, process 0 is.
+                # The store does not answer. If it stays so, process 0 is lost, since it holds the store.
                 pass
             reason = self._peers.lost(
                 time.monotonic(), silent_s=self._silence_s, failed_s=self._lost_after_s
@@ -264,22 +265,22 @@ class HostWatch:
             # Its pipe stays open: the main thread may be writing to it.
             self._witness.kill()
         if not self._me.process:
-            # The store goes with this process: others shall have read from it.
+            # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
         self._end(EXIT_TRY_AGAIN)
 
     def _send(self, state: str) -> None:
         with self._lock:
-            self._me = dataclasses.replace(self._me, beat=self._me.beat + 1, state=state)
+            self._me = dataclasses.replace(self._me, count=self._me.count + 1, state=state)
             text = json.dumps(dataclasses.asdict(self._me))
         self._store.key_value_set(f"{_PREFIX}{self._me.process}", text, allow_overwrite=True)
 
-    def _read(self) -> list[Sign]:
-        return [Sign(**json.loads(text)) for _, text in self._store.key_value_dir_get(_PREFIX)]
+    def _read(self) -> list[Heartbeat]:
+        return [Heartbeat(**json.loads(text)) for _, text in self._store.key_value_dir_get(_PREFIX)]
 
     @property
     def _name(self) -> str:
-        """For people, with the phase."""
+        """This process and its phase, for messages."""
         me = self._me
         return f"process {me.process} of {self._num_processes} (host {me.host}, {me.phase})"
 
@@ -297,13 +298,13 @@ class HostWatch:
 
 
 def _start_witness() -> subprocess.Popen[str]:
-    """A process that says who this was, should it end without dismissing it."""
+    """Starts the process that reports if this process dies without dismissing it."""
     path = pathlib.Path(__file__).with_name("host_witness.py")
     return subprocess.Popen(
         [sys.executable, "-P", "-S", str(path), _REMEDY],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        # Signals to the run are not for it.
+        # A session of its own: signals to the run (Ctrl-C) do not reach it.
         start_new_session=True,
     )

@@ -1,17 +1,18 @@
-"""The process beside one of a run of several: it says who that was if it ends without a word.
+"""A small helper process that reports the sudden death of the process it watches.
 
     python host_witness.py REMEDY
 
-Each line of its input says who is watched and in which phase it is. It is killed when all is well; if its
-input ends before that, so has the other process, and whatever ended it left it no time: the kernel, for want
-of memory; a person; or JAX, when process 0 is gone. Imports nothing, so that it starts quickly and is small.
+Each line of its input names the watched process and its current phase. After an orderly end the watched
+process kills its witness. If instead the input ends, the watched process died without time for a message:
+killed by the kernel for want of memory, by a person, or by JAX because process 0 is gone. This file imports
+nothing else, so that it starts quickly and stays small.
 """
 
 import sys
 
 
 def main() -> None:
-    """Waits, and says it."""
+    """Waits for the end of the input, then prints the message."""
     last = ""
     for line in sys.stdin:
         last = line.rstrip("\n")

@@ -1,8 +1,8 @@
-"""Several processes that run one program: how they start, agree, and read what lies across them.
+"""Multi-process runs: processes start together, agree on decisions, and read arrays that span hosts.
 
-Every process runs the same Python on the same data; a program on the mesh is one program over the devices
-of all of them. What may differ between hosts is settled here: which process writes, what to do with a
-signal that only one of them got, and the check that they still do the same.
+Every process runs the same Python program on the same data, and each compiled program spans the devices of
+all processes. This file handles the differences between hosts: the process that writes files, decisions that
+only one process can make, and the check that all processes still do the same.
 
 Functions marked *collective* must be called by every process, in the same order.
 """
@@ -29,7 +29,7 @@ from jaxrl.mesh.host_watch import HostWatch
 
 AUTO = "auto"
 PATHWAYS = "pathways"
-# Of JAX's own heartbeats; ours, which can say more, come first.
+# Timeout of JAX's own heartbeats. It is longer than ours, so that ours, whose message says more, come first.
 _JAX_HEARTBEAT_S = 100
 
 Result = TypeVar("Result")
@@ -40,13 +40,13 @@ class HostsConfig:
     """The processes of a run; each is started with the same command.
 
     Attributes:
-      coordinator: "" for a single process, "auto" where JAX finds the others by itself (TPU pods, SLURM,
-        Open MPI, Kubernetes), "pathways" for one process that drives all devices through Pathways, otherwise
-        "address:port" of process 0, to be given with the other two.
-      num_processes: how many there are.
-      process_id: which of them this is, from 0.
-      lost_after_s: a process without a sign of life for so long is lost, and all others end. More than any
-        function of C that keeps Python's other threads from running takes.
+      coordinator: "" for a single process; "auto" if JAX can find the others (TPU pods, SLURM, Open MPI,
+        Kubernetes); "pathways" for one process that drives all devices through Pathways; otherwise
+        "address:port" of process 0, with `num_processes` and `process_id` set.
+      num_processes: number of processes.
+      process_id: number of this process, from 0.
+      lost_after_s: seconds without a heartbeat after which a process counts as lost and all others end.
+        Choose it longer than any C function that blocks Python's other threads.
     """
 
     coordinator: Annotated[str, NAME] = ""
@@ -75,19 +75,20 @@ class HostsConfig:
 
 
 def start(config: HostsConfig) -> None:
-    """Joins this process with the others. Call before anything asks JAX for a device.
+    """Joins this process with the others. Call it before anything asks JAX for a device.
 
     Raises:
-      UserError: the others cannot be found.
+      UserError: the other processes cannot be found.
     """
     if not config.coordinator:
         return
     if config.coordinator == PATHWAYS:
         _start_pathways()
         return
-    # It would take SIGTERM for itself; a run agrees on signals in its own way.
+    # JAX's service would install its own SIGTERM handler. A run handles signals itself, all processes at
+    # once.
     jax.config.update("jax_enable_preemption_service", False)
-    # What processes on CPU, simulated or not, talk to each other by.
+    # Collectives between processes on CPU devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     patience: Any = {
         "heartbeat_timeout_seconds": max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
@@ -119,16 +120,16 @@ def _start_pathways() -> None:
     pathwaysutils.initialize()
 
 
-# Of this process, as JAX's client is, while a run of several lasts.
+# The watch of this process during a multi-process run. Global, like JAX's distributed client.
 _watch: HostWatch | None = None
 
 
 @contextlib.contextmanager
 def watched(config: HostsConfig) -> Iterator[None]:
-    """Around a run: if another process of it is lost, this one ends with a line that says so.
+    """Wraps a run: if another process is lost, this process ends with a message that names it.
 
-    A fault of this process ends it with its traceback, and the others with a line that names it. UserErrors
-    are raised as ever. Does nothing for a single process.
+    An unexpected error in this process ends it with a traceback, and the others with a message that names it.
+    UserErrors propagate as usual. Does nothing for a single process.
     """
     global _watch
     if num_processes() == 1:
@@ -146,32 +147,32 @@ def watched(config: HostsConfig) -> Iterator[None]:
 
 
 def enter_phase(name: str) -> None:
-    """Says what this process is about to do, for people who will want to know where it was lost."""
+    """Announces the current phase of this process; messages about a lost process name its last phase."""
     if _watch is not None:
         _watch.phase = name
 
 
 def num_processes() -> int:
-    """How many processes run this program."""
+    """The number of processes."""
     return jax.process_count()
 
 
 def is_first() -> bool:
-    """This process writes what is written once: logs, samples, the report."""
+    """Whether this is process 0, which writes everything that is written once: logs, samples, the report."""
     return jax.process_index() == 0
 
 
 def is_turn_of_this(turn: int) -> bool:
-    """Whether a piece of work that one process does is this one's, where they take turns.
+    """Whether this process does the given piece of work, if processes take turns.
 
     Args:
-      turn: counts the pieces, from 0 and alike on every process.
+      turn: number of the piece, from 0, the same on every process.
     """
     return turn % num_processes() == jax.process_index()
 
 
 def fetch(tree: Any) -> Any:
-    """The values of a tree of arrays as NumPy arrays, whole, on every process. Collective."""
+    """Fetches a tree of arrays as whole NumPy arrays, on every process. Collective."""
     leaves, structure = jax.tree.flatten(tree)
     spread = [i for i, leaf in enumerate(leaves) if _is_spread(leaf)]
     if spread:
@@ -183,7 +184,7 @@ def fetch(tree: Any) -> Any:
 
 
 def _is_spread(leaf: Any) -> bool:
-    """No process can read the whole of it from its own devices."""
+    """Whether no process can read the whole array from its own devices."""
     if not isinstance(leaf, jax.Array):
         return False
     return not (leaf.is_fully_addressable or leaf.is_fully_replicated)
@@ -194,16 +195,15 @@ def _same(tree: Any) -> Any:
 
 
 def put(value: Any, sharding: Sharding) -> jax.Array:
-    """An array where `sharding` says, on this mesh or another one.
+    """Moves an array to a sharding, on this mesh or another one.
 
-    A host array goes to the devices of this process without a word to the others, which hold the same one.
-    An array on other devices is sent to them; nothing waits for it. Only where several processes move one
-    between two sets of devices it passes through the hosts, since JAX has no other way, and then it is
-    collective.
+    A host array goes to the devices of this process without communication, because every process holds the
+    same one. A device array is sent directly, without waiting. If several processes move an array between two
+    different sets of devices, it passes through the hosts, as JAX offers no other way; then it is collective.
 
     Args:
       value: a host array, the same on every process, or a jax.Array.
-      sharding: where to.
+      sharding: the new sharding.
     """
     if isinstance(value, jax.Array):
         if value.sharding.is_equivalent_to(sharding, value.ndim):
@@ -224,16 +224,16 @@ def largest(value: int) -> int:
 
 
 def check_same(what: str, content: Iterable[Any]) -> None:
-    """Ends the run where processes hold different data, before it makes them differ in silence.
+    """Checks that all processes hold the same data, which would otherwise make them diverge silently.
 
-    Collective; costs a few bytes.
+    Collective; exchanges a hash of 8 bytes.
 
     Args:
-      what: it is, with the step, for the message.
+      what: description of the data with the step, for the message.
       content: arrays, or strings.
 
     Raises:
-      UserError: another process holds other content; raised on every process.
+      UserError: another process holds different content; raised on every process.
     """
     if num_processes() == 1:
         return
@@ -250,18 +250,18 @@ def check_same(what: str, content: Iterable[Any]) -> None:
 
 
 def _of_each(values: np.ndarray) -> np.ndarray:
-    """The values of every process, [processes, n]."""
+    """Gathers the values of every process, [processes, n]."""
     return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, len(values))
 
 
 def on_first(function: Callable[[], Result]) -> Result:
-    """What `function` returns in the first process, which alone runs it. Collective.
+    """Runs `function` in process 0 and returns its result on every process. Collective.
 
     Args:
-      function: its result must be JSON-able.
+      function: a function whose result can be written as JSON.
 
     Raises:
-      UserError: the function did; raised on every process.
+      UserError: the function raised it; raised on every process.
     """
     if num_processes() == 1:
         return function()
@@ -270,13 +270,13 @@ def on_first(function: Callable[[], Result]) -> Result:
 
 
 def gather(function: Callable[[], Result]) -> list[Result]:
-    """What `function` returns in each process, in their order, on every process. Collective.
+    """Runs `function` in each process and returns all results, by process, on every process. Collective.
 
     Args:
-      function: its result must be JSON-able.
+      function: a function whose result can be written as JSON.
 
     Raises:
-      UserError: the function did, in one process or several; raised on every process.
+      UserError: the function raised it in at least one process; raised on every process.
     """
     if num_processes() == 1:
         return [function()]
@@ -301,14 +301,14 @@ def _result_of(outcome: dict[str, Any]) -> Any:
 
 
 def _broadcast(content: bytes) -> bytes:
-    """The first process's content."""
+    """The content of process 0."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     padded = _padded(content if is_first() else b"", size)
     return bytes(multihost_utils.broadcast_one_to_all(padded).astype(np.uint8)[:size])
 
 
 def _padded(content: bytes, size: int) -> np.ndarray:
-    """With room for `size` bytes, of few shapes, so that few programs are compiled."""
+    """Pads to a power of two, at least `size` bytes: few different shapes, so few compiled programs."""
     padded = np.zeros(1 << max(size - 1, 1).bit_length(), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
     return padded

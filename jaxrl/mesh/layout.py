@@ -1,13 +1,15 @@
 """A parallel layout: how one mesh of fine axes serves both training and generation.
 
-Training wants p-t-d (pipeline, tensor, data), generation p_g-t_g-d_g-d with d_g = p*t / (p_g*t_g)
-(HybridFlow section 5.1). Instead of two sets of process groups there is one mesh whose axes are fine
-enough for both:
+Training is split p-t-d (pipeline, tensor, data), and generation p_g-t_g-d_g-d with d_g = p*t / (p_g*t_g)
+(HybridFlow section 5.1). Instead of two sets of process groups there is one mesh whose axes are fine enough
+for both:
 
     data, fsdp, expert, context, stage_gen (p_g), stage_micro (p/p_g), tensor_gen (t_g), tensor_micro (t/t_g)
 
-With `tensor_gen` major and `tensor_micro` minor, a device's training shard is a slice of its generation
-shard, and devices that differ only in a micro axis are neighbours: the paper's micro data-parallel group.
+`tensor_gen` is major and `tensor_micro` minor. So the training shard of a device is a slice of its generation
+shard, and devices that differ only in a micro axis are neighbours: the micro data-parallel group of the
+paper. Example: train 1-4-2, generate 1-2-2-2 on 8 devices is a mesh with data 2, tensor_gen 2, tensor_micro
+2.
 """
 
 from __future__ import annotations
@@ -30,32 +32,32 @@ AXES = (
     "tensor_micro",
 )
 
-# Each has threads of its own.
+# Each simulated device starts its own threads.
 MAX_SIMULATED_DEVICES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutConfig:
-    """What the user asks for.
+    """The parallel layout as a user writes it.
 
     Attributes:
-      simulated_devices: run on this many simulated CPU devices; 0 takes the real ones. "auto" is 2 on a CPU
-        with several cores, in the layout 1-1-2, for models of 256 or wider that train from random weights and
-        if nothing else is said of devices; else 0.
-      layout: "auto" searches for the fastest mapping of the roles to the devices when the run begins, as
-        simulated (docs/planner.md), and takes layouts, pools and slots from it.
-      hardware: what the search takes the devices for, a name of `mesh.hardware.ACCELERATORS` or the path of a
-        file that `jaxrl calibrate` wrote; "" looks their kind up.
+      simulated_devices: number of simulated CPU devices; 0 for real devices. "auto" simulates 2 on a CPU with
+        several cores, in the layout 1-1-2, for models at least 256 wide that train from random weights, if no
+        other setting describes the devices; else 0.
+      layout: "auto" searches for the fastest mapping of roles to devices before the run begins, by simulation
+        (docs/planner.md), and sets layouts, pools and slots.
+      hardware: description of the devices for that search: a name of `mesh.hardware.ACCELERATORS`, or the
+        path of a file that `jaxrl calibrate` wrote; "" looks up the kind of the devices.
       train: "p-t-d", pipeline, tensor and data parallel size of training.
-      generate: "p_g-t_g-d_g-d" of generation; "" keeps the training layout's p and t.
-      fsdp: how many of the d replicas share one sharded copy of weights and optimiser state.
-      expert: how many of the d replicas split the experts of a mixture; the rest of the model does not
-        see this axis, other than as a share of the batch.
-      context: how many of the d replicas split each sequence instead of the batch.
-      sharding: which of weights, gradients and moments are shared out over which replicas, a name of
-        `mesh.groupings.ZERO`.
-      offload_training_state: keep master weights, where sampling has its own, and moments in pinned host
-        memory while it samples.
+      generate: "p_g-t_g-d_g-d" of generation; "" keeps p and t of training.
+      fsdp: number of replicas (of the d) that share one sharded copy of weights and optimiser state.
+      expert: number of replicas that split the experts of a mixture. For the rest of the model these are
+        data-parallel replicas.
+      context: number of replicas that split each sequence instead of the batch.
+      sharding: sharding of weights, gradients and moments over replicas, a name of
+        `mesh.sharding_strategies.ZERO`.
+      offload_training_state: keep moments in pinned host memory during generation, and master weights too if
+        generation has its own copy.
     """
 
     simulated_devices: (
@@ -77,7 +79,7 @@ class LayoutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelLayout:
-    """A checked layout. Sizes are those of the paper; `axis_sizes` those of the mesh."""
+    """A checked layout, in the sizes of the paper; `axis_sizes` has those of the mesh."""
 
     p: int
     t: int
@@ -95,7 +97,7 @@ class ParallelLayout:
 
     @property
     def num_devices(self) -> int:
-        """Devices the layout needs."""
+        """The number of devices."""
         return self.p * self.t * self.d
 
     @property
@@ -120,7 +122,7 @@ class ParallelLayout:
 
     @staticmethod
     def from_config(config: LayoutConfig) -> ParallelLayout:
-        """Parses and checks a layout; raises UserError with the rule that fails."""
+        """Parses and checks a layout; raises UserError with the rule that is broken."""
         p, t, d = _sizes(config.train, ("p", "t", "d"), "mesh.train")
         generate = config.generate or f"{p}-{t}-1-{d}"
         p_g, t_g, d_g, d_again = _sizes(generate, ("p_g", "t_g", "d_g", "d"), "mesh.generate")
@@ -156,5 +158,5 @@ def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:
 
 
 def _is_size(text: str) -> bool:
-    # The length first: Python reads no number of thousands of digits.
+    # Check the length first: `int` raises for text of thousands of digits.
     return text.isdecimal() and len(text) <= len(str(MAX_COUNT)) and 0 < int(text) <= MAX_COUNT

@@ -1,8 +1,8 @@
-"""Code that names its own devices, inside and outside of a pipeline.
+"""`shard_map` inside and outside of a pipeline stage.
 
-`pipeline` takes the stage axes of a mesh for itself and leaves the others to the compiler. What runs inside
-a stage then has the other axes only: a constraint must not name the stages, and a `shard_map` of its own
-takes what is left.
+`pipeline` is a `shard_map` over the stage axes of a mesh; the other axes stay with the compiler. Code inside
+a stage can use these other axes only. Its sharding constraints must not name the stage axes, and a nested
+`shard_map` covers the remaining axes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def context_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """`mesh` as the code being traced may name it: inside a `shard_map`, with its axes taken."""
+    """The mesh for sharding constraints. Inside a `shard_map` its manual axes are marked as such."""
     inside = jax.sharding.get_abstract_mesh()
     return mesh if inside.empty else inside
 
@@ -23,7 +23,7 @@ def context_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 def per_device(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` of one device's shards: a `shard_map` over every axis that is not yet taken."""
+    """Wraps `function`, which works on the shards of one device, in a `shard_map` over all remaining axes."""
     where = context_mesh(mesh)
     return jax.shard_map(
         function,

@@ -1,4 +1,4 @@
-"""Arrays in pinned host memory: a state that waits for its turn, or that a program takes from there."""
+"""Moves arrays to pinned host memory and back, between programs or inside of one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HOST = "pinned_host"
 
 
 def offload(tree: Any) -> Any:
-    """Moves every array to pinned memory of its device's host, split as it is; consumes `tree`.
+    """Moves every array to pinned memory of its host with the same sharding; consumes `tree`.
 
     Raises:
-      UserError: the devices have no such memory.
+      UserError: the devices have no pinned host memory.
     """
     leaves = jax.tree.leaves(tree)
     for device in {d for leaf in leaves for d in leaf.sharding.addressable_devices}:
@@ -31,15 +31,15 @@ def offload(tree: Any) -> Any:
 
 
 def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> None:
-    """Refuses a setting whose programs use pinned host memory where devices have none.
+    """Raises UserError if a setting needs pinned host memory and the devices have none.
 
     Args:
-      mesh: of the programs; one without devices is taken to have it.
-      setting: with its value, for the message.
-      instead: the setting to use.
+      mesh: mesh of the programs; an abstract one passes.
+      setting: setting with its value, for the message.
+      instead: values to recommend, for the message.
 
     Raises:
-      UserError: a device of this process reaches no such memory.
+      UserError: a device of this process has no pinned host memory.
     """
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
         kinds = _memories(device)
@@ -60,12 +60,12 @@ def at_host(shardings: Any) -> Any:
 
 
 def from_host(tree: Any) -> Any:
-    """Inside a compiled program: the arrays, copied to device memory."""
+    """Copies arrays to device memory, inside a compiled program."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def to_host(tree: Any) -> Any:
-    """Inside a compiled program: the arrays, copied to pinned host memory."""
+    """Copies arrays to pinned host memory, inside a compiled program."""
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
@@ -75,12 +75,13 @@ def onload(tree: Any, shardings: Any) -> Any:
 
 
 def onloaded_copy(tree: Any, shardings: Any) -> Any:
-    """Copies of offloaded arrays at `shardings`; the offloaded ones stay."""
+    """Copies offloaded arrays to `shardings`; the offloaded arrays remain."""
     return jax.device_put(tree, shardings)
 
 
 def _move(tree: Any, shardings: list[Any]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
+    # Wait for the copies, so that the memory of the sources is free when this function returns.
     moved = jax.block_until_ready(jax.device_put(leaves, shardings))
     for old, new in zip(leaves, moved, strict=True):
         if new is not old:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each stage holds a run of the layers, and microbatches go from stage to stage.
+"""Pipeline parallelism: each stage holds consecutive layers, and microbatches go from stage to stage.
 
     p stages   m microbatches   n shards of the batch   B rows   T tokens   D width   L layers
 
@@ -6,15 +6,17 @@
     stage 0         a    b    c    d    -          (p - 1) / (m + p - 1) of the ticks
     stage 1         -    a    b    c    d
 
-Only the stage axes are taken (`shard_map`); data, tensor, context and expert axes stay with the compiler or
-with the `shard_map` of attention and experts. Rows enter and leave spread over the stages too, so that the
-embedding, the unembedding and the loss around the stack are shared out and not done by every stage:
+The pipeline is a `shard_map` over the stage axes only. Data, tensor, context and expert axes stay with the
+compiler, or with the `shard_map` of attention and experts. Outside the stack rows are split over the stages
+too, so that the stages share the work of embedding, unembedding and loss instead of repeating it:
 
     rows [B/np] --all-to-all, to the first--> [B/n] --ticks, a permute each--> [B/n] --from the last--> [B/np]
 
-Covered: training, where the gradient goes back through the same permutes, and prefill and decoding with a
-cache. The backward pass of all microbatches follows the forward pass of all (GPipe, arXiv 1811.06965), so
-memory is bounded by rematerialisation and the size of the whole batch, not by 1F1B; no interleaved stages.
+Covered: training, where gradients go back through the same permutes, and prefill and decoding with a cache.
+The forward pass of all microbatches comes before the backward pass of all (GPipe, arXiv 1811.06965). Memory
+for activations therefore grows with the whole batch; rematerialisation reduces it.
+
+Not covered: 1F1B, interleaved stages.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ Stack = Callable[..., tuple[jax.Array, tuple[Any, Any]]]
 
 
 def bubble(stages: int, microbatches: int) -> float:
-    """The share of time for which a stage has nothing to do: (p - 1) / (m + p - 1)."""
+    """The share of time that a stage is idle: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def microbatches_of(rows: int, rules: Rules, mesh: Mesh | AbstractMesh, requested: int = 0) -> int:
-    """Into how many microbatches a pipeline splits `rows`.
+    """The number of microbatches that a pipeline splits `rows` into.
 
-    As many as requested, by default as there are stages; where a shard's rows do not divide into so many,
-    as many as divide both. Prefill has few rows, and 1 is merely slow.
+    It is the requested number, by default the number of stages. If the rows of a shard do not divide by it,
+    it is their greatest common divisor. Prefill may have few rows; one microbatch is slow but correct.
     """
     per_shard = rows // shards_of("batch", rules, mesh)
     return math.gcd(per_shard, requested or shards_of("layers", rules, mesh))
@@ -55,15 +57,15 @@ def microbatches_of(rows: int, rules: Rules, mesh: Mesh | AbstractMesh, requeste
 def check_microbatches(
     rows: int, rules: Rules, mesh: Mesh | AbstractMesh, requested: int = 0
 ) -> None:
-    """Refuses a number of microbatches that leaves the stages idle or the rows uneven.
+    """Checks the number of pipeline microbatches of the learning step.
 
     Args:
-      rows: R, of one microbatch of the learning step, over the whole mesh.
-      rules, mesh: where stages and rows lie.
+      rows: R, rows of one microbatch of the learning step, over the whole mesh.
+      rules, mesh: sharding rules of stages and rows, and the mesh.
       requested: `train.pipeline_microbatches`; 0 for the number of stages.
 
     Raises:
-      UserError: it is no multiple of the stages, or does not divide the rows of a shard.
+      UserError: the number is not a multiple of the stages, or does not divide the rows of a shard.
     """
     stages, shards = (shards_of(axis, rules, mesh) for axis in ("layers", "batch"))
     if stages == 1:
@@ -84,12 +86,12 @@ def check_microbatches(
 def pipeline(
     stack: Stack, mesh: Mesh | AbstractMesh, rules: Rules, *, num_microbatches: int = 0
 ) -> Stack:
-    """`stack`, run by every stage for its own layers, microbatch after microbatch.
+    """Runs `stack` on every stage for its own layers, one microbatch after the other.
 
     Args:
-      stack: runs the layers of one stage.
-      mesh, rules: where layers (the stages), rows and tokens lie.
-      num_microbatches: see `microbatches_of`.
+      stack: a function that runs the layers of one stage.
+      mesh, rules: mesh, and sharding rules of layers (the stages), rows and tokens.
+      num_microbatches: requested number, see `microbatches_of`.
     """
     sizes = dict(mesh.shape)
     stage_axes = axes_of("layers", rules, sizes)
@@ -107,7 +109,7 @@ def pipeline(
             x = x[0]
 
             def tick(received, t):
-                # Before its first microbatch and after its last a stage computes what nobody reads.
+                # In the bubble a stage computes a clipped microbatch again; the result is never read.
                 i = jnp.clip(t - stage, 0, m - 1)
                 x_out, (out, sums) = stack(
                     lambda x, w, layer_in, row_in: layer(x, w, rows.pick(layer_in, i), row_in),
@@ -121,12 +123,12 @@ def pipeline(
                 return onward, (x_out, out, sums)
 
             def own(a):
-                """Of all ticks, those in which this stage had a microbatch."""
+                """Selects the ticks in which this stage had a microbatch: t = stage .. stage + m - 1."""
                 return jax.lax.dynamic_slice_in_dim(a, stage, m, axis=0)
 
             nothing = jnp.zeros_like(rows.pick(x, 0))
             _, (x_out, out, sums) = jax.lax.scan(tick, nothing, jnp.arange(m + p - 1))
-            # The ticks of the last stage, which alone has the result.
+            # The ticks of the last stage. On other stages these are garbage, and `from_last` drops them.
             x_out = rows.joined(x_out[p - 1 :], 0)[None]
             out = jax.tree.map(lambda a: rows.joined(own(a), 1), out)
             return x_out, (out, jax.tree.map(lambda a: own(a).sum(0), sums))
@@ -154,11 +156,15 @@ def pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """How B rows are m microbatches: as [n, m, b], so that each shard of the batch has a part of every one.
+    """Views B rows as m microbatches, [n, m, b]: each shard of the batch has a part of every microbatch.
+
+    Example: B = 8 rows, n = 2 shards, m = 2 microbatches. Shard 0 holds rows 0-3, shard 1 rows 4-7.
+      Microbatch
+    0 is rows 0, 1, 4, 5 and microbatch 1 rows 2, 3, 6, 7, so no row moves to another shard.
 
     Attributes:
-      n, m: shards of the batch, microbatches.
-      mesh, axes: what the shards are spread over.
+      n, m: number of batch shards, number of microbatches.
+      mesh, axes: mesh, and the mesh axes of the batch.
     """
 
     n: int
@@ -190,7 +196,7 @@ class _Rows:
         return self._pin(jnp.moveaxis(a, 0, dim + 1), dim)
 
     def _pin(self, a: jax.Array, dim: int) -> jax.Array:
-        """Keeps `dim` on the shards of the batch; the compiler would gather it to reshape."""
+        """Keeps `dim` split over the batch axes; otherwise the compiler would gather it for the reshape."""
         if not self.axes:
             return a
         left = (P.UNCONSTRAINED,)
@@ -201,18 +207,18 @@ class _Rows:
 def _exchanges(
     mesh: Mesh | AbstractMesh, rules: Rules, *, shared: bool
 ) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Rows from where they are shared out to the first stage, and from the last to where they are.
+    """Functions that move rows from all stages to the first one, and from the last one back to all.
 
-    Both are programs of their own: inside one that takes the stage axes only, the compiler would gather
-    what it is to exchange.
+    Both are `shard_map`s over all axes. In one over the stage axes alone the compiler would gather the arrays
+    instead of exchanging parts of them.
 
     Args:
-      mesh, rules: where stages, rows and tokens lie.
-      shared: rows lie spread over the stages, rather than whole on each.
+      mesh, rules: mesh, and sharding rules of stages, rows and tokens.
+      shared: True if rows are split over the stages, False if each stage has all of them.
 
     Returns:
-      (to_first, from_last), [n, m, b, T, D] -> [p, n, m, b, T, D] and back. Of the p entries, one on each
-      stage, that of the first stage counts, and that of the last.
+      (to_first, from_last), [n, m, b, T, D] -> [p, n, m, b, T, D] and back. The leading p counts stages. Only
+      the entry of the first stage (to_first), or of the last (from_last), has meaning.
     """
     sizes = dict(mesh.shape)
     stage, batch, length = (
@@ -225,7 +231,7 @@ def _exchanges(
     def to_first(x):
         if not shared:
             return x[None]
-        # Everything goes to stage 0; the others are sent zeros.
+        # All rows go to stage 0; the other stages receive zeros.
         pieces = jnp.pad(x[None], [(0, p - 1)] + [(0, 0)] * x.ndim)
         pieces = jax.lax.all_to_all(pieces, stage, split_axis=0, concat_axis=0, tiled=True)
         return jnp.moveaxis(pieces, 0, 1).reshape(1, x.shape[0], -1, *x.shape[2:])
@@ -237,8 +243,8 @@ def _exchanges(
         pieces = jnp.moveaxis(x.reshape(x.shape[1], p, -1, *x.shape[3:]), 1, 0)
         return jax.lax.all_to_all(pieces, stage, split_axis=0, concat_axis=0, tiled=True)[p - 1]
 
-    # Unlike elsewhere JAX checks here what is replicated: it then knows that gradients are, too, and does
-    # not add them up over the tensor axes.
+    # No `check_vma=False` here, unlike elsewhere. With the check JAX knows that gradients are replicated over
+    # the tensor axes, and does not add them up.
     return (
         jax.shard_map(to_first, mesh=mesh, in_specs=outside, out_specs=on_stages),
         jax.shard_map(from_last, mesh=mesh, in_specs=on_stages, out_specs=outside),

@@ -1,8 +1,8 @@
-"""Resource pools: which devices a role runs on (HybridFlow sections 2.3 and 4.1).
+"""Resource pools: the devices that each role runs on (HybridFlow sections 2.3 and 4.1).
 
-A placement is a table, pool -> layout and roles. Roles of one pool are colocated: they share its devices
-and take turns. Roles of different pools run at the same time, because JAX dispatches without waiting: a
-value that crosses over is sent when it exists, and nothing waits until somebody reads.
+A placement maps each pool to a layout and its roles. Roles of one pool are colocated: they share its devices
+and take turns. Roles of different pools run at the same time, because JAX dispatches asynchronously: a value
+is sent to another pool once it is computed, and Python waits only when it reads a value.
 
     {}                                       all colocated on all devices (DeepSpeed-Chat)
     {"actor":  {"roles": ("actor",),         all apart (OpenRLHF)
@@ -12,10 +12,10 @@ value that crosses over is sent when it exists, and nothing waits until somebody
     {"policy": {"roles": ("actor", "reference"), "train": "1-4-1"},
      "value":  {"roles": ("critic", "reward"),   "train": "1-4-1"}}      NeMo-Aligner
 
-Colocated roles need not be split alike: "layouts" of a row has, by role, what differs from the pool's layout.
-Their meshes are other arrangements of the same devices.
+Colocated roles may have different layouts: "layouts" holds, by role, the settings that differ from those of
+the pool. Their meshes are other arrangements of the same devices.
 
-Pools never overlap. This file knows names and devices; what a role is, is not its business.
+Pools never overlap. This file handles names and devices only; it does not know what a role does.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 
-# The pool of a run without a table.
+# The name of the only pool in a run without a placement.
 EVERYTHING = "all"
 
 _OWN_SETTINGS = ("roles", "devices", "layouts")
-# One for the run, not for a pool.
+# Settings of the whole run. A pool cannot have its own.
 _RUN_SETTINGS = ("simulated_devices", "layout", "hardware")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """A row of the table, checked; no devices yet.
+    """A checked pool, without devices.
 
     Attributes:
-      name: of the pool.
-      roles: that live in it.
-      config: how they use its devices.
-      span: positions of its devices among those of the run, first and last; None takes the next ones.
-      own: of roles that use them otherwise.
+      name: name of the pool.
+      roles: its roles.
+      config: layout settings of the pool.
+      span: first and last position of its devices among those of the run; None takes the next free ones.
+      own: layout settings of roles that differ from the pool's, by role.
     """
 
     name: str
@@ -61,22 +61,22 @@ class Pool:
 
     @functools.cached_property
     def layout(self) -> ParallelLayout:
-        """Of the roles that have none of their own, checked."""
+        """The checked layout of the pool, for roles without one of their own."""
         where = f"pool {self.name}: " if self.name != EVERYTHING else ""
         return _checked(self.config, where)
 
     @property
     def num_devices(self) -> int:
-        """Devices the pool needs."""
+        """The number of devices of the pool."""
         return self.layout.num_devices
 
     @property
     def layouts(self) -> dict[str, ParallelLayout]:
-        """By role."""
+        """The layout of each role."""
         return {role: self.layout_of(role) for role in self.roles}
 
     def config_of(self, role: str) -> LayoutConfig:
-        """How a role uses the devices."""
+        """The layout settings of a role."""
         return self.own.get(role, self.config)
 
     def layout_of(self, role: str) -> ParallelLayout:
@@ -102,16 +102,16 @@ class PlacedPool:
 
     @property
     def name(self) -> str:
-        """Of the pool."""
+        """Name of the pool."""
         return self.pool.name
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """That live in it."""
+        """Roles of the pool."""
         return self.pool.roles
 
     def mesh_of(self, role: str) -> Mesh:
-        """The devices as the layout of a role arranges them; roles with the same layout share it."""
+        """The mesh of a role; roles with the same layout share one mesh."""
         return self._meshes[self.pool.layout_of(role)]
 
     @functools.cached_property
@@ -123,17 +123,18 @@ class PlacedPool:
 def read_placement(
     table: Mapping[str, Mapping[str, Any]], mesh: LayoutConfig, roles: Sequence[str]
 ) -> tuple[Pool, ...]:
-    """Checks a placement, without devices.
+    """Reads and checks a placement, without devices.
 
     Args:
-      table: pool -> {"roles": names, "devices": "first-last", and settings of `mesh` that differ; "layouts":
-        role -> those that differ from the pool's}. Without "devices" a pool takes as many as its layout
-        needs, after those of the pools before it. Empty: all roles in one pool, of all devices.
-      mesh: settings of all pools.
-      roles: the run's.
+      table: for each pool a mapping with "roles" (names), "devices" ("first-last", optional), "layouts" (by
+        role the settings that differ from the pool's, optional), and settings of `mesh` that differ for the
+        pool. Without "devices" a pool takes as many devices as its layout needs, after those of the pools
+        before it. An empty table puts all roles into one pool of all devices.
+      mesh: default settings of all pools.
+      roles: roles of the run.
 
     Raises:
-      UserError: a role has no pool, or two, or does not exist; a setting does not; a layout is none.
+      UserError: a role is missing, duplicated or unknown, a setting is unknown, or a layout is malformed.
     """
     if not table:
         everything = Pool(EVERYTHING, tuple(roles), mesh)
@@ -163,7 +164,7 @@ def read_placement(
 
 
 def places(table: Mapping[str, Mapping[str, Any]], role: str) -> bool:
-    """Whether a row of a placement names the role; UserError if a row has no roles."""
+    """Whether a pool of the placement names the role; raises UserError if a pool has no roles."""
     return any(role in _roles_of(name, row) for name, row in table.items())
 
 
@@ -184,7 +185,8 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
     config = _with_settings(f"placement.{name}", mesh, own, also=_OWN_SETTINGS)
     layouts = {}
     for role, changes in _layouts_of(name, row, roles).items():
-        # Generation follows training where nothing is said of it.
+        # Generation uses the training layout by default. A role with its own training layout must not inherit
+        # the generation layout of the pool.
         base = dataclasses.replace(config, generate="") if "train" in changes else config
         layouts[role] = _with_settings(f"placement.{name}.layouts.{role}", base, changes)
     pool = Pool(name, roles, config, _span(name, row.get("devices")), layouts)
@@ -245,7 +247,7 @@ def _span(name: str, text: str | None) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The pools of a run. Disjoint."""
+    """The disjoint pools of a run."""
 
     pools: tuple[PlacedPool, ...]
 
@@ -262,27 +264,27 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """Devices that any pool has."""
+        """The number of devices of all pools."""
         return sum(len(pool.devices) for pool in self.pools)
 
     def pool_of(self, role: str) -> PlacedPool:
-        """Where a role lives."""
+        """The pool of a role."""
         return next(pool for pool in self.pools if role in pool.roles)
 
 
 def takes_all(pools: Sequence[Pool]) -> bool:
-    """A single pool takes all devices there are, unless it names its own; several may leave some."""
+    """Whether the pools take all devices: True for a single pool without "devices"."""
     return len(pools) == 1 and pools[0].span is None
 
 
 def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
-    """Gives the pools their devices.
+    """Assigns devices to the pools.
 
-    A single pool takes them all. Where several processes share the run, every pool takes as many of each
-    process: each then takes part in every role.
+    A single pool takes all devices. In a multi-process run every pool takes the same number of devices from
+    each process, so that each process takes part in every role.
 
     Raises:
-      UserError: there are too few devices, pools overlap, or processes have unequal shares of one.
+      UserError: there are too few devices, pools overlap, or a pool does not divide over the processes.
     """
     if takes_all(pools):
         (pool,) = pools
@@ -312,7 +314,7 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
 
 
 def _share(pool: Pool, hosts: list[list[Any]], first: int, end: int) -> list[Any]:
-    """Devices `first` to `end` of the run, counted round the processes, so that each has as many."""
+    """Devices `first` to `end` (exclusive) of the run, an equal number from each process."""
     n = len(hosts)
     if first % n or end % n:
         raise UserError(

@@ -1,16 +1,16 @@
 """Transfer protocols: how a role's inputs are dispatched and its outputs collected (HybridFlow, appendix B).
 
-In HybridFlow a protocol is a pair of functions, one that cuts a batch into a piece for every rank before a
-remote call, and one that puts the ranks' answers together. Here it is a pair of functions from a role's mesh
-to a spec. Cutting and putting together are then done by whoever moves arrays anyway:
+In HybridFlow a protocol is a pair of functions: one splits a batch over the ranks before a remote call, the
+other merges the results of the ranks. Here it is a pair of functions from a role's mesh to a PartitionSpec.
+Splitting and merging are then ordinary resharding:
 
     values = critic.values(actor.generate(prompts))     each call takes arrays from the host, its own mesh or
                                                         another pool's, and reshards them itself
 
-What "collect from rank 0" means here: an array is split over the axes whose ranks hold different parts and
-whole over the rest. Nothing is copied to a controller; whoever reads the array reads one of the equal copies.
+"Collect from rank 0" means here: an array is split over the axes whose ranks hold different parts, and
+replicated over the others. Nothing is copied to a controller; a reader takes any of the equal copies.
 
-A protocol of one's own is three lines:
+Define your own protocol in three lines:
 
     HALVES = Protocol("HALVES", lambda mesh, shape: P("data"), lambda mesh, shape: P())
 
@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, Rules, partition_spec
 
-# (mesh, shape of an array) -> its spec; None leaves the array where it is.
+# (mesh, shape of an array) -> its PartitionSpec; None leaves the array where it is.
 SpecOf = Callable[[Mesh | AbstractMesh, tuple[int, ...]], P | None]
 
 Role = TypeVar("Role")
@@ -45,11 +45,12 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How the arrays of a method's arguments are distributed and those of its result are collected.
+    """The sharding of the arguments and of the results of a role's method.
 
     Attributes:
-      name: what errors call it.
-      distribute, collect: the spec of an array of a given shape on the role's mesh.
+      name: name in errors.
+      distribute, collect: functions that give the PartitionSpec of an argument, or of a result, on the role's
+        mesh.
     """
 
     name: str
@@ -57,17 +58,17 @@ class Protocol:
     collect: SpecOf
 
     def place(self, mesh: Mesh, tree: Any) -> Any:
-        """The arrays of `tree` where a role on `mesh` wants them; everything else as it is."""
+        """Moves the arrays of `tree` to `mesh`, as arguments of the role; leaves other values unchanged."""
         return _move(self.distribute, mesh, tree)
 
     def gather(self, mesh: Mesh, tree: Any) -> Any:
-        """The arrays of `tree`, results of a role on `mesh`, where its callers want them."""
+        """Moves the arrays of `tree`, results of a role on `mesh`, to the sharding that callers get."""
         return _move(self.collect, mesh, tree)
 
 
 def _move(spec_of: SpecOf, mesh: Mesh, tree: Any) -> Any:
     def one(leaf: Any) -> Any:
-        # Inside a larger program the compiler moves what has to be moved.
+        # A tracer is inside a larger compiled program, where the compiler moves arrays itself.
         if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
             return leaf
         spec = spec_of(mesh, leaf.shape)
@@ -82,9 +83,9 @@ def protocol(
     [Callable[Concatenate[Role, Arguments], Result]],
     Callable[Concatenate[Role, Arguments], Result],
 ]:
-    """Declares the protocol of a role's method; the role has a `mesh`.
+    """Decorator that declares the protocol of a role's method; the role must have a `mesh`.
 
-    The method then takes arrays from anywhere: the host, the role's own mesh, another pool.
+    The method then accepts arrays from anywhere: the host, the role's own mesh, another pool.
     """
 
     def declare(
@@ -102,13 +103,13 @@ def protocol(
 
 
 def whole(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> P:
-    """Every device has all of it."""
+    """Replicates the whole array on every device."""
     del mesh, shape
     return P()
 
 
 def as_it_is(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> None:
-    """Wherever it is, it stays."""
+    """Leaves the array where it is."""
     del mesh, shape
 
 
@@ -123,7 +124,7 @@ def first_dim(name: str, axis: str, rules: Rules) -> SpecOf:
 
 
 def rows_and_length(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> P:
-    """[..., R, T]: rows over the replicas of training, tokens of a row over context; less is whole."""
+    """Splits [..., R, T]: rows over training replicas, tokens over context. Smaller arrays are whole."""
     if len(shape) < 2:
         return P()
     axes = (*(None,) * (len(shape) - 2), "batch", "length")
@@ -131,7 +132,7 @@ def rows_and_length(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> P:
 
 
 def all_devices(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> P | None:
-    """The first dimension over every device; scalars are whole."""
+    """Splits the first dimension over all devices; scalars are whole."""
     every: Rules = {"devices": tuple(mesh.axis_names)}
     return first_dim("DP_PROTO", "devices", every)(mesh, shape)
 
@@ -141,8 +142,8 @@ _MICRO_DP = first_dim("3D_ALL_MICRO_DP", "batch", GENERATE_RULES)
 _STAGES = first_dim("3D_PP_ONLY", "layers", TRAIN_RULES)
 
 ONE_TO_ALL = Protocol("ONE_TO_ALL", whole, as_it_is)
-"""Paper: broadcast to all ranks; gather the answers of all. Ours: whole on every device; the result is one
-global array, which is all ranks' answers already. For loading, saving, settings."""
+"""Paper: broadcast to all ranks; gather all results. Ours: inputs whole on every device; the result is a
+global array, which holds the results of all ranks already. For loading, saving, settings."""
 
 THREE_D_PROTO = Protocol("3D_PROTO", _DP_GROUPS, _DP_GROUPS)
 """Paper: split over data-parallel groups, broadcast inside each; collect from tensor rank 0 of the last stage
@@ -160,17 +161,17 @@ whose first dimension counts layers or stages, split over the stages. For lookin
 
 DP_PROTO = Protocol("DP_PROTO", all_devices, all_devices)
 """Paper: split over all data-parallel ranks; gather all. Ours: the first dimension over every device of the
-mesh, both ways: all of them are data-parallel ranks. For FSDP and ZeRO workers, and what has no weights."""
+mesh, both ways: all devices are data-parallel ranks. For FSDP, ZeRO and workers without weights."""
 
 ALL_TO_ALL = Protocol("ALL_TO_ALL", as_it_is, as_it_is)
-"""Paper: no operation, data lie at their ranks already; gather all. Ours: no operation either way. For data
+"""Paper: no operation, the data are on their ranks; gather all. Ours: no operation either way. For data
 that the caller has placed."""
 
 PER_TOKEN = Protocol("PER_TOKEN", rows_and_length, rows_and_length)
-"""Not in the paper. Arrays [..., R, T] with one value a token: packed rows over the replicas of training, the
-tokens of a row over context, both ways. For log-probabilities and values."""
+"""Not in the paper. Arrays [..., R, T] with one value per token: rows over the training replicas, tokens of a
+row over context, both ways. For log-probabilities and values."""
 
 METRICS = Protocol("METRICS", rows_and_length, whole)
-"""Not in the paper, whose controller averages what each rank reports. Ours: per-token data in; out come
-scalars that the program has reduced over the whole mesh, the same on every device, so that any host reads
-them without asking the others. For updates."""
+"""Not in the paper: its controller averages the reports of the ranks. Inputs are per-token data; results
+are scalars that the program has reduced over the whole mesh. They are equal on every device, so any host can
+read them without communication. For updates."""

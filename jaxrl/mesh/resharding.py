@@ -1,17 +1,17 @@
-"""Moving weights between the training and the generation layout (HybridFlow section 5.3).
+"""Moves weights between the training and the generation layout (HybridFlow section 5.3).
 
-Given the shardings of both, the compiler writes the move: an all-gather inside each micro data-parallel
-group on the way to generation, a local slice on the way back. Leaves that lie the same way in both
+From the two shardings the compiler derives the communication: an all-gather inside each micro data-parallel
+group on the way to generation, and a local slice on the way back. Leaves with the same sharding in both
 layouts are shared, not copied.
 
-    training copy (given up)     bucket of leaves      generation copy
+    training copy (donated)      bucket of leaves      generation copy
     [mlp][mlp][qkv][norm]  -->  all-gather, donate --> [ mlp ][ mlp ][ qkv ][norm]
                            <--   slice, donate    <--
 
-A program holds its inputs until it ends and gathers into a temporary, so one program for all leaves would
-hold two copies. Leaves therefore move in buckets, and a leaf larger than a bucket in slices along a
-dimension that neither layout splits. Large leaves go first: what later ones have yet to gather is the
-room that their own training shards take.
+A program holds its inputs until it ends, and gathers into a temporary. One program for all leaves would hold
+two copies of the model. So leaves move in buckets, one program each. A leaf larger than a bucket moves in
+slices along a dimension that neither layout splits. Large leaves go first, while the generation copy is still
+small and leaves room for their temporaries.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from jax.sharding import NamedSharding
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import replicated
 
-# Share of the generation copy that one program may take for itself, if nobody says otherwise.
+# Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
-# Below this, more programs cost more than the memory they save.
+# With smaller buckets, the cost of more programs outweighs the memory that they save.
 _MIN_BUCKET_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One leaf and where it lies.
+    """A leaf with its type and sharding in both layouts.
 
     Attributes:
-      shape: over all devices.
+      shape: global shape.
       dtype, train: type and sharding in training.
-      generate_dtype, generate: the same in generation.
+      generate_dtype, generate: type and sharding in generation.
     """
 
     shape: tuple[int, ...]
@@ -54,24 +54,23 @@ class Weight:
 
     @property
     def moves(self) -> bool:
-        """The two layouts cannot share it."""
+        """Whether the layouts differ in type or sharding, so that they cannot share the leaf."""
         same = self.train.is_equivalent_to(self.generate, len(self.shape))
         return self.dtype != self.generate_dtype or not same
 
     @property
     def train_bytes(self) -> int:
-        """Bytes on a device in training."""
+        """Bytes per device in training."""
         return math.prod(self.train.shard_shape(self.shape)) * self.dtype.itemsize
 
     @property
     def generate_bytes(self) -> int:
-        """Bytes on a device in generation."""
+        """Bytes per device in generation."""
         return math.prod(self.generate.shard_shape(self.shape)) * self.generate_dtype.itemsize
 
     @property
     def program_bytes(self) -> int:
-        """Bytes on a device that a program moving it takes besides its result: XLA gathers into a
-        temporary."""
+        """Bytes per device that moving the leaf takes besides the result: the input and XLA's temporary."""
         return self.train_bytes + self.generate_bytes
 
     @property
@@ -86,7 +85,7 @@ class Weight:
         return next((i for i, sizes in enumerate(shards) if len(set(sizes)) == 1), None)
 
     def abstract(self, *, generate: bool = False) -> jax.ShapeDtypeStruct:
-        """Its shape, type and sharding in training, or in generation."""
+        """Shape, type and sharding in training, or in generation."""
         if generate:
             return jax.ShapeDtypeStruct(self.shape, self.generate_dtype, sharding=self.generate)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.train)
@@ -94,12 +93,12 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Leaves that one program moves, or one leaf that it moves slice by slice.
+    """Leaves that one program moves together, or one leaf that it moves slice by slice.
 
     Attributes:
-      indices: of the leaves in the tree.
+      indices: positions of the leaves in the tree.
       weights: the leaves.
-      num_slices: 1, or in how many calls the only leaf moves.
+      num_slices: number of calls that move the only leaf; 1 if leaves move whole.
     """
 
     indices: tuple[int, ...]
@@ -108,13 +107,13 @@ class Bucket:
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes that a call takes besides the leaves: what it gathers, and a slice to gather from."""
+        """Bytes per device that a call takes besides the leaves: gathered data, and the slice it gathers."""
         if self.num_slices == 1:
             return sum(w.generate_bytes for w in self.weights)
         return self.weights[0].program_bytes // self.num_slices
 
     def gather(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The leaves in the generation layout."""
+        """Moves the leaves to the generation layout."""
         if self.num_slices == 1:
             return self.gather_program(leaves)
         state = self._empty_program()
@@ -123,12 +122,12 @@ class Bucket:
         return [state[0]]
 
     def slice(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The leaves in the training layout again."""
+        """Moves the leaves back to the training layout."""
         return self.slice_program(leaves)
 
     @functools.cached_property
     def gather_program(self) -> Any:
-        """The compiled `gather`; of a leaf in slices, of one slice."""
+        """The compiled `gather`; for a leaf in slices, the program that moves one slice."""
         if self.num_slices > 1:
             return jax.jit(
                 self._gather_slice, donate_argnums=0, out_shardings=self._state_shardings
@@ -159,7 +158,10 @@ class Bucket:
     def _gather_slice(
         self, state: tuple[jax.Array, jax.Array], leaf: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Fills the next slice of (generation leaf, slices done); counted on the device."""
+        """Fills the next slice of (generation leaf, number of slices done).
+
+        The count lives on the device, so that all slices run the same program without a transfer.
+        """
         (weight,) = self.weights
         filled, count = state
         dim = weight.whole_dim
@@ -171,7 +173,7 @@ class Bucket:
         return jax.lax.dynamic_update_slice_in_dim(filled, piece, start, dim), count + 1
 
     def gather_arguments(self) -> tuple[Any, ...]:
-        """What `gather_program` takes, as shapes."""
+        """Shapes of the arguments of `gather_program`."""
         if self.num_slices == 1:
             return ([w.abstract() for w in self.weights],)
         (weight,) = self.weights
@@ -179,21 +181,22 @@ class Bucket:
         return (weight.abstract(generate=True), count), weight.abstract()
 
     def slice_arguments(self) -> tuple[Any, ...]:
-        """What `slice_program` takes, as shapes."""
+        """Shapes of the arguments of `slice_program`."""
         return ([w.abstract(generate=True) for w in self.weights],)
 
 
 def _cast(weight: Weight, leaf: jax.Array) -> jax.Array:
-    # Pinned to where it came from, so that the narrower of the two types travels.
+    # The constraint to the training sharding makes the cast come before the gather, so the narrower type
+    # travels.
     leaf = leaf.astype(weight.generate_dtype)
     return jax.lax.with_sharding_constraint(leaf, weight.train)
 
 
 class Resharding:
-    """The compiled moves of one set of weights between its two layouts.
+    """Moves one set of weights between its two layouts.
 
-    With `donate` each phase gives its copy to the other: no device ever holds two. Without it the training
-    copy stays, as it must where it holds master weights of a wider type than generation samples with.
+    With `donate` the copy of one phase becomes the copy of the other, and no device holds two. Without it the
+    training copy stays. It must stay if master weights have a wider type than the generation copy.
     """
 
     def __init__(
@@ -206,19 +209,18 @@ class Resharding:
         donate: bool = False,
         bucket_bytes: int | None = None,
     ):
-        """Plans the moves; programs compile when they are first used.
+        """Plans the buckets. Programs compile at their first use.
 
         Args:
-          shapes: tree of ShapeDtypeStructs, the weights in training.
+          shapes: tree of ShapeDtypeStructs of the weights in training.
           train_shardings, generate_shardings: trees of shardings of the same structure.
           dtype: type of the weights in generation.
-          donate: each move consumes the weights it is given.
-          bucket_bytes: what a program may take on a device, besides its results: its inputs and as much
-            again as it gathers. By default a thirty-second of the generation copy, or 64 MiB if that is
-            more.
+          donate: consume the weights that each move gets.
+          bucket_bytes: limit of a program's memory per device besides its results: inputs and gathered
+            temporaries. None is 1/32 of the generation copy, or 64 MiB if that is more.
 
         Raises:
-          UserError: `donate` with two types, of which the narrower cannot restore the wider.
+          UserError: `donate` is set and the two types differ; the narrower could not restore the wider.
         """
         self.donate = donate
         self.weights = weights_of(shapes, train_shardings, generate_shardings, dtype)
@@ -237,18 +239,18 @@ class Resharding:
         self.buckets = tuple(_buckets(self.weights, bucket_bytes))
 
     def peak_bytes(self, own_bytes: Sequence[int] | None = None) -> int:
-        """Bytes of weights on a device at the worst moment of `to_generate`.
+        """Peak bytes of weights per device during `to_generate`.
 
-        That is the generation copy and at most one bucket; for a leaf larger than a bucket, its training
-        shard and a slice, less what later buckets have yet to gather.
+        At most the generation copy and one bucket. For a leaf larger than a bucket: the generation copy, the
+        leaf's training shard and one slice, less the part that later buckets have not gathered yet.
 
         Args:
-          own_bytes: what each bucket's program takes besides inputs and results, as the compiler says; by
-            default what XLA needs to gather into a temporary.
+          own_bytes: memory of each bucket's program besides inputs and results, from the compiler; None for
+            an estimate (`Bucket.temporary_bytes`).
         """
         if own_bytes is None:
             own_bytes = [bucket.temporary_bytes for bucket in self.buckets]
-        # Everything shared, and everything still in the training layout.
+        # At the start: shared leaves, and all other leaves in the training layout.
         held = sum(w.train_bytes if w.moves else w.generate_bytes for w in self.weights)
         peak = held
         for bucket, own in zip(self.buckets, own_bytes, strict=True):
@@ -259,16 +261,16 @@ class Resharding:
         return peak
 
     def to_generate(self, params: Any) -> Any:
-        """The weights as generation wants them; with `donate`, `params` are consumed."""
+        """Moves the weights to the generation layout; with `donate`, `params` are consumed."""
         leaves = jax.tree.leaves(params)
         for bucket in self.buckets:
             self._replace(leaves, bucket, bucket.gather)
         return jax.tree.unflatten(self._structure, leaves)
 
     def to_train(self, params: Any) -> Any:
-        """The weights as training wants them, bit for bit; consumes the generation copy.
+        """Moves the weights back to the training layout, bit for bit; consumes the generation copy.
 
-        Only with `donate`: otherwise the training copy was never given up.
+        Only with `donate`: otherwise the training copy still exists.
         """
         assert self.donate, "the training copy still exists; drop the generation copy instead"
         leaves = jax.tree.leaves(params)
@@ -282,8 +284,8 @@ class Resharding:
         for i, leaf in zip(bucket.indices, new, strict=True):
             leaves[i] = leaf
         if self.donate:
-            # The outputs have other shard sizes than the inputs, so XLA's own donation finds nothing to
-            # reuse. Running ahead of the device would keep several buckets in memory at once.
+            # Delete the inputs here: XLA's donation reuses a buffer only for an output of the same size, and
+            # shard sizes differ. Wait first: dispatching ahead would keep several buckets in memory at once.
             jax.block_until_ready(new)
             for leaf in old:
                 leaf.delete()
@@ -292,7 +294,7 @@ class Resharding:
 def weights_of(
     shapes: Any, train_shardings: Any, generate_shardings: Any, dtype: Any
 ) -> list[Weight]:
-    """The leaves of trees of shapes and shardings; `dtype` is that of generation."""
+    """The leaves of trees of shapes and shardings; `dtype` is the type in generation."""
     leaves = (jax.tree.leaves(tree) for tree in (shapes, train_shardings, generate_shardings))
     return [
         Weight(tuple(leaf.shape), jnp.dtype(leaf.dtype), train, jnp.dtype(dtype), generate)
@@ -301,7 +303,7 @@ def weights_of(
 
 
 def _buckets(weights: list[Weight], bucket_bytes: int) -> Iterator[Bucket]:
-    """Leaves that move, the largest first, in buckets of at most `bucket_bytes` where possible."""
+    """Packs the leaves that move into buckets of at most `bucket_bytes` if possible, the largest first."""
     moving = [i for i, weight in enumerate(weights) if weight.moves]
     moving.sort(key=lambda i: -weights[i].program_bytes)
     gathered: list[int] = []

@@ -1,6 +1,10 @@
-"""Rule tables: which mesh axes carry a logical axis, in training and in generation.
+"""Sharding rules: the mesh axes that each logical axis is split over, in training and in generation.
 
-A phase is a table. Moving between phases (`resharding.py`) knows nothing but two tables.
+There is one set of rules per phase. Resharding (`resharding.py`) follows from two sets of rules alone:
+
+    weight     axes                           TRAIN_RULES                                  GENERATE_RULES
+    q          (embed, heads, head_dim)       fsdp, (tensor_gen, tensor_micro), -          -, tensor_gen, -
+    mlp.down   (mlp, embed)                   (tensor_gen, tensor_micro), fsdp             tensor_gen, -
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ TRAIN_RULES: Rules = {
     "vocab": _TENSOR,
     # activations
     "batch": ("data", "fsdp", "expert"),
-    # Rows around the stack of layers, which the stages of a pipeline share out too.
+    # Rows outside the stack of layers (embedding, loss): pipeline stages share them too.
     "rows": ("data", "fsdp", "expert", "stage_gen", "stage_micro"),
     "length": ("context",),
     "activation": (),
@@ -53,9 +57,8 @@ GENERATE_RULES: Rules = {
     "activation": (),
 }
 
-# Logical axes that are replicated over the part of a mesh axis that does not divide them, as Megatron
-# does with key-value heads, and as a pipeline leaves rows that are too few for its stages; every other axis
-# is refused.
+# Logical axes that may stay replicated where a mesh axis does not divide them: key-value heads, as in
+# Megatron, and rows that are too few for all stages of a pipeline. For every other axis this is an error.
 REPLICABLE = frozenset({"kv_heads", "rows"})
 
 
@@ -66,17 +69,17 @@ def partition_spec(
     sizes: Mapping[str, int],
     name: str = "array",
 ) -> P:
-    """The spec of one array.
+    """The PartitionSpec of one array.
 
     Args:
-      axes: logical axis of each dimension, None for one that is never split.
-      shape: its shape.
-      rules: the table of the phase.
+      axes: logical axis of each dimension; None for a dimension that is never split.
+      shape: shape of the array.
+      rules: sharding rules of the phase.
       sizes: size of each mesh axis.
-      name: how errors call the array.
+      name: name of the array in errors.
 
     Raises:
-      UserError: a dimension does not divide, or two dimensions claim one mesh axis.
+      UserError: a dimension does not divide over its mesh axes, or two dimensions use the same mesh axis.
     """
     claimed: dict[str, str] = {}
     entries = []
@@ -107,13 +110,13 @@ def _product(mesh_axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -> Any:
-    """NamedShardings of a whole tree.
+    """The NamedShardings of a whole tree.
 
     Args:
       axes: tree with a tuple of logical axes at each leaf.
       shapes: tree of the same structure; leaves have `.shape`.
-      rules: the table of the phase.
-      mesh: where.
+      rules: sharding rules of the phase.
+      mesh: the mesh.
     """
     sizes = dict(mesh.shape)
 
@@ -129,7 +132,7 @@ def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -
 def constraint(
     mesh: Mesh, rules: Rules
 ) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:
-    """A function that pins an activation to where `rules` puts its logical axes on `mesh`."""
+    """A function that constrains an activation to the sharding that `rules` give to its logical axes."""
     sizes = dict(mesh.shape)
     if math.prod(sizes.values()) == 1:
         return lambda x, axes: x
@@ -142,19 +145,19 @@ def constraint(
 
 
 def axes_of(axis: str, rules: Rules, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, that `rules` split a logical axis over."""
+    """The mesh axes of size above 1 that `rules` split a logical axis over."""
     return tuple(a for a in rules[axis] if sizes[a] > 1)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """The sharding of a value that is whole on every device."""
     return NamedSharding(mesh, P())
 
 
 def check_divides(
     setting: str, size: int, axis: str, rules: Rules, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses a setting that does not divide over the mesh axes its logical axis is split over."""
+    """Raises UserError if a setting does not divide over the mesh axes of its logical axis."""
     shards = shards_of(axis, rules, mesh)
     if size % shards:
         sizes = dict(mesh.shape)
@@ -167,6 +170,6 @@ def check_divides(
 
 
 def shards_of(axis: str, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
-    """Into how many parts `rules` splits a logical axis on `mesh`."""
+    """The number of parts that `rules` split a logical axis into on `mesh`."""
     sizes = dict(mesh.shape)
     return _product(rules[axis], sizes)

@@ -1,4 +1,4 @@
-"""Weights for a sampler on devices of its own."""
+"""Sends weights to a sampler that has its own devices."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxrl.mesh.hosts import put
 
 
 class Transfer:
-    """Sends weights from one mesh to another; the counterpart of `Resharding` between disjoint devices.
+    """Sends weights from one mesh to another with different devices; see `Resharding` for the same devices.
 
-    Each leaf is cast where it lies and sent on its way; nothing waits for it. The training copy stays.
+    Each leaf is cast on its own devices and then sent; nothing waits for the copies. The training copy stays.
 
     Attributes:
-      donate: False, as `Resharding` has it where the training copy is not given up.
+      donate: always False: the training copy stays. Has the meaning of `Resharding.donate`.
     """
 
     donate = False
 
     def __init__(self, generate: Any, generate_dtype: Any):
-        """Args: shardings on the other mesh, and the type of the weights there."""
+        """Args are the shardings on the other mesh, and the type of the weights there."""
         self._generate = generate
         self._dtype = jnp.dtype(generate_dtype)
 

@@ -1,9 +1,9 @@
-"""Attention of a layer over whole sequences; `cache/cached_attention.py` has attention to a cache.
+"""Attention over whole sequences. For attention to a cache see `cache/cached_attention.py`.
 
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
-Covered: causal grouped-query attention within packed segments, to everything or within a sliding window, with
-scores capped or not, behind one function with three implementations. Not covered: attention sinks.
+Covered: causal grouped-query attention within packed segments, full or with a sliding window, with or without
+capped scores. One function has three implementations. Not covered: attention sinks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
-from jaxrl.models.xla_attention import Branches, xla_attention
+from jaxrl.models.xla_attention import TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
@@ -26,7 +26,7 @@ def attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segments: jax.Array | Branches,
+    segments: jax.Array | TreeSegments,
     kind: AttentionKind = FULL,
     *,
     implementation: str = "xla",
@@ -36,13 +36,13 @@ def attention(
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of one type; Q is a multiple of K.
-      segments: int32 [B, T]; tokens see earlier tokens (and themselves) of their own segment. 0 is
-        padding, whose outputs are finite and mean nothing. As `Branches`, which "xla" alone can, they see
-        all of another one besides.
-      kind: the window, counted in places of the row, and the cap of the layer.
+      segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
+        outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
+        segment.
+      kind: window (counted in positions of the row) and score cap of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
-      block_tokens: tile of "xla" and "splash", from `pick_block_tokens`; of "splash" a multiple of 128.
+      block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
         "cudnn" chooses its own.
 
     Returns:
@@ -51,7 +51,7 @@ def attention(
     assert implementation in IMPLEMENTATIONS, f"{implementation} is not from pick_implementation"
     if implementation == "xla":
         return xla_attention(q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens)
-    assert not isinstance(segments, Branches), f"{implementation} knows no branches"
+    assert not isinstance(segments, TreeSegments), f"{implementation} has no tree attention"
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
@@ -64,29 +64,29 @@ def pick_implementation(
     requested: str = "auto",
     *,
     softcap: float = 0.0,
-    branches: bool = False,
+    tree: bool = False,
 ) -> str:
     """The implementation of `attention` for a kind of device and a type of activations.
 
     Args:
-      platform: of the devices that will run it, as in `jax.Device.platform`; None where shapes alone
-        are wanted, for which every platform's choice is as good as "xla".
-      dtype: of queries, keys and values.
+      platform: platform of the devices, as in `jax.Device.platform`; None if only shapes are computed, which
+        do not depend on the implementation.
+      dtype: type of queries, keys and values.
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
         16 bits, "xla" elsewhere.
-      softcap: of the model's attention kinds.
-      branches: it must know `Branches`.
+      softcap: score cap of the model; 0 for none.
+      tree: the implementation must support `TreeSegments`.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
     """
     dtype = jnp.dtype(dtype)
-    # JAX calls GPUs of either maker "gpu"; one without cuDNN gets an error that says so when it compiles.
+    # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
     runs = {
-        "splash": platform == "tpu" and not branches,
+        "splash": platform == "tpu" and not tree,
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or branches),
+        and not (softcap or tree),
         "xla": True,
     }
     if requested == "auto":
@@ -104,7 +104,7 @@ def pick_implementation(
             "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
         }[requested]
         asked = " with capped scores" if softcap else ""
-        if branches:
+        if tree:
             asked += " with shared prompts (train.share_prompts)"
             rule += " without them,"
         raise UserError(
@@ -114,11 +114,11 @@ def pick_implementation(
     return requested
 
 
-def pick_block_tokens(platform: str | None, *, branches: bool = False) -> int:
-    """The tile of `attention` for a kind of device: on CPU its scores stay in the cache of a core.
-
-    Branches begin anywhere in a row; smaller tiles compute less of what their edges cut off.
-    """
+def pick_block_tokens(platform: str | None, *, tree: bool = False) -> int:
+    """The tile size of `attention` for a platform."""
     if platform != "cpu":
         return 512
-    return 32 if branches else 128
+    # On CPU the scores of a tile should stay in the cache of a core. Answers to a shared prompt begin
+    # anywhere in a row, so large tiles would compute many masked pairs: an even update took 8.1 s with tiles
+    # of 32 and 9.3 s with 64 (docs/learning.md).
+    return 32 if tree else 128

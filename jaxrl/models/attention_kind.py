@@ -1,4 +1,4 @@
-"""How a layer attends: to all that came before or to a window of it, with scores capped or not."""
+"""The kind of attention of a layer: full or sliding window, with or without capped scores."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# Further back than any sequence reaches.
+# A window larger than any sequence.
 _EVERYTHING = 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """The kind of attention of one layer. The default sees everything.
+    """The kind of attention of one layer. The default is full attention without a cap.
 
-    A pytree whose numbers are static, so that kernels may be built for them. Where layers differ and are
-    scanned, which of them the one at hand is, is an array.
+    It is a pytree. Its numbers are static, so that kernels can be built for them. If a scan runs over layers
+    of different kinds, only `slides` differs between them, and it is an array.
 
     Attributes:
-      window: tokens that a token of a sliding layer sees, itself included; 0 where no layer slides.
-      softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2; 0 leaves them.
-      slides: bool scalar, whether this layer does; None if `window` says so.
+      window: tokens that a token of a sliding layer sees, itself included; 0 if no layer slides.
+      softcap: score cap as in Gemma 2, s -> softcap * tanh(s / softcap); 0 for none.
+      slides: bool scalar, True if this layer slides; None if all layers are alike, and `window` decides.
     """
 
     window: int = dataclasses.field(default=0, metadata={"static": True})
@@ -31,7 +31,7 @@ class AttentionKind:
 
     @property
     def reach(self) -> jax.Array | int | None:
-        """Tokens that a token sees at most, itself included; None for all."""
+        """The number of tokens that a token can see, itself included; None for all."""
         if not self.window:
             return None
         if self.slides is None:
@@ -39,9 +39,9 @@ class AttentionKind:
         return jnp.where(self.slides, self.window, _EVERYTHING)
 
     def capped(self, scores: jax.Array) -> jax.Array:
-        """Scores after the cap."""
+        """Applies the cap to scores."""
         return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
 
 
-# Everything, uncapped.
+# Full attention without a cap.
 FULL = AttentionKind()

@@ -1,4 +1,4 @@
-"""How a forward pass is computed, apart from what it computes."""
+"""Implementation choices of the forward pass, separate from the mathematics of the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxrl.models.experts import ExpertLayer, apply_experts
 from jaxrl.models.low_precision import Product
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # Keep nothing of a layer but its input: least memory, one more forward pass.
+    # Keep only the input of a layer: least memory, one more forward pass.
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Keep the inputs of the big products, recompute norms, rotations and activations.
+    # Keep the inputs of the large matmuls, recompute norms, rotations and activations.
     "projections": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_out", "qkv"),
-    # Keep the same and the input of the layer, in the host's memory: copies go on beside the products.
+    # Keep the same and the input of the layer, in host memory. The copies run in parallel with the matmuls.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["layer_in", "attention_out", "mlp_out", "qkv"],
@@ -30,8 +30,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
 }
 
-# (x_BTD, a layer's part of `weights`, its row of `per_layer`, per_row) -> (x_BTD, (out, sums)). `per_row` and
-# what comes of `per_layer` lead with B, as does `out`; `sums` are sums over the rows.
+# (x_BTD, the layer's slice of `weights`, its slice of `per_layer`, per_row) -> (x_BTD, (out, sums)).
+# `per_row`, the slice of `per_layer` and `out` have a leading dimension B; `sums` are sums over the rows.
 LayerFunction = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
 
 
@@ -47,15 +47,15 @@ def scan_layers(
     """Runs a stack of layers one after another.
 
     Args:
-      layer: one of them.
-      x_BTD: what goes into the first.
-      weights: of all layers and what kind each is, stacked: every leaf leads with L.
+      layer: function of one layer.
+      x_BTD: input of the first layer.
+      weights: stacked weights and kinds of all layers; every leaf has a leading dimension L.
       per_layer: pytree of [L, B, ...], or None.
       per_row: pytree of [B, ...], the same for all layers.
-      unroll: layers per iteration of the scan; with all of them there is none.
+      unroll: layers per iteration of the scan; L or more removes the scan.
 
     Returns:
-      What comes out of the last, and `(out, sums)` of all, stacked: [L, ...].
+      The output of the last layer, and `(out, sums)` of all layers, stacked: [L, ...].
     """
 
     def step(x_BTD, weights_and_in):
@@ -65,8 +65,8 @@ def scan_layers(
     num_layers = len(jax.tree.leaves(weights)[0])
     if unroll < num_layers:
         return jax.lax.scan(step, x_BTD, (weights, per_layer), unroll=unroll)
-    # A scan, unrolled too, would copy what the backward pass keeps of the layers into one array. Not
-    # `leaf[i]`: JAX 0.10.2 cannot add the gradient of a static slice to a ref, as the learner asks of it.
+    # A Python loop, since even an unrolled scan copies the residuals of all layers into one array. Not
+    # `leaf[i]`: JAX 0.10.2 cannot add the gradient of a static slice to a ref, which `roles.gradient` needs.
     outs = []
     for i in range(num_layers):
         of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
@@ -82,18 +82,18 @@ def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How a forward pass is computed; what it computes does not depend on it beyond rounding.
+    """Implementation choices of a forward pass. They change its result only by rounding.
 
     Attributes:
-      dtype: of activations and of weights when they are used.
-      remat: a name of `REMAT_POLICIES`, what the backward pass keeps of each layer.
-      constrain: called with an activation and its logical axes; places it on a mesh, or does nothing.
-      experts: runs the chosen experts of a mixture; on a mesh it exchanges tokens between their owners.
-      layers: runs the stack, as `scan_layers` does; on a mesh with stages it is a pipeline.
-      unroll: layers per iteration of the scan; all of them makes sense for shallow models on CPU.
-      flat: products see all tokens in one dimension. XLA on CPU takes twice as long for the gradient of a
-        weight that is summed over two dimensions; where both are split over a mesh, one would be gathered.
-      in_8_bits: makes the products of projections, in place of `product`, if given.
+      dtype: type of activations, and of weights in matmuls.
+      remat: a name of `REMAT_POLICIES`: the activations kept for the backward pass.
+      constrain: (activation, its logical axes) -> activation; sets its sharding on a mesh, or does nothing.
+      experts: function that applies the experts of a mixture; on a mesh it exchanges tokens between devices.
+      layers: function that runs the stack, like `scan_layers`; a pipeline on a mesh with stages.
+      unroll: layers per iteration of the scan; the number of layers suits shallow models on CPU.
+      flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
+        gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
+      in_8_bits: 8-bit matmul for projections; None for `product`.
     """
 
     dtype: Any = jnp.float32
@@ -106,7 +106,7 @@ class Compute:
     in_8_bits: Product | None = None
 
     def projection(self, x: jax.Array, weight: jax.Array, *, num_summed: int) -> jax.Array:
-        """The product of a projection inside the layers: `product`, or that of `in_8_bits`."""
+        """The matmul of a projection inside the layers: `in_8_bits` if set, else `product`."""
         if self.in_8_bits is None:
             return self.product(x, weight, num_summed=num_summed)
         lead = x.shape[: x.ndim - num_summed]
@@ -116,13 +116,13 @@ class Compute:
     def product(
         self, x: jax.Array, weight: jax.Array, *, num_summed: int = 1, out_type: Any = None
     ) -> jax.Array:
-        """Sums products over the last dimensions of `x` and the first of `weight`.
+        """Matmul over the last dimensions of `x` and the first of `weight`.
 
         Args:
           x: [..., *summed], activations.
           weight: [*summed, *outs], in any type.
-          num_summed: how many dimensions are.
-          out_type: in which it is summed and returned; `dtype` by default.
+          num_summed: number of dimensions that are summed over.
+          out_type: type of the sum and of the result; None for `dtype`.
 
         Returns:
           [..., *outs].
@@ -135,6 +135,6 @@ class Compute:
         return out.reshape(*lead, *weight.shape[num_summed:])
 
     def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:
-        """[..., *summed] as [tokens, *summed], where that is asked for."""
+        """[..., *summed] as [tokens, *summed] if `flat` is set."""
         lead = x.ndim - num_summed
         return x.reshape(math.prod(x.shape[:lead]), *x.shape[lead:]) if self.flat else x

@@ -3,9 +3,9 @@
     B sequences   T tokens   L layers   D width   F ffn width   Q query heads   K kv heads   H head size
     V vocabulary
 
-Training, prefill and decoding run the same layers; they differ in the attention function handed in.
-Every weight names its logical axes and no weight or activation knows a mesh: `Compute.constrain` is
-called with logical names where a layout may want to pin an activation.
+Training, prefill and decoding run the same layers with different attention functions. Every weight names its
+logical axes, and nothing here knows a mesh: `Compute.constrain` gets the logical axes of an activation where
+a layout may constrain it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxrl.models.model_config import ModelConfig, RopeScaling
 from jaxrl.models.modules import Projection, RMSNorm, normal
 
 Params = Any  # nested dict of arrays, one entry per weight
-# (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's part
-# of `per_layer`, `row_in` is `per_row`. Both, as the rest, may be of some of the rows only: nothing that
-# differs between rows can come from a closure.
+# (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's slice
+# of `per_layer`, `row_in` is `per_row`. In a pipeline all arguments are those of one microbatch, so an
+# attention function must not take anything that differs between rows from a closure.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Attention(nnx.Module):
-    """Projections to queries, keys and values, rotation, attention, projection back."""
+    """Projects to queries, keys and values, rotates, attends, and projects back."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, head = ("embed", config.d_model), ("head_dim", config.head_dim)
@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
         compute: Compute,
     ) -> tuple[jax.Array, Any]:
-        """Returns [B, T, D] and what `attend` gave for this layer."""
+        """Returns [B, T, D] and the second result of `attend`."""
         constrain = compute.constrain
         q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, compute) for project in (self.q, self.k, self.v))
         if self.config.qk_norm:
@@ -95,11 +95,11 @@ class FeedForward(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
     ) -> tuple[jax.Array, None]:
-        """Returns [B, T, D], and that nothing was routed. Padding costs what every token costs."""
+        """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
         del live_BT
         activate = _ACTIVATIONS[self.activation]
 
-        # Computed again in the backward pass: two arrays of this width are kept then, not four.
+        # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
             hidden_BTF = activate(gate_BTF) * up_BTF
@@ -111,7 +111,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, normed before and if asked behind, each added to the residual stream."""
+    """Attention and feed-forward with norms before them, optionally also after them, and residual sums."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, config.d_model, "embed")
@@ -132,7 +132,7 @@ class Layer(nnx.Module):
         live_BT: jax.Array,
         compute: Compute,
     ) -> tuple[jax.Array, Any, Routing | None]:
-        """Returns the residual stream after this layer, what `attend` gave, and the routing."""
+        """Returns the residual stream after this layer, the second result of `attend`, and the routing."""
         with jax.named_scope("attention"):
             mixed_BTD, layer_out = self.attention(
                 self.attention_norm(x_BTD), rotation, attend, compute
@@ -149,12 +149,12 @@ class Layer(nnx.Module):
 
 
 class DecoderOutput(NamedTuple):
-    """What a forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
-      hidden_BTD: the normalised last hidden state.
-      layer_out: what `attend` returned, stacked over layers.
-      routing: where a mixture's tokens went, stacked over layers; None of a dense model.
+      hidden_BTD: normalised last hidden states.
+      layer_out: second result of `attend`, stacked over layers.
+      routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
     hidden_BTD: jax.Array
@@ -163,7 +163,7 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """A language model up to its last hidden state, and the map from there to logits or scores."""
+    """A language model: a stack of layers up to the last hidden state, and a head for logits or scores."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
@@ -192,15 +192,16 @@ class Decoder(nnx.Module):
 
         Args:
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
-          attend: see `Attend`; what it returns beside the attention leads with rows.
-          compute: how to compute it.
-          per_layer: pytree of [L, B, ...], handed to `attend` layer by layer.
-          per_row: pytree of [B, ...], handed to `attend` of every layer.
-          live_BT: bool, False for padding, which a mixture then spends no expert on; all by default.
+          attend: attention function, see `Attend`; its second result has a leading dimension of rows.
+          compute: implementation choices.
+          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer.
+          per_row: pytree of [B, ...], passed to `attend` of every layer.
+          live_BT: bool, False for padding, which a mixture of experts skips; None if all tokens are live.
         """
         live_BT = jnp.ones(tokens_BT.shape, bool) if live_BT is None else live_BT
         with jax.named_scope("embed"):
-            # Whole in width before the lookup: rows split over fsdp would be gathered by every token.
+            # Gather the width before the lookup. Otherwise the compiler would gather looked-up rows, one per
+            # token, over fsdp.
             table_VD = compute.constrain(self.embedding[...].astype(compute.dtype), ("vocab", None))
             x_BTD = table_VD[tokens_BT]
             if self.config.scale_embeddings:
@@ -231,14 +232,14 @@ class Decoder(nnx.Module):
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
     def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
-        """The attention of a layer, of which `slides` says whether it has the window; None as all others."""
+        """The attention kind of a layer. `slides` is None if all layers are alike."""
         window, softcap = self.config.sliding_window, self.config.attention_softcap
         if isinstance(slides, jax.Array):
             return AttentionKind(window, softcap, slides)
         return AttentionKind(0 if slides is False else window, softcap)
 
     def _rotations(self, positions_BT: jax.Array) -> tuple[Any, Any]:
-        """Angles of layers that see everything, and of sliding layers where they have a base of their own."""
+        """Rotations of full layers, and of sliding layers; None for the latter if they share one base."""
         config = self.config
         whole = rotary_angles(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
         if not config.rope_local_theta:
@@ -246,7 +247,7 @@ class Decoder(nnx.Module):
         return whole, rotary_angles(positions_BT, config.head_dim, config.rope_local_theta, None)
 
     def logits(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
-        """Maps [..., D] to float32 logits [..., V]; padding ids get a logit that no softmax can see."""
+        """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0."""
         weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
         logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
         if self.config.logits_softcap:
@@ -263,7 +264,7 @@ class Decoder(nnx.Module):
 
 
 def _rotation_of(rotations: tuple[Any, Any], kind: AttentionKind) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines of a layer, of the two pairs of `Decoder._rotations`."""
+    """Selects the cosines and sines of a layer from the two pairs of `Decoder._rotations`."""
     (whole, local), slides = rotations, kind.slides
     if local is None or not kind.window:
         return whole
@@ -287,7 +288,7 @@ def rotary_angles(
 
 
 def _stretch_wavelengths(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """All frequencies divided by `factor`, or by Llama 3.1: those of short wavelengths kept, some blended."""
+    """Divides frequencies by `factor`: all of them, or the low ones with a smooth transition (Llama 3.1)."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
     turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
@@ -309,11 +310,12 @@ def rotate(
 
 
 def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
-    """The static part of a decoder, its weights' shapes, and their logical axes.
+    """The static graph of a decoder, and the shapes and logical axes of its weights.
 
     Returns:
       (graph, shapes, axes): `nnx.merge(graph, params)` is a Decoder; `shapes` holds ShapeDtypeStructs
-      and `axes` tuples of axis names, in the structure of the parameters. Stacked layers lead with "layers".
+      and `axes` tuples of axis names, in the structure of the parameters. "layers" is the first axis of
+      stacked layers.
     """
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
@@ -332,5 +334,5 @@ def _axes_of(param: nnx.Param) -> nnx.Variable:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Fresh float32 weights: normal with variance 1 / fan-in, biases 0, norms that scale by 1."""
+    """Random float32 weights: normal with variance 1 / fan-in; biases are 0, norms scale by 1."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))

@@ -1,15 +1,17 @@
-"""The experts of a mixture, applied to the tokens that chose them; none is dropped.
+"""Applies the experts of a mixture to the tokens that chose them. No token is dropped.
 
     B sequences   T tokens   N = B*T   A experts of a token   M = N*A pairs   G experts held   D width
     F width of an expert   K chunks of n tiles of t rows
 
-The (token, expert) pairs are sorted by expert, and each expert multiplies its own run of rows, in one of two
-ways that give the same:
+The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. There are two
+implementations with equal results:
 
-    grouped   `jax.lax.ragged_dot`, which TPUs compile to grouped products
-    tiled     runs cut into tiles of one expert each, a chunk of tiles at a time, empty chunks left out.
-              Elsewhere XLA computes every expert on every row: with 32 experts 32 times the operations, and
-              rows of 32 times the width in memory (jaxlib 0.10.2, CPU and CUDA)
+    grouped   `jax.lax.ragged_dot`, which compiles to grouped matmuls on TPUs. On CPU and CUDA XLA computes
+              every expert on every row: with 32 experts 32 times the operations and the memory (jaxlib
+                0.10.2)
+    tiled     the rows of each expert are cut into tiles. Chunks of tiles are computed one after the other,
+    and
+              empty chunks are skipped
 """
 
 from __future__ import annotations
@@ -23,25 +25,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# gate, up, down -> weight, lora_a, lora_b (the last two where there is an adapter), each led by E.
+# gate, up, down -> weight, lora_a, lora_b (the last two only with an adapter); each has a leading dimension
+# E.
 ExpertWeights = dict[str, dict[str, jax.Array]]
 
 # (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD
 ExpertLayer = Callable[[jax.Array, jax.Array, jax.Array, ExpertWeights, Any], jax.Array]
 
 
-# Rows of a tile at most: enough for a product to outweigh reading its expert's weights.
+# Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
 _MOST_ROWS = 512
-# Of a chunk, whose tiles' weights are copied side by side.
+# Rows of a chunk. The weights of all its tiles are copied next to each other, so this bounds memory.
 _CHUNK_ROWS = 8192
-# Name of the program that computes a chunk, by which its operations are known to who counts them.
+# Name of the jitted function that computes a chunk; the planner finds its operations by this name.
 EXPERT_TILES = "tiles_of_experts"
-# A run has as many chunks at least, so that what nobody chose can be left out.
+# Smallest number of chunks, so that enough empty ones can be skipped.
 _FEWEST_CHUNKS = 8
 
 
 def experts_for(platform: str | None) -> Callable[..., jax.Array]:
-    """The faster of the two ways on a platform; `None` is no platform."""
+    """The faster implementation on a platform; None for no platform."""
     return apply_experts if platform == "tpu" else apply_experts_in_tiles
 
 
@@ -57,12 +60,12 @@ def apply_experts(
     """Sum over each token's experts of share * down(silu(gate(x)) * up(x)).
 
     Args:
-      x_BTD: tokens.
-      expert_BTA: int32, the experts of each token; those not held here add nothing.
-      share_BTA: weight of each of them in the sum.
-      weights: of the experts held here: a run of all experts, in their order.
-      axes: logical axes of `weights`, for those who place them; not used here.
-      first_expert: number of the first expert of that run.
+      x_BTD: activations.
+      expert_BTA: int32, the experts of each token; experts that are not held here contribute 0.
+      share_BTA: weight of each of these experts in the sum.
+      weights: weights of the experts held here, which have consecutive numbers.
+      axes: logical axes of `weights`, for `mesh.expert_parallel`; not used here.
+      first_expert: number of the first expert held here.
 
     Returns:
       [B, T, D], in the type of `x_BTD`.
@@ -77,7 +80,7 @@ def apply_experts(
     gate = _grouped(x, weights["gate"], rows_per_expert)
     up = _grouped(x, weights["up"], rows_per_expert)
     out = _grouped(jax.nn.silu(gate) * up, weights["down"], rows_per_expert)
-    # What lies behind the groups is whatever the kernel left there.
+    # Rows behind the last group are not written by `ragged_dot` and may hold anything, even NaN.
     out = jnp.where((held[order] < num_held)[:, None], out, 0)
     return _summed(jnp.zeros_like(out).at[order].set(out, unique_indices=True), share_BTA)
 
@@ -85,9 +88,9 @@ def apply_experts(
 def _held(
     expert_BTA: jax.Array, weights: ExpertWeights, first_expert: jax.Array | int
 ) -> tuple[jax.Array, int]:
-    """(expert of each pair, counted from the first that is held, or G; G): [M], in the order of the tokens.
+    """(expert of each pair [M], counted from the first held one; G), in the order of the tokens.
 
-    So pairs of other owners sort behind all runs, where no product reaches them.
+    Pairs whose expert is held elsewhere get G. They sort behind all others, where no matmul reaches them.
     """
     num_held = weights["gate"]["weight"].shape[0]
     held = expert_BTA.reshape(-1) - first_expert
@@ -95,7 +98,7 @@ def _held(
 
 
 def _summed(out_MD: jax.Array, share_BTA: jax.Array) -> jax.Array:
-    """What the experts of each token give, in their shares: [B, T, D]."""
+    """The weighted sum over the experts of each token: [B, T, D]."""
     by_token = out_MD.reshape(*share_BTA.shape, -1)
     return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
 
@@ -117,7 +120,7 @@ def apply_experts_in_tiles(
     *,
     first_expert: jax.Array | int = 0,
 ) -> jax.Array:
-    """As `apply_experts`, in tiles; the gradients of weights are summed in float32."""
+    """`apply_experts` in tiles; weight gradients are summed in float32."""
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
     tiles = _tiles(held, num_held, expert_BTA.shape[-1])
@@ -131,13 +134,19 @@ def apply_experts_in_tiles(
 )
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Where the rows of each tile come from and go.
+    """The assignment of (token, expert) pairs to rows of tiles.
+
+    Example: G = 2 experts, tiles of t = 2 rows, pairs 0..4 with experts 1 0 1 1 0:
+
+        tile 0   expert 0   pairs 1 4
+        tile 1   expert 1   pairs 0 2
+        tile 2   expert 1   pairs 3 -       place_M = 2 0 3 4 1
 
     Attributes:
-      expert_Kn: int32, of each tile; G of those that are empty, which come last.
-      token_Knt: int32, of each row; any token where a tile has fewer.
-      pair_Knt: int32, of each row; M where a tile has fewer.
-      place_M: int32, row of each pair among all of them; beyond the last of pairs held elsewhere.
+      expert_Kn: int32, expert of each tile; G for empty tiles, which come last.
+      token_Knt: int32, token of each row; arbitrary for unused rows.
+      pair_Knt: int32, pair of each row; M for unused rows.
+      place_M: int32, row of each pair, counted over all tiles; out of range for pairs held elsewhere.
     """
 
     expert_Kn: jax.Array
@@ -147,17 +156,17 @@ class _Tiles:
 
 
 def _tile_sizes(num_pairs: int, num_held: int) -> tuple[int, int, int]:
-    """(K, n, t) for as many pairs, however they choose."""
+    """(K, n, t) that suffice for this number of pairs, however they are distributed over experts."""
     half = max(1, num_pairs // (2 * num_held))
     rows = min(_MOST_ROWS, max(8, 1 << (half.bit_length() - 1)))
-    # A run ends in a tile that is not full.
+    # Each expert may end in a tile that is not full: up to one more tile per expert.
     tiles = num_pairs // rows + num_held
     in_chunk = max(1, min(tiles // _FEWEST_CHUNKS, _CHUNK_ROWS // rows))
     return -(-tiles // in_chunk), in_chunk, rows
 
 
 def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
-    """Cuts each expert's run of pairs, of which a token has `per_token`, into tiles."""
+    """Cuts the sorted pairs of each expert into tiles; a token has `per_token` pairs."""
     num_pairs = held_M.shape[0]
     chunks, in_chunk, rows = _tile_sizes(num_pairs, num_held)
     order_M = jnp.argsort(held_M).astype(jnp.int32)
@@ -175,7 +184,7 @@ def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
     is_row = (expert < num_held)[:, None] & (within < count[own][:, None])
     pair = order_M[jnp.minimum(first_row[own][:, None] + within, num_pairs - 1)]
 
-    # Where the row of a pair went: counted in its expert's run, and by the tiles before it.
+    # The row of a pair: the rows of all tiles of earlier experts, and its rank among the pairs of its expert.
     rank_M = (
         jnp.zeros_like(order_M)
         .at[order_M]
@@ -194,7 +203,7 @@ def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
 
 @jax.custom_vjp
 def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles) -> jax.Array:
-    """Each pair's expert applied to its token: [M, D], zeros for pairs held elsewhere."""
+    """Applies the expert of each pair to its token: [M, D], zeros for pairs held elsewhere."""
     num_held = weights["gate"]["weight"].shape[0]
 
     def chunk(of: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -224,7 +233,8 @@ def _in_tiles_backward(saved, d_out_MD: jax.Array):
             d_out = d_out_MD.at[pair_nt].get(mode="fill", fill_value=0)
             _, pull = jax.vjp(tiles_of_experts, x_ND[token_nt], _of_tiles(weights, expert_n))
             d_x, d_tiles = pull(d_out)
-            # A product and no scatter, which on GPUs would add in any order.
+            # A matmul with one-hot rows, not a scatter: on GPUs a scatter adds in random order, and the sum
+            # would not be reproducible.
             whose = jax.nn.one_hot(expert_n, num_held, axis=0, dtype=_sum_type(d_out))
             add = functools.partial(jnp.tensordot, whose, axes=1, precision="highest")
             return jax.tree.map(
@@ -261,13 +271,13 @@ def _rows(tiled: jax.Array, tiles: _Tiles) -> jax.Array:
 
 
 def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
-    """The weights of each tile's expert."""
+    """The weights of the expert of each tile."""
     return jax.tree.map(lambda w: w.at[expert_n].get(mode="clip"), weights)
 
 
 @jax.jit
 def tiles_of_experts(x: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """[n, t, D] --> [n, t, D], a tile with each entry of the weights; jitted for its name, `EXPERT_TILES`."""
+    """[n, t, D] --> [n, t, D], tile i with weights i. It is jitted to give it the name `EXPERT_TILES`."""
     gate, up = _batched(x, weights["gate"]), _batched(x, weights["up"])
     return _batched(jax.nn.silu(gate) * up, weights["down"])
 

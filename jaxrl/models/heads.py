@@ -1,4 +1,4 @@
-"""Heads other than the unembedding: scores of reward and cost models, values of critics."""
+"""Score heads in place of the unembedding: scores of reward and cost models, values of critics."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from jaxrl.models.model_config import ModelConfig
 
 
 def score_config(config: ModelConfig, *, num_scores: int = 1) -> ModelConfig:
-    """The model of `config` with scores in the place of logits."""
+    """The model of `config` with scores instead of logits."""
     return dataclasses.replace(config, num_scores=num_scores)
 
 
 def score_params(params: Params, config: ModelConfig) -> Params:
-    """Weights of a critic or reward model that starts from those of a language model.
+    """Weights of a critic or reward model, initialised from a language model.
 
-    The trunk is the actor's own; the head is 0, so that a fresh critic's values are 0 everywhere and its
-    first gradient goes to the head alone.
+    The trunk is taken over, and the head is 0. So a fresh critic predicts 0 everywhere, and its first
+    gradient reaches only the head.
 
     Args:
-      params: of a language model, such as an actor's checkpoint.
-      config: of the new model, see `score_config`.
+      params: weights of a language model, such as an actor's.
+      config: config of the new model, see `score_config`.
     """
     trunk = {name: leaf for name, leaf in params.items() if name != "unembedding"}
     return trunk | {"score_head": jnp.zeros((config.d_model, config.num_scores), jnp.float32)}
 
 
 def last_scores(scores_BTS: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """The scores at the last token of every segment, elsewhere 0: a reward model's verdict.
+    """The scores at the last token of every segment, 0 elsewhere: the scores of whole sequences.
 
     Args:
       scores_BTS: scores of every token.
       segment_ids_BT: int32; 0 is padding.
 
     Returns:
-      [B, T, S]; entry t is about the sequence that ends with token t.
+      [B, T, S]; entry t holds the scores of the sequence that ends with token t.
     """
     after_BT = jnp.pad(segment_ids_BT[:, 1:], ((0, 0), (0, 1)))
     last_BT = (segment_ids_BT > 0) & (segment_ids_BT != after_BT)
@@ -46,10 +46,12 @@ def last_scores(scores_BTS: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
 
 
 def values_before(value_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Values of the state before each token: entry t comes from token t - 1, as a log-probability does.
+    """Shifts scores to values of the state before each token: entry t is the score after token t - 1.
+
+    Example, one segment of four tokens: scores [a b c d] become values [0 a b c].
 
     Args:
-      value_BT: a score of every token, given it and what came before.
+      value_BT: score after every token.
       segment_ids_BT: int32; 0 is padding.
 
     Returns:

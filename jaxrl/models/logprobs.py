@@ -41,7 +41,7 @@ def token_logprobs(
       hidden_BTD: last hidden states.
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
       temperature: divides the logits.
-      chunk_tokens: C, how many positions have their logits in memory at once, forward and backward.
+      chunk_tokens: C, number of positions whose logits are in memory at once, forward and backward.
 
     Returns:
       (logprob_BT, entropy_BT), float32.
@@ -63,7 +63,7 @@ def squared_probabilities(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every token, and the sum over the vocabulary of the squared probabilities there.
+    """For every token its log-probability, and the sum over the vocabulary of the squared probabilities.
 
     Args as for `token_logprobs`; returns (logprob_BT, sum_pi_squared_BT), float32.
     """
@@ -83,18 +83,21 @@ def from_past(
     *,
     chunk_tokens: int,
 ) -> Values:
-    """What hidden states say about the token that follows each, chunk by chunk.
+    """Applies a function to each token and the hidden state before it, chunk by chunk.
 
-    This is the one place where hidden states and tokens are shifted against each other: entry t of
-    the result is about token t and comes from hidden state t - 1. A segment's first token has no
-    past; its entries are 0.
+    This is the only place where hidden states and tokens are shifted against each other. Entry t of the
+    result is about token t and comes from hidden state t - 1. The first token of a segment has no past, and
+    its entries are 0:
+
+        tokens        a  b  c  d        e  f         two segments in a row
+        hidden used   -  ha hb hc       -  he
 
     Args:
-      function: (hidden states [B, C, D], tokens [B, C] that follow them) -> pytree of values [B, C]; what it
-        holds of [B, C, V] is computed anew in the backward pass.
+      function: (hidden states [B, C, D], the tokens [B, C] after them) -> pytree of values [B, C]. Its
+        intermediate [B, C, V] arrays are not stored but recomputed in the backward pass.
       hidden: pytree of [B, T, D].
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
-      chunk_tokens: C.
+      chunk_tokens: C, number of positions computed at once.
 
     Returns:
       The values, [B, T] each.
@@ -123,5 +126,5 @@ def from_past(
 
 
 def of_tokens(logprobs_BCV: jax.Array, tokens_BC: jax.Array) -> jax.Array:
-    """The entry of each token, [B, C]."""
+    """The log-probability of each token, [B, C]."""
     return jnp.take_along_axis(logprobs_BCV, tokens_BC[..., None], axis=-1)[..., 0]

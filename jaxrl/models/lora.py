@@ -1,7 +1,8 @@
 """Low-rank adapters as a part of the parameter tree (Hu et al. 2021, arXiv 2106.09685).
 
-A projection with an adapter has the leaves `lora_a` and `lora_b` beside its `weight`. Only they are
-trained; the model without them is the reference, so that it needs no second copy of the weights.
+A projection with an adapter has the leaves `lora_a` and `lora_b` next to its `weight`. Only these are
+trained. The model without them is the reference policy, so the reference needs no second copy of the
+weights.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def with_adapters(config: ModelConfig, adapters: LoraConfig) -> ModelConfig:
 
 
 def split(params: Any) -> tuple[Any, Any]:
-    """(adapters, the rest) of a tree of parameters, or of one like it, such as of shardings."""
+    """Splits a tree of parameters, or a tree of the same structure, into (adapters, all other leaves)."""
     flat = _flat(params)
     adapters = {path: leaf for path, leaf in flat.items() if path[-1] in _LEAVES}
     rest = {path: leaf for path, leaf in flat.items() if path[-1] not in _LEAVES}
@@ -38,7 +39,7 @@ def split(params: Any) -> tuple[Any, Any]:
 
 
 def join(adapters: Any, rest: Any) -> Any:
-    """The tree that `split` took apart."""
+    """Joins the two trees of `split`."""
     return traverse_util.unflatten_dict(_flat(rest) | _flat(adapters))
 
 
@@ -47,7 +48,7 @@ def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def frozen_as(params: Any, dtype: Any) -> Any:
-    """A tree of parameters, or of their shapes, with what is below the adapters in another type."""
+    """Casts all leaves but the adapters to another type, in a tree of parameters or of shapes."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -64,7 +65,7 @@ def fresh_adapters(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def merge(params: Params, config: ModelConfig) -> Params:
-    """Weights of the model without adapters that computes the same, up to rounding."""
+    """Merges the adapters into the weights. Without adapters the model computes the same up to rounding."""
     adapters, rest = (_flat(tree) for tree in split(params))
     for path in {path[:-1] for path in adapters}:
         rest[*path, "weight"] = _merged(

@@ -1,21 +1,21 @@
-"""Products of activations and weights in 8 bits, forward and backward, by qwix (the extra `qwix`).
+"""8-bit matmuls of activations and weights, forward and backward, with qwix (the extra `qwix`).
 
-    x [..., *summed]   weight [*summed, *outs]   g [..., *outs], gradient of the product
+    x [..., *summed]   weight [*summed, *outs]   g [..., *outs], gradient of the output
 
-    product      of          scales                          in int8     in fp8
-    x · weight   x, weight   one a token, one an output      int8        e4m3
-    g · weight'  g, weight   one a token; the weight's       int8        e4m3
-                             go into g before it is rounded
-    x' · g       x, g        one an output; x's go into g    as given    e4m3, g in e5m2
+    matmul       computes          scales                              int8        fp8
+    x · weight   output            per token; per output               int8        e4m3
+    g · weight'  input gradient    per token; those of the weight      int8        e4m3
+                                   multiply g before it is rounded
+    x' · g       weight gradient   per output; those of x multiply g   unrounded   e4m3, g in e5m2
 
-The last is the weight's gradient, a sum over tokens whose gradients differ by orders of magnitude. In 8-bit
-integers all those below 1/256 of the largest would be 0 (more than half of them where their logarithm has a
-standard deviation of 2), and round away in one direction what trains; so it is summed in the type of the
-activations. e5m2 reaches over ten orders of magnitude.
+The weight gradient is a sum over tokens whose gradients differ by orders of magnitude. As 8-bit integers, all
+gradients below 1/256 of the largest would become 0: more than half of them, if their logarithm has a standard
+deviation of 2. This would remove a part of the training signal. So with int8 the weight gradient is computed
+in the type of the activations. e5m2 spans over ten orders of magnitude and needs no exception.
 
-Scales are the largest absolute value, taken anew for each product, so there is no state. Rounding is to the
-nearest. Not covered: grouped products of a mixture's experts, attention itself, and logits, routers, adapters
-and scores, which stay as they are.
+A scale is the largest absolute value, computed anew for each matmul, so there is no state. Rounding is to the
+nearest. Not covered: the grouped matmuls of experts, attention scores and values, logits, routers, adapters
+and scores, which keep full precision.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError
 
-ProductKind = Literal["full", "int8", "fp8"]
+MatmulKind = Literal["full", "int8", "fp8"]
 
 # (x [..., *summed], weight [*summed, *outs], num_summed) -> [..., *outs], in the type of x.
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
-def product_in(kind: ProductKind) -> Product | None:
-    """The product of a projection in 8 bits; None for "full".
+def matmul_in(kind: MatmulKind) -> Product | None:
+    """The 8-bit matmul of a projection; None for "full".
 
     Raises:
       UserError: qwix is not installed.
@@ -55,12 +55,12 @@ def product_in(kind: ProductKind) -> Product | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
 def _product(
-    qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_summed: int
+    qwix: Any, kind: MatmulKind, x: jax.Array, weight: jax.Array, num_summed: int
 ) -> jax.Array:
     return _forward(qwix, kind, x, weight, num_summed)[0]
 
 
-def _forward(qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_summed: int):
+def _forward(qwix: Any, kind: MatmulKind, x: jax.Array, weight: jax.Array, num_summed: int):
     lead = x.ndim - num_summed
     in_type = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn
     q_x = _quantized(qwix, x, in_type, range(lead))
@@ -70,7 +70,7 @@ def _forward(qwix: Any, kind: ProductKind, x: jax.Array, weight: jax.Array, num_
     return out, (q_x, q_weight, jnp.zeros((), weight.dtype))
 
 
-def _backward(qwix: Any, kind: ProductKind, num_summed: int, kept: Any, g: jax.Array):
+def _backward(qwix: Any, kind: MatmulKind, num_summed: int, kept: Any, g: jax.Array):
     q_x, q_weight, like_weight = kept
     dx = _input_gradient(qwix, q_weight, g, num_summed)
     sum_tokens = _weight_gradient_full if kind == "int8" else _weight_gradient_fp8
@@ -85,7 +85,8 @@ def _input_gradient(qwix: Any, q_weight: Any, g: jax.Array, num_summed: int) -> 
     """[..., *summed], float32."""
     num_outs = q_weight.qvalue.ndim - num_summed
     lead = g.ndim - num_outs
-    # A scale of what is summed over cannot be taken out of the sum: into the other factor with it.
+    # The sum runs over outputs, and each output has its own scale. Such a scale cannot be factored out of the
+    # sum, so it multiplies the gradient first.
     scale = q_weight.scale.reshape((1,) * lead + q_weight.scale.shape[num_summed:])
     q_g = _quantized(qwix, g.astype(jnp.float32) * scale, q_weight.qvalue.dtype, range(lead))
     summed = (tuple(range(lead, g.ndim)), tuple(range(num_summed, q_weight.qvalue.ndim)))
@@ -116,6 +117,6 @@ def _quantized(qwix: Any, x: jax.Array, dtype: Any, axes: range) -> Any:
 
 def _dot_general(qwix: Any, a: Any, b: Any, summed: Any) -> jax.Array:
     """Summed in int32 or float32, then scaled; float32."""
-    # It multiplies int32 with float32: qwix relies on promotion.
+    # qwix multiplies int32 by float32 and relies on implicit promotion, which jaxrl otherwise forbids.
     with jax.numpy_dtype_promotion("standard"):
         return qwix.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The feed-forward network as a mixture of experts: the router, and what it did (Qwen3-MoE).
+"""Mixture of experts as the feed-forward network (Qwen3-MoE): router, load-balancing loss, metrics.
 
 B sequences   T tokens   A experts of a token   E experts   D width   F width of an expert   L layers
 """
@@ -20,12 +20,12 @@ from jaxrl.models.modules import Projection, normal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where a layer sent its tokens, as sums over them, padding left out. Stacked: [L, ...].
+    """The routing of a layer, as sums over its tokens without padding. Stacked over layers: [L, ...].
 
     Attributes:
-      chosen_E: float32, how many tokens chose each expert.
-      probability_E: float32, the router's probabilities of each expert, summed.
-      num_tokens: float32, how many tokens there were.
+      chosen_E: float32, number of tokens that chose each expert.
+      probability_E: float32, sum over tokens of the router's probability of each expert.
+      num_tokens: float32, number of tokens.
     """
 
     chosen_E: jax.Array
@@ -54,12 +54,12 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
     ) -> tuple[jax.Array, Routing]:
-        """Returns [B, T, D], 0 for padding, and where its tokens went.
+        """Applies the experts; returns [B, T, D], which is 0 for padding, and the routing.
 
         Args:
-          x_BTD: tokens.
-          live_BT: bool, False for padding, which no expert sees.
-          compute: how to compute it.
+          x_BTD: activations.
+          live_BT: bool, False for padding, which goes to no expert.
+          compute: implementation of the forward pass.
         """
         config = self.config
         with jax.named_scope("router"):
@@ -73,7 +73,7 @@ class MixtureOfExperts(nnx.Module):
             share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
             if config.normalize_experts:
                 share_BTA = share_BTA / share_BTA.sum(-1, keepdims=True)
-            # No expert has this number.
+            # Padding gets an expert number that no expert has.
             expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
         weights, axes = self._experts(compute)
         out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes)
@@ -104,15 +104,15 @@ class MixtureOfExperts(nnx.Module):
 def load_balancing_loss(routing: Routing) -> jax.Array:
     """E * sum_e f_e P_e of each layer, averaged over layers (Fedus et al. 2021, eq. 4).
 
-    f_e is the share of tokens that chose expert e (these shares sum to A), P_e the router's mean
-    probability of it; the gradient flows through P. Even routing gives A. Transformers'
-    function of this name multiplies means over all layers together; for one layer the two agree.
+    f_e is the share of tokens that chose expert e (the shares sum to A), and P_e the mean probability of e.
+    The gradient flows through P only. Even routing gives A. The function of this name in Transformers
+    multiplies means over all layers instead; for a single layer the two agree.
 
     Args:
-      routing: of all layers, [L, ...].
+      routing: routing of all layers, [L, ...].
 
     Returns:
-      A float32 scalar, 0 when there is no token.
+      A float32 scalar, 0 without tokens.
     """
     tokens_L1 = jnp.maximum(routing.num_tokens, 1.0)[:, None]
     chosen_LE, probability_LE = routing.chosen_E / tokens_L1, routing.probability_E / tokens_L1
@@ -121,12 +121,12 @@ def load_balancing_loss(routing: Routing) -> jax.Array:
 
 
 def routing_metrics(routing: Routing) -> dict[str, jax.Array]:
-    """How evenly the experts are used, as scalars by the name of the metric.
+    """Metrics of how evenly the experts are used, scalars by name.
 
     Returns:
       moe/load_balancing_loss: see `load_balancing_loss`.
-      moe/max_load: tokens of the busiest expert against the mean, in the worst layer; 1 is even.
-      moe/idle_experts: share of experts that saw no token.
+      moe/max_load: tokens of the busiest expert over the mean, in the worst layer; 1 is even.
+      moe/idle_experts: share of experts without any token.
     """
     mean_L = jnp.maximum(routing.chosen_E.mean(-1), 1e-9)
     return {

@@ -19,22 +19,22 @@ from jaxrl.checks import (
     token_count,
 )
 
-# Projections a low-rank adapter can sit on, by the name of our leaf; experts have the last three.
+# Projections that can have a low-rank adapter, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-# What the gate of a feed-forward network goes through.
+# Activation functions of the gate of a feed-forward network.
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of rotary wavelengths; lengths in tokens.
+    """Scaling of rotary wavelengths for longer contexts; lengths in tokens.
 
     Attributes:
-      factor: by which wavelengths grow.
-      low_freq_factor, high_freq_factor, original_max_positions: of "llama3" alone.
-      kind: "llama3" (Llama 3.1) stretches the long ones, "linear" all (Gemma 3).
+      factor: factor of the wavelengths.
+      low_freq_factor, high_freq_factor, original_max_positions: parameters of "llama3" only.
+      kind: "llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them.
     """
 
     factor: Annotated[float, at_least(1, at_most=MAX_COEFFICIENT)] = 8.0
@@ -58,9 +58,9 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + alpha / rank * B A x, W frozen.
 
     Attributes:
-      rank: width of the adapters; 0 trains all weights and has none.
-      alpha: scale of what they add, divided by the rank.
-      targets: projections that have one, names of `LORA_TARGETS`.
+      rank: rank of the adapters; 0 trains all weights, without adapters.
+      alpha: scale of the adapters' output, divided by the rank.
+      targets: projections with an adapter, names of `LORA_TARGETS`.
     """
 
     rank: Annotated[int, at_least(0, at_most=65_536)] = 0
@@ -76,7 +76,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by."""
+        """The factor of an adapter's output."""
         return self.alpha / self.rank
 
 
@@ -88,32 +88,32 @@ class ModelConfig:
 
     Attributes:
       vocab_size: rows of the embedding, at least the tokenizer's size.
-      num_tokens: ids the model may emit; rows above are padding and get no probability. 0 means all.
+      num_tokens: number of token ids; rows above are padding and get no probability. 0 for all rows.
       num_layers, d_model: depth, width.
       d_ff: width of the feed-forward network, of each expert in a mixture.
       num_heads, num_kv_heads, head_dim: query heads, key-value heads, size of each.
-      rope_theta, rope_scaling: base of the rotary wavelengths, and their scaling if any.
-      rope_local_theta: base in layers with a sliding window, which are never scaled (Gemma 3); 0 is none of
-        their own.
-      sliding_window: tokens that a token of a sliding layer sees, itself included; 0 where no layer slides.
+      rope_theta, rope_scaling: base of the rotary wavelengths, and their scaling; None for none.
+      rope_local_theta: rotary base of layers with a sliding window, which are not scaled (Gemma 3); 0 for the
+        base of the other layers.
+      sliding_window: tokens that a token of a sliding layer sees, itself included; 0 if no layer slides.
       layer_pattern: kinds of attention, each "full" or "sliding", repeated over the layers from the first.
       rms_norm_eps: added to the mean square before its root.
       tie_embeddings: the unembedding is the embedding transposed.
       qkv_bias: biases on the query, key and value projections (Qwen2).
       qk_norm: RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3).
-      query_pre_attn_scalar: scores are divided by its root; 0 is head_dim.
-      attention_softcap, logits_softcap: c of c * tanh(x / c), applied to the scores of attention and to the
-        logits (Gemma 2); 0 is none.
-      activation: of the gate, "silu" or "gelu_tanh".
-      post_norms: attention and feed-forward are normed behind too, before they are added (Gemma).
-      zero_centered_norms: the weights of norms are their scales less 1 (Gemma).
-      scale_embeddings: embeddings are multiplied by the root of d_model (Gemma).
-      num_experts: experts of every layer (Qwen3-MoE); 0 is a dense feed-forward network.
-      experts_per_token: how many of them each token is sent to.
-      normalize_experts: the weights of a token's experts sum to 1 (`norm_topk_prob`).
-      num_scores: 0 is a language model; otherwise every token gets so many scores in the place of
-        logits, as a reward, cost or value model needs one.
-      lora: low-rank adapters, if any.
+      query_pre_attn_scalar: attention scores are divided by its square root; 0 for head_dim.
+      attention_softcap, logits_softcap: c of the cap c * tanh(x / c) on attention scores and on logits
+        (Gemma 2); 0 for none.
+      activation: activation function of the gate, "silu" or "gelu_tanh".
+      post_norms: add norms after attention and feed-forward, before the residual sum (Gemma).
+      zero_centered_norms: norm weights are stored as scale - 1 (Gemma).
+      scale_embeddings: multiply embeddings by the square root of d_model (Gemma).
+      num_experts: experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network.
+      experts_per_token: number of experts that each token is sent to.
+      normalize_experts: scale the weights of a token's experts to sum to 1 (`norm_topk_prob`).
+      num_scores: number of scores per token in place of logits, for reward, cost and value models; 0 for a
+        language model.
+      lora: low-rank adapters.
     """
 
     # What a checkpoint's config.json or `model_shapes` says, and no command line.
@@ -206,28 +206,28 @@ class ModelConfig:
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
-        """For each layer, whether it has a sliding window."""
+        """For each layer, True if it has a sliding window."""
         pattern = self.layer_pattern
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
 
     @property
     def live_tokens(self) -> int:
-        """Ids that can be emitted."""
+        """The number of token ids that the model can emit."""
         return self.num_tokens or self.vocab_size
 
     @property
     def has_unembedding(self) -> bool:
-        """The logits have a matrix of their own."""
+        """Whether the logits have a matrix of their own."""
         return not self.tie_embeddings and not self.num_scores
 
     @property
     def num_params(self) -> int:
-        """Parameters without adapters, a tied unembedding counted once."""
+        """The number of parameters without adapters; a tied unembedding counts once."""
         return self._count(self.num_experts)
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token meets; fewer than `num_params` in a mixture of experts."""
+        """The number of parameters used by one token; fewer than `num_params` in a mixture of experts."""
         return self._count(self.experts_per_token)
 
     def _count(self, num_experts: int) -> int:

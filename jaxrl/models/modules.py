@@ -1,4 +1,4 @@
-"""What layers are made of: weights that name their axes, projections with or without an adapter, norms."""
+"""Building blocks of layers: weights with named axes, projections with optional adapters, norms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import LoraConfig
 
-# Name and size of each dimension; None names one that is never split.
+# Name and size of each dimension. The name None marks a dimension that is never split.
 Dims = tuple[tuple[str | None, int], ...]
 
 
@@ -22,13 +22,13 @@ def normal(key: jax.Array, dims: Dims, fan_in: int) -> nnx.Param:
 
 
 def constant(value: float, dims: Dims) -> nnx.Param:
-    """A float32 weight that starts as one value everywhere."""
+    """A float32 weight that starts with one value everywhere."""
     axes, shape = zip(*dims, strict=True)
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 class Projection(nnx.Module):
-    """x · weight + bias + alpha / rank * x · lora_a · lora_b; the last two where there are any.
+    """x · weight + bias + alpha / rank * x · lora_a · lora_b, where bias and adapter are optional.
 
     `lora_b` starts at 0, so a fresh adapter changes nothing.
     """
@@ -44,13 +44,13 @@ class Projection(nnx.Module):
         bias: bool = False,
         stack: Dims = (),
     ):
-        """Makes fresh weights.
+        """Creates random weights.
 
         Args:
-          name: by which `lora.targets` may ask for an adapter.
-          ins, outs: dimensions that are summed over, and those of the result.
-          lora, rngs: adapters, randomness.
-          bias: add one.
+          name: name of the projection; it gets an adapter if `lora.targets` contains the name.
+          ins, outs: dimensions that are summed over, and dimensions of the result.
+          lora, rngs: adapter settings, random streams.
+          bias: True adds a bias.
           stack: leading dimensions of a stack of projections, for experts.
         """
         fan_in = math.prod(size for _, size in ins)

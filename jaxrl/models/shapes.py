@@ -1,10 +1,11 @@
-"""Shapes of published models, by name: what their config.json says that decides the size of weights.
+"""Shapes of published models by name: the values of their config.json that determine the sizes of weights.
 
 For commands that compute with shapes, and for planning a recipe without its files:
 
     config.model = model_shapes("qwen2.5-32b")
 
-A run reads its checkpoint's own config.json, whose `rms_norm_eps` and `rope_theta` differ within a family.
+Training reads the config.json of its checkpoint instead: `rms_norm_eps` and `rope_theta` may differ between
+models of one shape.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ A row is cut into blocks, and a tile is the scores of one block of queries again
     queries 2    -  -  #  .      -  never computed: no segment in common with the queries
     queries 3    -  -  #  #
 
-One tile exists at a time, in the backward pass too, which computes it again from the log-sum-exp of
-its rows. That is FlashAttention (Dao et al., 2022), written for the compiler instead of by hand. Tiles before
-a sliding window are not computed either, so that the cost of a layer with one is linear in the length; nor
-are those between a shared prompt and the answer that goes on from it.
+Only one tile exists at a time. The backward pass recomputes it from the log-sum-exp of its rows. This is
+FlashAttention (Dao et al., 2022), written for the compiler instead of by hand. Tiles before a sliding window
+are skipped too, so the cost of a layer with a window is linear in the length. With shared prompts, tiles
+between the answers to one prompt are skipped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ from jaxrl.models.attention_kind import AttentionKind
 _MASKED = -1e30
 
 
-class Branches(NamedTuple):
-    """Segments of which some go on from another one: a tree instead of lines.
+class TreeSegments(NamedTuple):
+    """Segments for tree attention: a segment may continue another one, its prefix.
+
+    Example, a prompt P with two answers, whose segments begin with the last token of the prompt:
+
+        tokens        P P P r r P r r r
+        segment_ids   1 1 2 2 2 3 3 3 3
+        prefix_ids    0 0 1 1 1 1 1 1 1
 
     Attributes:
       segment_ids_BT: int32; 0 is padding.
@@ -45,7 +51,7 @@ class Branches(NamedTuple):
 
 
 class _Ids(NamedTuple):
-    """Of the tokens of blocks, [N, B, C]: their own segments, and the others that they see, if any."""
+    """Segment ids of the tokens of each block, [N, B, C], and prefix ids; None without prefixes."""
 
     own: jax.Array
     prefix: jax.Array | None
@@ -55,24 +61,24 @@ def xla_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segments: jax.Array | Branches,
+    segments: jax.Array | TreeSegments,
     kind: AttentionKind,
     *,
     block_tokens: int,
 ) -> jax.Array:
-    """`attention` by matrix products, a tile of `block_tokens` x `block_tokens` scores at a time."""
+    """`attention` by matmuls, one tile of `block_tokens` x `block_tokens` scores at a time."""
     B, T, Q, H = q_BTQH.shape
     K, C = k_BTKH.shape[2], min(block_tokens, T)
     N = -(-T // C)
 
     def blocks(x_BT: jax.Array) -> jax.Array:
-        """Pads the length and leads with the blocks: [N, B, C, ...]."""
+        """Pads the length and cuts it into blocks: [N, B, C, ...]."""
         x_BT = jnp.pad(x_BT, ((0, 0), (0, N * C - T)) + ((0, 0),) * (x_BT.ndim - 2))
         return x_BT.reshape(B, N, C, *x_BT.shape[2:]).swapaxes(0, 1)
 
     q_NBKGCH = blocks(q_BTQH).reshape(N, B, C, K, Q // K, H).transpose(0, 1, 3, 4, 2, 5)
     k_NBKSH, v_NBKSH = (blocks(x).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    own, prefix = segments if isinstance(segments, Branches) else (segments, None)
+    own, prefix = segments if isinstance(segments, TreeSegments) else (segments, None)
     ids = _Ids(blocks(own), None if prefix is None else blocks(prefix))
     reach = None if kind.reach is None else jnp.int32(kind.reach)
     out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, kind.softcap)
@@ -87,7 +93,7 @@ def _forward(
     reach: jax.Array | None,
     softcap: float,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Returns the mixed values, and what the backward pass needs."""
+    """Returns the mixed values, and the residuals of the backward pass."""
     tile = functools.partial(_scores, reach=reach, softcap=softcap)
 
     def mix(query_block):
@@ -107,11 +113,11 @@ def _forward(
                 mixed_BKGCH * decay_BKGC[..., None] + mixed,
             )
 
-        # Made from an operand, so that they vary over the same axes of a mesh under `shard_map`.
+        # Made from an operand: under `shard_map` they must vary over the same mesh axes as the results.
         zeros_BKGCH = jnp.zeros_like(q_BKGCH, jnp.float32)
         zeros_BKGC = zeros_BKGCH[..., 0]
-        # A row masked throughout counts its keys, until its first real key wipes them out: the block
-        # with the token itself is always the last.
+        # If all keys of a tile are masked for a row, it counts them with weight 1. The first real key wipes
+        # them out, as decay becomes 0. There always is one: the last tile contains the token itself.
         top_BKGC, total_BKGC, mixed_BKGCH = lax.fori_loop(
             0, tiles.num, add, (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
         )
@@ -131,7 +137,7 @@ def _backward(
     q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, out_NBKGCH, logsumexp_NBKGC = residuals
     tile = functools.partial(_scores, reach=reach, softcap=softcap)
     dtype, scale = q_NBKGCH.dtype, q_NBKGCH.shape[-1] ** -0.5
-    # What a softmax subtracts from its cotangent, sum(weights * d_weights), is out . d_out.
+    # The gradient of a softmax subtracts sum(weights * d_weights), which equals out . d_out.
     shift_NBKGC = _product("nbkgch,nbkgch->nbkgc", out_NBKGCH, d_out_NBKGCH)
 
     def unmix(d_keys_values, query_block):
@@ -145,8 +151,8 @@ def _backward(
             d_weights = _product("bkgch,bksh->bkgcs", d_out_BKGCH, v_NBKSH[j])
             d_scores = weights * (d_weights - shift_BKGC[..., None]) * scale
             d_scores = (d_scores if slope is None else d_scores * slope).astype(dtype)
-            # Length last: the other way round the scores would be transposed, and the whole took
-            # 1.7 times as long on CPU.
+            # Length last. With head size last the scores must be transposed, which took 1.7 times as long on
+            # CPU.
             d_k_BKHS = _product("bkgch,bkgcs->bkhs", q_BKGCH, d_scores)
             d_v_BKHS = _product("bkgch,bkgcs->bkhs", d_out_BKGCH, weights.astype(dtype))
             return (
@@ -206,7 +212,7 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Masked scores [B, K, G, C, S] of one tile, whose keys lie `blocks_back` blocks before its queries.
 
-    With a cap, its derivative by the score before it comes second, else None.
+    The second result is the derivative of the cap by the uncapped score; None without a cap.
     """
     C, H = q_BKGCH.shape[-2:]
     scores = _product("bkgch,bksh->bkgcs", q_BKGCH, k_BKSH) * (H**-0.5)
@@ -227,11 +233,12 @@ def _scores(
 
 
 class _Tiles(NamedTuple):
-    """For each block of queries, which blocks of keys are computed.
+    """The blocks of keys to compute, for each block of queries.
 
     Attributes:
-      keys: int32 [N, N], these blocks in ascending order, then others; the queries' own block is the last.
-      num: int32 [N], how many they are.
+      keys: int32 [N, N], the blocks to compute in ascending order, then the others. The last block to compute
+        is the one of the queries.
+      num: int32 [N], number of blocks to compute.
     """
 
     keys: jax.Array
@@ -239,13 +246,14 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
-    """Pairs of blocks in which a query of any row may look at a key.
+    """Finds the pairs of blocks in which a query of any row may see a key.
 
-    Two blocks have a segment in common only if the ranges of their ids overlap. The rows of `data.packing`
-    have ascending ids, in which that is nearly the same; other orders are right too, and skip less.
+    Two blocks can share a segment only if the ranges of their ids overlap. Rows of `data.packing` have
+    ascending ids, so almost all overlapping pairs do share one. Other orders give the same result but skip
+    fewer tiles.
     """
     N, _, C = ids.own.shape
-    # Padding comes last and is numbered 0, which would make the range of its block all-embracing.
+    # Padding comes last and has id 0. The range of its block would then begin at 0 and overlap all others.
     after_all = jnp.iinfo(jnp.int32).max
     own_NBC = jnp.where(ids.own == 0, after_all, ids.own)
     low_NB, high_NB = own_NBC.min(-1), own_NBC.max(-1)
@@ -256,7 +264,7 @@ def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
     block_N = jnp.arange(N)
     needed_NN = needed_NNB.any(-1) & (block_N[None] < block_N[:, None])
     if reach is not None:
-        # The first query of a block looks back furthest, to the last key of another.
+        # The smallest distance between two blocks is from the first query to the last key.
         needed_NN &= block_N[:, None] * C - (block_N[None] * C + C - 1) < reach
     needed_NN |= block_N[None] == block_N[:, None]
     return _Tiles(jnp.argsort(~needed_NN, axis=1, stable=True), needed_NN.sum(1))
@@ -265,5 +273,5 @@ def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
 def _overlap(
     low_NB: jax.Array, high_NB: jax.Array, other_low_NB: jax.Array, other_high_NB: jax.Array
 ) -> jax.Array:
-    """Which ranges have something in common with which of the others, bool [N, N, B]."""
+    """Whether range n of the first set overlaps range m of the second, bool [N, N, B]."""
     return (low_NB[:, None] <= other_high_NB[None]) & (other_low_NB[None] <= high_NB[:, None])

@@ -1,6 +1,6 @@
-"""Advantages of a packed batch: from a reward for each sequence to an advantage for each token.
+"""Advantages of a packed batch: from the reward of each sequence to the advantage of each token.
 
-One program over the whole step: baselines and deviations look across minibatches.
+One program covers the whole step, because baselines and deviations look across minibatches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
-# What every dataflow can give an estimator.
+# Arrays that every dataflow can give to an estimator.
 ALWAYS = frozenset(
     [
         "score_B",
@@ -37,9 +37,9 @@ ALWAYS = frozenset(
         "group_BT",
     ]
 )
-# What comes from a critic, from a greedy answer, and from the pass that recomputes log-probabilities.
+# Arrays from a critic, from a greedy answer, and from the pass that recomputes log-probabilities.
 VALUES, BASELINE, SUM_PI_SQUARED = "value_BT", "baseline_BT", "sum_pi_squared_BT"
-# Arrays that the program itself hands to settings of an estimator.
+# An array that the program passes as a keyword, to estimators that have it among their settings.
 IMPORTANCE_WEIGHT = "importance_weight_BT"
 _GIVEN = ("num_groups", IMPORTANCE_WEIGHT)
 
@@ -47,10 +47,11 @@ _GIVEN = ("num_groups", IMPORTANCE_WEIGHT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VocabularyBatch(TrainBatch):
-    """A batch for estimators that look at probabilities of the whole vocabulary.
+    """A batch for estimators that use the probabilities of the whole vocabulary.
 
     Attributes:
-      sum_pi_squared: float32 [U, M, R, T], the sum of the squares of those that `old_logprob` is one of.
+      sum_pi_squared: float32 [U, M, R, T], sum over the vocabulary of the squared probabilities of the old
+        policy.
     """
 
     sum_pi_squared: jax.Array
@@ -61,10 +62,10 @@ class Estimator:
     """An advantage estimator of `algos.advantages`, with the KL penalty in the reward.
 
     Attributes:
-      name: one of `ADVANTAGES`, or the path of a function of that form.
-      options: its keywords.
-      whiten: give the advantages mean 0 and deviation 1 over the trained tokens of the step.
-      kl_estimate: what the reward pays for, one of `KL_ESTIMATES`.
+      name: one of `ADVANTAGES`, or the path of a function of the same form.
+      options: keyword arguments of that function.
+      whiten: scale the advantages to mean 0 and deviation 1 over the trained tokens of the step.
+      kl_estimate: estimate of the KL penalty in the reward, one of `KL_ESTIMATES`.
     """
 
     name: str
@@ -76,10 +77,10 @@ class Estimator:
     def of(
         name: str, options: Mapping[str, Any], *, whiten: bool = False, kl_estimate: str = "k1"
     ) -> Estimator:
-        """An estimator, its names and options checked.
+        """Builds an estimator and checks its names and options.
 
         Raises:
-          UserError: a name or an option is not known.
+          UserError: a name or an option is unknown.
         """
         estimator = Estimator(name, tuple(sorted(options.items())), whiten, kl_estimate)
         check_options(estimator.function, options, f"advantage {name!r}", given=_GIVEN)
@@ -88,16 +89,16 @@ class Estimator:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Names of the arrays it is made from."""
+        """Names of the arrays that the estimator needs."""
         return frozenset(inputs_of(self.function))
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What computes it."""
+        """The function that computes the advantages."""
         return lookup(ADVANTAGES, self.name, "advantage")
 
     def check_inputs(self, dataflow: str, extra: frozenset[str]) -> None:
-        """Raises UserError where it needs what a dataflow does not compute, beyond `ALWAYS` and `extra`."""
+        """Raises UserError if the estimator needs arrays other than `ALWAYS` and `extra`."""
         missing = sorted(self.inputs - ALWAYS - extra)
         if missing:
             raise UserError(
@@ -143,17 +144,17 @@ class Estimator:
         weight_K: np.ndarray | None = None,
         kl_coef: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Advantage and return of every token.
+        """The advantage and return of every token.
 
         Args:
-          batch: B sequences, with log-probabilities of the actor and, where `kl_coef` counts, the reference;
-            a `VocabularyBatch` where the estimator asks for squared probabilities.
+          batch: B sequences with log-probabilities of the actor and, if `kl_coef` is not 0, of the reference;
+            a `VocabularyBatch` if the estimator needs squared probabilities.
           score_B: float32, reward of each sequence.
-          group_B: int32, its prompt.
-          num_groups: how many prompts there are.
-          value: float32 [U, M, R, T], where the estimator asks for values.
-          baseline_B: float32, where it asks for the reward of a greedy answer.
-          score_BK, weight_K: float32, where it asks for the parts of the reward, with their weights.
+          group_B: int32, prompt number of each sequence.
+          num_groups: number of prompts.
+          value: float32 [U, M, R, T], values of a critic; None if the estimator does not use them.
+          baseline_B: float32, reward of the greedy answer; None if not used.
+          score_BK, weight_K: float32, components of the reward and their weights; None if not used.
           kl_coef: coefficient of the KL penalty.
 
         Returns:
@@ -173,7 +174,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
     kl_BT = KL_ESTIMATES[estimator.kl_estimate](
         masked(rows.old_logprob, mask_BT), masked(rows.ref_logprob, mask_BT)
     )
-    # A sequence's score sits on its last trained token.
+    # The score of a sequence sits on its last trained token.
     end_BT = masked(to_tokens(score_B, sequence_BT), last_tokens(mask_BT, segment_ids_BT))
     reward_BT = penalized_reward(end_BT, kl_BT, mask_BT, coef=kl_coef)
 
@@ -181,7 +182,8 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
         return to_sequences(x_BT, mask_BT, sequence_BT, num_sequences=len(score_B))
 
     inputs = {
-        # A sequence without a trained token keeps its score, for its group's sake.
+        # Score plus KL penalty. Not a sum of reward_BT: a sequence without a trained token would lose its
+        # score, which the baseline of its group needs.
         "score_B": score_B + by_sequence(reward_BT - end_BT),
         "group_B": group_B,
         "length_B": by_sequence(jnp.ones_like(mask_BT)),

@@ -20,10 +20,15 @@ def pack_completions(
     fill_minibatches: bool = False,
     share_prompts: bool = False,
 ) -> TrainBatch:
-    """Packs sampled sequences, with what the sampler said of their response tokens; see `plan_packing`.
+    """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
-    With `share_prompts`, those of a row that answer one prompt share all of it but its last token: what that
-    token's hidden state says of the first of the answer is then in one segment with it, as everywhere.
+    Args:
+      completions: prompts and responses.
+      shape: [U, M, R, T] of the batch.
+      shards, fill_minibatches: see `plan_packing`.
+      share_prompts: store a prompt once for all its answers in a row, except for its last token. Each
+        answer's segment begins with that last token, because its hidden state predicts the first token of
+        the answer.
     """
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
     sequences = _sequences(prompts, completions.tokens)
@@ -41,7 +46,7 @@ def pack_completions(
 def pack_examples(
     examples: Sequence[MaskedExample], shape: PackedShape, *, shards: int = 1
 ) -> TrainBatch:
-    """Packs examples for supervised training, each with its own mask; log-probabilities are 0."""
+    """Packs supervised examples, each with its own loss mask; rollout log-probabilities are 0."""
     prompts, responses, masks = zip(*examples, strict=True)
     zeros = [np.zeros(len(response), np.float32) for response in responses]
     sequences = _sequences(prompts, responses)
@@ -62,7 +67,7 @@ def _packed(packing: Packing, prompts, sequences, rollout_logprob, mask) -> Trai
         ]
         return packing.pack(padded, np.float32)
 
-    # What several share belongs to none of them.
+    # Tokens of a shared prompt belong to no single sequence: -1.
     numbers = [
         np.where(np.arange(len(s)) < shared, -1, i)
         for i, (s, shared) in enumerate(zip(sequences, packing.shared, strict=True))

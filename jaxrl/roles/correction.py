@@ -1,4 +1,4 @@
-"""Correction of a packed batch for having been sampled by another policy than the one that learns.
+"""Off-policy correction of a packed batch: the sampler's policy differs from the one that learns.
 
 `algos.rollout_correction` has the formulas and the direction of every bound.
 """
@@ -24,26 +24,26 @@ from jaxrl.types import TrainBatch
 Ratios = tuple[
     Annotated[float, positive_coefficient()], Annotated[float, positive_coefficient(or_inf=True)]
 ]
-"""The lowest and the highest of pi_train / pi_rollout."""
+"""(lowest, highest) allowed pi_train / pi_rollout."""
 
 Nats = Annotated[float, positive_coefficient()]
-"""The most of a divergence."""
+"""The largest allowed divergence, in nats."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RejectionConfig:
-    """Which tokens and sequences are left out; None leaves out none. All that are set must let a token pass.
+    """Rejection rules. None turns a rule off; a token is kept only if every rule that is set accepts it.
 
-    Each sees the original mask and has metrics of its own, `rollout_corr/rollout_rs_<name>_*`, where a ratio
-    has verl's name, k1: `rollout_rs_token_k1_masked_fraction`.
+    Each rule sees the original mask and has its own metrics, `rollout_corr/rollout_rs_<name>_*`. In these
+    names a ratio is called k1, as in verl: `rollout_rs_token_k1_masked_fraction`.
 
     Attributes:
-      token_ratio: (lowest, highest) of each token's pi_train / pi_rollout; inf for no highest.
-      seq_sum_ratio, seq_mean_ratio: of a whole sequence's, the product over its tokens, or their geometric
-        mean.
-      token_k2, seq_sum_k2, seq_mean_k2, seq_max_k2: the most, in nats, that k2 = (log ratio)^2 / 2 of a token
-        may be, or its sum, mean or maximum over the sequence.
-      token_k3, seq_sum_k3, seq_mean_k3, seq_max_k3: likewise of k3 = ratio - 1 - log ratio.
+      token_ratio: (lowest, highest) pi_train / pi_rollout of a token; inf for no upper bound.
+      seq_sum_ratio, seq_mean_ratio: bounds of the ratio of a whole sequence: the product over its tokens, or
+        their geometric mean.
+      token_k2, seq_sum_k2, seq_mean_k2, seq_max_k2: largest k2 = (log ratio)^2 / 2 in nats, of a token, or as
+        sum, mean or maximum over a sequence.
+      token_k3, seq_sum_k3, seq_mean_k3, seq_max_k3: the same for k3 = ratio - 1 - log ratio.
     """
 
     token_ratio: Ratios | None = None
@@ -73,7 +73,7 @@ class RejectionConfig:
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """The same for `algos.rollout_correction`."""
+        """The bounds that are set, as rules of `algos.rollout_correction`."""
         return tuple(_rejection(name, bound) for name, bound in self.given.items())
 
 
@@ -86,20 +86,20 @@ def _rejection(name: str, bound: tuple[float, float] | float) -> Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionConfig:
-    """What is done about tokens that the sampler and the trainer give different probabilities.
+    """Correction for tokens whose probability differs between sampler and trainer.
 
     All bounds are on pi_train / pi_rollout.
 
     Attributes:
-      bypass: two policies: the sampler's log-probability is the old one, which saves a forward pass. All that
-        follows is then done inside the loss, by the policy being trained. `weights` are for losses without a
-        ratio of their own (`algos.policy_losses.RATIO_FREE`).
-      weights: importance weights of the loss: of each token, of whole sequences, or none.
-      highest: weights above are cut to it (TIS, truncated importance sampling); inf for none.
-      lowest: with a value above 0 weights outside lowest..highest become 0 instead (IcePop).
-      normalize: scale weights to mean 1 over the step; over each minibatch in bypass.
-      reject: which tokens and sequences are left out.
-      veto: sequences with a token below this ratio are rejected (`rollout_rs_veto_*`); 0 vetoes none.
+      bypass: use the sampler's log-probability as the old one (two policies instead of three). This saves a
+        forward pass. Weights and rejections are then computed inside the loss, from the policy being trained,
+        and `weights` are for losses without a ratio of their own (`algos.policy_losses.RATIO_FREE`).
+      weights: importance weights of the loss, per token, per sequence, or none.
+      highest: upper bound of weights (TIS, truncated importance sampling); inf for none.
+      lowest: if above 0, weights outside lowest..highest become 0 (IcePop).
+      normalize: scale weights to mean 1 over the step, or in bypass over each minibatch.
+      reject: rejection rules.
+      veto: reject sequences with a token below this ratio (`rollout_rs_veto_*`); 0 for none.
     """
 
     bypass: bool = False
@@ -112,7 +112,7 @@ class CorrectionConfig:
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """All reasons to leave a token out."""
+        """All rejection rules, the veto included."""
         if not self.veto:
             return self.reject.rejections
         bounds = algos.ratio_bounds(self.veto, math.inf)
@@ -120,7 +120,7 @@ class CorrectionConfig:
 
     @property
     def weighs(self) -> bool:
-        """The loss has importance weights."""
+        """Whether the loss has importance weights."""
         return self.weights != "none"
 
     def check_sequence_loss(self, loss: str) -> None:
@@ -155,12 +155,12 @@ class CorrectionConfig:
 
 
 class Corrected(NamedTuple):
-    """What a correction makes of some rows.
+    """The correction of some rows.
 
     Attributes:
-      weight_BT: importance weights, bounded and not yet normalised; 1 if there are none.
-      mask_BT: the trained tokens that nothing rejects.
-      moments: of the statistics; those of parts add up.
+      weight_BT: importance weights, bounded but not yet normalised; 1 if the correction has none.
+      mask_BT: 1 on trained tokens that no rule rejects.
+      moments: moments of the statistics; add those of parts.
     """
 
     weight_BT: jax.Array
@@ -175,13 +175,14 @@ def correct(
     mask_BT: jax.Array,
     segment_ids_BT: jax.Array,
 ) -> Corrected:
-    """Weighs and rejects the tokens of any part of a batch; no gradient goes through.
+    """Weighs and rejects the tokens of any part of a batch. No gradient passes.
 
     Args:
-      config: what to do.
-      train_logprob_BT: of the policy that learns: at the start of the step, or inside the loss.
-      rollout_logprob_BT: of the sampler's.
-      mask_BT, segment_ids_BT: as in `algos.segments`; sequences are judged as a whole.
+      config: the correction.
+      train_logprob_BT: log-probabilities of the policy that learns, from the start of the step or from inside
+        the loss.
+      rollout_logprob_BT: log-probabilities of the sampler.
+      mask_BT, segment_ids_BT: as in `algos.segments`, with whole sequences.
     """
     where = (mask_BT, segment_ids_BT)
     train_logprob_BT = jax.lax.stop_gradient(train_logprob_BT)
@@ -214,12 +215,12 @@ def norm_factor(config: CorrectionConfig, moments: RunningMoments) -> jax.Array 
 
 
 def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> dict[str, jax.Array]:
-    """Every metric of the mismatch and of what was done about it, named as in verl: `rollout_corr/*`.
+    """All metrics of the mismatch and its correction, named as in verl: `rollout_corr/*`.
 
     Args:
-      config: what was done.
-      moments_U: of each of U parts whose weights were normalised apart. Statistics are of all together, and
-        `rollout_is_batch_norm_factor` is the mean of the factors.
+      config: the correction.
+      moments_U: moments of U parts whose weights were normalised separately, along the first axis. Statistics
+        cover all parts together; `rollout_is_batch_norm_factor` is the mean of the factors.
     """
     moments = merge_moments(moments_U)
     metrics = algos.mismatch_metrics(moments["mismatch"])
@@ -242,11 +243,11 @@ def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> d
 def corrected(
     config: CorrectionConfig, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, jax.Array]]:
-    """The batch with importance weights and without rejected tokens, and every metric of the mismatch.
+    """Adds importance weights to a batch, removes rejected tokens from its mask, and measures the mismatch.
 
     Args:
-      config: what to do.
-      batch: with both log-probabilities.
+      config: the correction.
+      batch: a batch with the log-probabilities of sampler and trainer.
 
     Returns:
       (batch, metrics); metrics named as in verl, `rollout_corr/*` and `training/rollout_*`.

@@ -1,9 +1,9 @@
-"""Floating-point operations that a model's definition asks for: what rates and shares of the roof are of.
+"""Model FLOPs: floating-point operations that a model needs by definition. `perf/mfu` is computed from them.
 
-Counted: products with weights, two operations a weight and token, adapters and logits among them; scores and
-values of attention, for the pairs that a token may see, so a packed row costs what its sequences cost. Not
-counted: what is computed again (remat, chunks of logits, tiles of attention), what is computed for padding or
-the masked future, and everything element by element.
+Counted: matmuls with weights (adapters and logits included) at two operations per weight and token; the
+attention matmuls for visible pairs of tokens, so a packed row costs as much as its sequences. Not counted:
+recomputation (remat, chunks of logits, tiles of attention), padding, masked future tokens, and elementwise
+operations.
 
 B sequences
 """
@@ -19,11 +19,11 @@ from jaxrl.models.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class TokenFlops:
-    """Operations of one token's forward pass, attention to others left out.
+    """Operations of the forward pass of one token, without attention scores and values.
 
     Attributes:
-      weights: products with the weights of layers and head.
-      adapters: products with adapters, if there are any.
+      weights: operations of matmuls with the weights of layers and head.
+      adapters: operations of matmuls with adapters; 0 without adapters.
     """
 
     weights: float
@@ -31,12 +31,14 @@ class TokenFlops:
 
     @property
     def training(self) -> float:
-        """Forward and backward. Frozen weights pass gradients on and get none of their own."""
+        """Operations of the forward and backward pass."""
+        # The backward pass costs two matmuls per weight: one for the gradient of the input, one for that of
+        # the weight. Weights frozen below adapters need the first only.
         return (2 if self.adapters else 3) * self.weights + 3 * self.adapters
 
 
 def token_flops(model: ModelConfig) -> TokenFlops:
-    """Of one token."""
+    """The operations of one token."""
     width = model.d_model
     sides = _projections(model)
     layer = sum(copies * ins * outs for ins, outs, copies in sides.values())
@@ -54,7 +56,7 @@ def token_flops(model: ModelConfig) -> TokenFlops:
 
 
 def _projections(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """(inputs, outputs, how many a token meets) of each projection of a layer."""
+    """(inputs, outputs, copies that a token passes) of each projection of a layer."""
     width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
     queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
     return {
@@ -69,21 +71,26 @@ def _projections(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
-    """Of scores and weighted values in the forward pass of whole sequences, all layers: float64 [B].
+    """Operations of attention scores and weighted values in the forward pass, all layers: float64 [B].
 
     Training takes three times as many.
+
+    Args:
+      model: the shape.
+      lengths_B: tokens of each sequence.
     """
     tokens_B = np.asarray(lengths_B, np.float64)
     full_B = tokens_B * (tokens_B + 1) / 2
     beyond_B = np.maximum(tokens_B - model.sliding_window, 0)
-    # Tokens whose window is full do not see what lies before it.
+    # A token that lies m tokens beyond the first full window does not see the first m tokens.
     sliding_B = full_B - beyond_B * (beyond_B + 1) / 2
     num_sliding = sum(model.sliding_layers)
     pairs_B = (model.num_layers - num_sliding) * full_B + num_sliding * sliding_B
+    # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
     return 4.0 * model.num_heads * model.head_dim * pairs_B
 
 
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
-    """Of a forward and a backward pass over whole sequences: float64 [B]."""
+    """Operations of the forward and backward pass over whole sequences: float64 [B]."""
     linear_B = np.asarray(lengths_B) * token_flops(model).training
     return linear_B + 3 * attention_flops(model, lengths_B)

@@ -1,4 +1,4 @@
-"""A judge that answers in words: a frozen language model, with its own tokenizer and rollout backend."""
+"""A generative judge: a frozen language model with its own tokenizer and rollout backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GREEDY = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
 
 
 class GenerativeJudge:
-    """Answers texts with texts, greedily: what `rewards.judge.judge_scores` samples with."""
+    """Answers texts with texts, by greedy decoding. `rewards.judge.judge_scores` samples with it."""
 
     def __init__(
         self,
@@ -26,13 +26,14 @@ class GenerativeJudge:
         template: str = "{prompt}",
         chat: bool = False,
     ):
-        """Takes a rollout backend; its `load` gives the judge its weights.
+        """Wraps a rollout backend; its `load` gives the judge its weights.
 
         Args:
-          backend: samples with the model, and turns tokens into text as `tokenizer` does.
-          tokenizer: the model's own.
-          max_prompt_tokens: has to hold template, question and response; longer prompts keep their end.
-          template, chat: how a text becomes a prompt.
+          backend: rollout backend of the model; it decodes tokens with `tokenizer`.
+          tokenizer: tokenizer of the model.
+          max_prompt_tokens: limit for template, question and response together. Longer prompts lose their
+            beginning.
+          template, chat: format that turns a text into a prompt, see `PromptFormat`.
         """
         self.backend = backend
         self._tokenizer = tokenizer
@@ -41,11 +42,11 @@ class GenerativeJudge:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """What its tokenizer reads as one token wherever it stands, such as "<|im_end|>"."""
+        """Strings that the tokenizer reads as one special token anywhere in a text, such as "<|im_end|>"."""
         return self._tokenizer.added_tokens
 
     def answer(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """The likeliest answer to each text. Prompts that are too long keep their end."""
+        """The greedy answer to each text. Prompts that are too long lose their beginning."""
         rendered = [render_context(text, self._tokenizer, self._prompt_format) for text in texts]
         tokens = tuple(
             ids[-self._max_prompt_tokens :] for ids in self._tokenizer.encode_batch(rendered)

@@ -147,12 +147,12 @@ class MicrobatchLoss:
 
 @dataclasses.dataclass(frozen=True)
 class MinibatchGradient:
-    """What one minibatch contributes to an update.
+    """The contribution of one minibatch to an update.
 
     Attributes:
-      grads: of the trained weights.
+      grads: gradients of the trained weights.
       stats: means over the minibatch, scalars; "loss" among them.
-      sums: of its microbatches.
+      sums: sums over its microbatches.
       this_pass: the objective's `this_pass`, [M, R, T] each.
     """
 
@@ -230,7 +230,7 @@ def _accumulate(
 
 
 def _normalized(objective: Objective, grads: Params, sums: Sums) -> tuple[Params, Stats]:
-    """Divides by what only the loss itself could tell: the tokens it kept, and its weights' mean."""
+    """Divides by the count of kept tokens and by the mean weight, which are known only after the loss."""
     correction = objective.correction
     assert correction is not None, "only a correction defers the normaliser"
     divisor = objective.aggregation.divisor(sums.trained)

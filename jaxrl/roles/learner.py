@@ -18,16 +18,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import at_host, check_host_memory, from_host, offload, onload, to_host
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.eight_bit_moments import optimizer_shardings
 from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
-from jaxrl.roles.narrow_moments import optimizer_shardings
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
@@ -66,19 +66,19 @@ class Learner(PackedModel, abc.ABC):
         train: TrainConfig,
         optim: OptimConfig,
         seed: int,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
         """Builds the programs; `init` or an assignment to `state` gives weights.
 
         Args:
-          model, mesh: what is trained, where.
-          train, optim: how it learns.
-          seed: of random weights.
-          tables: where weights, gradients and moments lie.
+          model, mesh: shape of the model, and its training mesh.
+          train, optim: settings of the learning step and of the optimiser.
+          seed: seed of random weights and of random choices of an objective.
+          state_rules: sharding rules of weights, gradients and moments.
           offload: keep the state in pinned host memory while the role is idle.
         """
-        super().__init__(model, mesh, train=train, tables=tables)
+        super().__init__(model, mesh, train=train, state_rules=state_rules)
         if optim.moments_on_host:
             check_host_memory(mesh, "optim.moments_on_host True", "False")
         self.moments_on_host = optim.moments_on_host
@@ -86,7 +86,7 @@ class Learner(PackedModel, abc.ABC):
         self._learning_rate = learning_rate(optim)
         self._gradient_shardings, self._moment_shardings = (
             shardings(self.axes, self.shapes, rules, mesh)
-            for rules in (tables.gradients, tables.optimizer)
+            for rules in (state_rules.gradients, state_rules.optimizer)
         )
         self._seed = seed
         self._may_offload = offload
@@ -236,10 +236,10 @@ class Learner(PackedModel, abc.ABC):
         """One step of training: epochs * U optimiser updates; returns metrics, still on the device.
 
         Args:
-          batch: what to learn from.
-          objective: what to minimise.
+          batch: the packed batch.
+          objective: the loss to minimise.
           epochs: passes over the minibatches, in their order, in one program.
-          also: further batches with as many minibatches, whose losses are added; a pretraining loss, say.
+          also: further batches with as many minibatches, whose losses are added, such as a pretraining loss.
           reference: weights in this role's layout, for an objective that needs them. None with adapters: the
             frozen weights below them are the reference.
         """
@@ -263,7 +263,7 @@ class Learner(PackedModel, abc.ABC):
         update = self.update_program(objectives, epochs=epochs)
         state = self.for_training()
         self._before_change()
-        # Before, since an update that fails has consumed the state.
+        # Count first: an update that fails has consumed the state all the same.
         self._num_updates += 1
         self.state, metrics, this_pass = update(state, batches, reference)
         return metrics, this_pass
@@ -364,8 +364,8 @@ class Learner(PackedModel, abc.ABC):
         with jax.numpy_dtype_promotion("standard"):
             direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
         new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
-        # A gradient that is not finite would poison the moments for good: skip it and count it. A minibatch
-        # without trained tokens is skipped too: Adam's momentum would move the weights all the same.
+        # A gradient that is not finite would leave NaN in the moments forever: skip the update and count it.
+        # A minibatch without trained tokens is skipped too: Adam's momentum would still move the weights.
         useful = jnp.isfinite(grad_norm) & has_tokens
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(useful, new, old),
@@ -389,11 +389,12 @@ def _step_metrics(stats_U: Stats, sums_U: Sums, objective: Objective) -> Stats:
 
 
 def _as_stored(state: Any) -> Any:
-    """A state in the order in which its arrays lie in memory between programs.
+    """Pins the arrays of a state to the memory layout that they have between programs.
 
-    On TPUs with stages the loop over minibatches takes the order that its products like, and with it a copy
-    of the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the order by itself and
-    is better not told: the same model took 29 GB instead of 25 with FSDP alone, and twice as much on H100.
+    On TPUs with pipeline stages XLA chooses another layout for the loop over minibatches, to suit its
+    matmuls,
+    and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the layout, and
+    pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as much on H100.
     """
     return jax.tree.map(
         lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state

@@ -1,4 +1,4 @@
-"""Losses in the form that updates take them: from what a role computes to an `Objective`."""
+"""Builds objectives: connects the outputs of a role with the losses of `algos`."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from jaxrl.types import TrainBatch, ValueBatch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectedBatch(TrainBatch):
-    """What losses of covariances learn from.
+    """A batch for Clip-Cov and KL-Cov.
 
     Attributes:
-      selected: bool [U, M, R, T], the tokens that are masked or penalised; see `algos.covariance`.
+      selected: bool [U, M, R, T], True on tokens that are masked or penalised; see `algos.covariance`.
     """
 
     selected: jax.Array
 
 
 def likelihood(*, coef: float = 1.0) -> Objective:
-    """Negative log-likelihood of the tokens in the mask, their mean, times a coefficient."""
+    """The mean negative log-likelihood of the tokens in the mask, times a coefficient."""
 
     def loss(outputs: PolicyOutputs, micro: Any):
         del micro
@@ -69,28 +69,27 @@ def policy(
     correction: CorrectionConfig | None = None,
     shares_forward: bool = False,
 ) -> Objective:
-    """A loss of `algos.policy_losses` on a batch's advantages and weights, with what is added to it.
+    """The objective of a policy: a loss of `algos.policy_losses`, an entropy bonus and a KL penalty.
 
     Args:
-      name, options: one of `POLICY_LOSSES` or the path of a function of that form, and its keywords.
+      name, options: one of `POLICY_LOSSES` or the path of a function of the same form, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
-      entropy_coef: of the entropy bonus.
-      kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or
-        "full".
-      correction: by what tokens are weighed and rejected inside the loss, where the policy being trained is
-        compared with the sampler's; None does so nowhere there.
-      shares_forward: the old log-probabilities of a step's first minibatch are those of the update's own
-        forward pass, so that the ratio there is 1 by definition.
+      entropy_coef: coefficient of the entropy bonus; 0 for none.
+      kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or "full".
+      correction: importance weights and rejections inside the loss, from the policy being trained and the
+        sampler's. None if the correction is done before the update, or not at all.
+      shares_forward: take the old log-probabilities of a step's first minibatch from the forward pass of the
+        update itself. The ratio there is then 1 by definition.
 
     Raises:
-      UserError: a name or an option is not known, or the loss and its correction contradict each other.
+      UserError: a name or an option is unknown, or the loss and its correction contradict each other.
     """
     function = lookup(POLICY_LOSSES, name, "policy loss")
     select, of_selection = _selection(name, options)
     options = {k: value for k, value in options.items() if k not in of_selection}
     check_inputs(function, INPUTS, f"policy loss {name!r}")
     check_options(function, options, f"policy loss {name!r}", given=("selected",))
-    # The exact KL comes with the outputs: it takes both models' logits.
+    # The exact KL ("full") has no estimate here. It needs the logits of both models, so the role computes it.
     estimate = lookup({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
@@ -147,9 +146,9 @@ def _loss_inputs(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Arr
 def _selection(
     name: str, options: Mapping[str, Any]
 ) -> tuple[Callable[[TrainBatch, jax.Array], SelectedBatch] | None, tuple[str, ...]]:
-    """How a loss of covariances selects its tokens, and which of the options that takes.
+    """The token selection of Clip-Cov or KL-Cov, and the names of its options; (None, ()) for other losses.
 
-    The choice is made once, over whole minibatches: no microbatch can change it.
+    Tokens are selected once, over whole minibatches, so the split into microbatches does not matter.
     """
     if name not in SELECTIONS:
         return None, ()
@@ -174,7 +173,7 @@ def _selection(
 
 
 def _check_correction(correction: CorrectionConfig, loss: str, *, adds_terms: bool) -> None:
-    """Raises UserError where a correction inside the loss contradicts it."""
+    """Raises UserError if a correction inside the loss contradicts the loss."""
     if not correction.weighs:
         return
     if loss not in RATIO_FREE:
@@ -208,13 +207,13 @@ def _inside_the_loss(correction: CorrectionConfig) -> InnerCorrection:
 
 
 def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:
-    """|ratio - 1|: rounding in the first minibatch of a step, if the old policy is the trainer's."""
+    """|ratio - 1|: in the first minibatch of a step only rounding, if the old policy is the trainer's."""
     log_ratio = bounded_log_ratio(outputs.logprob, micro.old_logprob)
     return {"ratio_max_deviation": jnp.abs(jnp.expm1(log_ratio))}
 
 
 def clipped_values(*, clip: float) -> Objective:
-    """The critic's clipped squared error, `algos.value_loss.clipped_value`, mean over tokens."""
+    """The mean over tokens of the critic's clipped squared error, `algos.value_loss.clipped_value`."""
 
     def loss(outputs: ValueOutputs, micro: ValueBatch):
         return clipped_value(outputs.value, micro.old_value, micro.target, clip=clip)

@@ -1,4 +1,4 @@
-"""The loss that an update minimises: values per token, and how they add up.
+"""The objective of an update: a loss per token, and its aggregation over a minibatch.
 
 R rows   T tokens of a row
 """
@@ -15,7 +15,7 @@ from jaxrl.algos.aggregation import Aggregation, token_mean
 from jaxrl.algos.moments import RunningMoments
 
 Stats: TypeAlias = dict[str, jax.Array]
-# (what the role computes of a microbatch, the microbatch) -> (loss, stats), all [R, T].
+# (outputs of the role for a microbatch, the microbatch) -> (loss, stats), all [R, T].
 TokenLoss: TypeAlias = Callable[[Any, Any], tuple[jax.Array, Stats]]
 
 
@@ -58,13 +58,14 @@ class Objective:
     """The loss of an update. Pass the same object at each step: another one compiles another program.
 
     Attributes:
-      loss: (outputs, microbatch) -> (loss, stats) per token. Outputs are what the role computes, such as
-        `PolicyOutputs`; outside the mask everything is 0 before the loss sees it.
-      aggregation: how token losses add up to the loss of a minibatch.
-      stats: how stats do.
-      prepare: (batch, key) -> batch, before the first update of a step, for decisions over whole minibatches.
-      correction: inside the loss, or None.
-      maxima: (outputs, microbatch) -> stats [R, T], at least 0, of which the largest value is reported.
+      loss: (outputs, microbatch) -> (loss, stats) per token. Outputs are those of the role, such as
+        `PolicyOutputs`. Everything outside the mask is set to 0 before the loss sees it.
+      aggregation: sum and divisor that turn token losses into the loss of a minibatch.
+      stats: the same for stats.
+      prepare: (batch, key) -> batch, called before the first update of a step, for decisions over whole
+        minibatches.
+      correction: correction inside the loss; None for none.
+      maxima: (outputs, microbatch) -> stats [R, T], at least 0; their largest values are reported.
       this_pass: (outputs) -> batch fields [R, T] that describe the policy at the start of the step. In the
         first minibatch of a step the policy is unchanged, so these values replace the fields.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.

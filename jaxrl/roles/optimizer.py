@@ -1,4 +1,4 @@
-"""The optimiser: AdamW or Muon behind a global-norm clip, and a learning rate per rollout step."""
+"""The optimiser: AdamW or Muon after a global-norm clip, and a learning rate per rollout step."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ import optax
 from flax import traverse_util
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxrl.roles.narrow_moments import narrowed
+from jaxrl.roles.eight_bit_moments import with_compressed_moments
 from jaxrl.roles.optim_config import OptimConfig
 
-# Of an update's root mean square with AdamW, by which one of Muon is scaled, so that one learning rate and
-# weight decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+# Typical root mean square of an AdamW update. Muon's updates are scaled to it, so that the same learning rate
+# and weight decay suit both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 _RMS_OF_ADAMW = 0.2
 
 
 def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTransformation:
-    """Gradient to parameter update of unit learning rate; multiply by minus the rate before adding.
+    """An optax transformation from gradients to updates of unit learning rate.
+
+    Multiply the updates by minus the learning rate before adding them to the weights.
 
     Args:
       config: the optimiser.
-      axes: a tuple of logical axes for each trained weight, in nested dicts; Muon tells matrices by them.
+      axes: tuple of logical axes of each trained weight, in nested dicts. Muon finds the matrices by them;
+        AdamW takes None.
     """
     scaled = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     if config.kind == "muon":
-        scaled = _muon(axes, beside=scaled)
+        scaled = _muon(axes, others=scaled)
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
-        narrowed(scaled, config.moments),
+        with_compressed_moments(scaled, config.moments),
         optax.add_decayed_weights(config.weight_decay),
     )
 
 
-def _muon(axes: Any, *, beside: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for matrices inside the layers, `beside` for all other weights."""
+def _muon(axes: Any, *, others: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for matrices inside the layers, `others` for all other weights."""
     assert axes is not None, "Muon tells matrices by the logical axes of the weights"
     flat: dict[tuple[str, ...], Any] = dict(traverse_util.flatten_dict(axes))
     dimensions = {path: matrix_dimensions(path, names) for path, names in flat.items()}
+    # The labels are part of the paths in a checkpoint: a new name would make old runs unreadable.
     labels = {path: "beside" if numbers is None else "muon" for path, numbers in dimensions.items()}
     masked = {
         path: optax.MaskedNode() if numbers is None else numbers
@@ -53,30 +57,34 @@ def _muon(axes: Any, *, beside: optax.GradientTransformation) -> optax.GradientT
         return jax.tree.map(_with_rms_of_adamw, updates, dims)
 
     muon = optax.chain(scale_by_muon(weight_dimension_numbers=dims), optax.stateless(to_adamw))
-    return optax.partition({"muon": muon, "beside": beside}, traverse_util.unflatten_dict(labels))
+    return optax.partition({"muon": muon, "beside": others}, traverse_util.unflatten_dict(labels))
 
 
 def _with_rms_of_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
-    """An orthogonal matrix has a root mean square of 1 / sqrt(its longer side)."""
+    """Scales an orthogonal update, whose root mean square is 1 / sqrt(longer side), to that of AdamW."""
     sides: Any = (numbers.reduction_axis, numbers.output_axis)
     longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
     return _RMS_OF_ADAMW * longer**0.5 * update
 
 
 def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimensionNumbers | None:
-    """Which dimensions of a weight are a matrix's inputs and outputs; all others are a stack of matrices.
+    """The input and output dimensions of a weight as a matrix; its other dimensions count matrices.
+
+    Example: `attention.q.weight` has axes (layers, embed, heads, head_dim). Its inputs are dimension 1, its
+    outputs dimensions 2 and 3, and dimension 0 stacks one matrix per layer.
 
     Args:
-      path: of the weight in the tree of parameters.
-      axes: its logical axes.
+      path: path of the weight in the tree of parameters.
+      axes: logical axes of the weight.
 
     Returns:
-      None for what does not map activations to activations: embeddings, heads, routers, norms, biases.
+      None for weights that Muon does not handle: embeddings, heads, routers, norms, biases.
     """
     if path[0] != "layers" or path[-1] not in ("weight", "lora_a", "lora_b"):
         return None
     dims = tuple(i for i, name in enumerate(axes) if name not in ("layers", "experts"))
-    # A head's two dimensions are one side of the matrix; the other is the width, or an adapter's rank.
+    # "heads" and "head_dim" together are one side of the matrix. The other side is the width, or the rank of
+    # an adapter (None).
     first = axes[dims[0]]
     num_ins = 1 if len(dims) == 2 or first in ("embed", None) else 2
     return MuonDimensionNumbers(dims[:num_ins], dims[num_ins:])
@@ -85,8 +93,9 @@ def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimen
 def learning_rate(config: OptimConfig) -> Callable[[jax.Array], jax.Array]:
     """The schedule: step (0 is the first) -> rate.
 
-    The step is the rollout step, so all updates of one step share a rate (DAPO section 4.1), and warm-up
-    counts from 1, so that the first step is not lost.
+    The step is the rollout step, so all updates of a step share a rate (DAPO section 4.1). Warm-up counts
+    from
+    1: with a rate of 0 the first step would train nothing.
     """
     stable = config.lr_stable_steps
 

@@ -1,4 +1,4 @@
-"""A model on a mesh, over packed rows: the forward pass that every role shares.
+"""A model on a mesh, applied to packed rows: the forward pass of every role.
 
 U minibatches   M microbatches   R rows   T tokens of a row
 """
@@ -19,14 +19,14 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.attention import (
-    Branches,
+    TreeSegments,
     attention,
     pick_block_tokens,
     pick_implementation,
@@ -35,7 +35,7 @@ from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
-from jaxrl.models.low_precision import product_in
+from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.train_config import TrainConfig
@@ -46,7 +46,7 @@ Values = TypeVar("Values")
 
 
 class PackedModel:
-    """A model and where its weights lie; pure functions of weights and microbatches. It holds no weights."""
+    """A model and its sharding: pure functions of weights and microbatches. It holds no weights."""
 
     def __init__(
         self,
@@ -54,18 +54,28 @@ class PackedModel:
         mesh: Mesh,
         *,
         train: TrainConfig,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
     ):
-        """Args: the model, its mesh, how it is computed, and the rule table of its weights."""
+        """Picks implementations and shardings.
+
+        Args:
+          model, mesh: shape of the model, and the mesh it runs on.
+          train: settings of the learning step.
+          state_rules: sharding rules of the training state; those of the weights apply here.
+
+        Raises:
+          UserError: model, mesh and settings do not go together.
+        """
         self.model = model
         self.mesh = mesh
         self.graph, self.shapes, self.axes = decoder_graph(model)
         self.train = train
-        # What no update changes needs no more digits than it is computed with.
+        # Frozen weights are stored in the type of the computation: only weights that updates change need the
+        # digits of float32.
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
-        self.tables = tables
+        self.state_rules = state_rules
         _check_products(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
@@ -85,26 +95,26 @@ class PackedModel:
             ),
             unroll=train.layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
-            in_8_bits=product_in(train.products),
+            in_8_bits=matmul_in(train.products),
         )
-        platform, branches = platform_of(mesh), train.shares_prompts
+        platform, tree = platform_of(mesh), train.shares_prompts
         implementation = pick_implementation(
             platform,
             train.dtype,
             train.attention,
             softcap=model.attention_softcap,
-            branches=branches,
+            tree=tree,
         )
         self._attention = attention_parallel(
             functools.partial(
                 attention,
                 implementation=implementation,
-                block_tokens=pick_block_tokens(platform, branches=branches),
+                block_tokens=pick_block_tokens(platform, tree=tree),
             ),
             mesh,
             TRAIN_RULES,
         )
-        self.train_shardings = shardings(self.axes, self.shapes, tables.weights, mesh)
+        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
@@ -115,7 +125,7 @@ class PackedModel:
         )
 
     def place(self, batch: Batch) -> Batch:
-        """Arrays of a batch, from the host or another mesh, where this model wants them."""
+        """Moves the arrays of a batch, from the host or another mesh, to this model's mesh."""
         return PER_TOKEN.place(self.mesh, batch)
 
     def policy(
@@ -127,9 +137,9 @@ class PackedModel:
         temperature: float,
         statistics: Callable[..., tuple[jax.Array, jax.Array]] = token_logprobs,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every token, and where tokens were routed.
+        """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
 
-        `statistics` may be another function of `models.logprobs`, whose second value is then returned.
+        `statistics` may be another function of `models.logprobs`; its second value replaces the entropy.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -153,10 +163,10 @@ class PackedModel:
         *,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Routing | None]:
-        """`policy`, with the KL to a reference over the whole vocabulary [R, T] in the third place.
+        """`policy` with the exact KL to a reference: (log-probability, entropy, KL, routing), [R, T] each.
 
-        Both models' logits are in memory for one chunk of tokens at a time, forward and backward, and the
-        reference keeps nothing for a backward pass but its last hidden states.
+        The logits of both models are in memory for one chunk of tokens at a time, forward and backward. Of
+        the reference only the last hidden states are kept for the backward pass.
         """
         model: Decoder = nnx.merge(graph, params)
         reference: Decoder = nnx.merge(ref_graph, ref_params)
@@ -184,20 +194,20 @@ class PackedModel:
         return logprob, entropy, kl, out.routing
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
-        """Scores [R, T, S] of every token, given it and what came before, and where tokens were routed."""
+        """Scores [R, T, S] after every token, and the routing of a mixture of experts."""
         model: Decoder = nnx.merge(self.graph, params)
         out = self._run(model, micro)
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
         def attend(q, k, v, kind, _, segments):
-            # A name of its own in a profile, apart from the projections around it.
+            # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
                 return self._attention(q, k, v, segments, kind), None
 
         segments: Any = micro.segment_ids
         if micro.prefix_ids is not None:
-            segments = Branches(segments, micro.prefix_ids)
+            segments = TreeSegments(segments, micro.prefix_ids)
 
         return model(
             micro.tokens,
@@ -210,7 +220,7 @@ class PackedModel:
 
 
 def _check_products(train: TrainConfig, model: ModelConfig) -> None:
-    """Raises UserError where products in 8 bits are asked of a model that has other products."""
+    """Raises UserError if the model does not support 8-bit matmuls."""
     if train.products != "full" and model.num_experts:
         raise UserError(
             f"train.products {train.products!r} does not reach the {model.num_experts} experts of this "
@@ -226,9 +236,9 @@ def micro_of(batch: Any, u, m) -> Any:
 def each_micro(
     function: Callable[[Any], Values], batch: PackedBatch, *, first_minibatch: int = 0
 ) -> Values:
-    """`function` of every microbatch: a pytree of [R, T] float32, as [U, M, R, T].
+    """Applies `function` to every microbatch; its results, pytrees of [R, T], are stacked to [U, M, R, T].
 
-    Empty ones are skipped, and minibatches before `first_minibatch`; their values are 0.
+    Empty microbatches and minibatches before `first_minibatch` are skipped; their values are 0.
     """
     U, M = batch.tokens.shape[:2]
     zeros = jax.tree.map(

@@ -1,11 +1,11 @@
-"""Preference pairs in packed batches: the answer that was chosen, and right after it the one that was not.
+"""Preference pairs in packed batches: the chosen answer, directly followed by the rejected one.
 
     R rows   T tokens of a row   P = T // 2, more pairs than a row can hold
 
     one row     tokens        P P c c c P P r r .      segment_ids   1 1 1 1 1 2 2 2 2 0
                 loss_mask     0 0 1 1 1 0 0 1 1 0      pair k has the segments 2k + 1 and 2k + 2
 
-Both answers of a pair lie in one row, so a loss of pairs never looks beyond its microbatch.
+Both answers of a pair lie in one row, so the loss of a pair never needs another microbatch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from jaxrl.types import PackedBatch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairBatch(PackedBatch):
-    """Packed pairs; `sequence` counts pairs.
+    """Packed pairs; `sequence` is the index of the pair.
 
     Attributes:
-      ref_logprob: float32 [U, M, R, T], from the reference policy, for losses that have one.
-      margin: float32 [U, M, R, T], how much better the chosen answer is, on its last token.
-      harm: float32 [U, M, R, T], on an answer's last token 1 if it does harm, -1 if not, 0 if nobody said.
+      ref_logprob: float32 [U, M, R, T], log-probabilities of the reference policy; 0 if the loss has none.
+      margin: float32 [U, M, R, T], strength of the preference, on the last token of the chosen answer.
+      harm: float32 [U, M, R, T], on the last token of an answer: 1 if harmful, -1 if harmless, 0 without a
+        label.
     """
 
     ref_logprob: jax.Array
@@ -54,7 +55,13 @@ class PairBatch(PackedBatch):
 def pack_pairs(
     pairs: Sequence[PreferencePair], shape: PackedShape, *, shards: int = 1
 ) -> PairBatch:
-    """Packs pairs on the host, a pair in a row; responses are in the mask. `shards` as in `plan_packing`."""
+    """Packs pairs on the host; both answers of a pair share a row. The mask covers responses.
+
+    Args:
+      pairs: the pairs.
+      shape: [U, M, R, T] of the batch.
+      shards: see `plan_packing`.
+    """
     items = [np.concatenate([*pair.chosen, *pair.rejected]) for pair in pairs]
     packing = plan_packing([len(item) for item in items], shape, shards=shards)
 
@@ -95,7 +102,7 @@ def _at_end(answer: Answer, value: float) -> np.ndarray:
 
 
 def pair_sums(x_RT: jax.Array, segment_ids_RT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums of x over the chosen and over the rejected answer of each pair, [R, P] twice; 0 where none is."""
+    """Sums of x over the chosen and the rejected answer of each pair, [R, P] each; 0 without a pair."""
     T = x_RT.shape[1]
     sums_RS = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=T + 1))(
         x_RT, segment_ids_RT
@@ -105,10 +112,10 @@ def pair_sums(x_RT: jax.Array, segment_ids_RT: jax.Array) -> tuple[jax.Array, ja
 
 
 def reward_model_objective(name: str, options: dict[str, Any]) -> Objective:
-    """A loss of scores, such as "bradley_terry" or "cost_preference", its mean over the pairs of a minibatch.
+    """The objective of a score loss such as "bradley_terry" or "cost_preference", a mean over pairs.
 
     Raises:
-      UserError: the name or an option is not known, or it takes what scores do not give.
+      UserError: the name or an option is unknown, or the loss needs arrays that scores do not provide.
     """
 
     def inputs(outputs: ScoreOutputs, micro: PairBatch) -> dict[str, jax.Array]:
@@ -124,10 +131,10 @@ def reward_model_objective(name: str, options: dict[str, Any]) -> Objective:
 
 
 def policy_pair_objective(name: str, options: dict[str, Any]) -> Objective:
-    """A loss of log-probabilities, such as "dpo" or "ipo", its mean over the pairs of a minibatch.
+    """The objective of a log-probability loss such as "dpo" or "ipo", a mean over pairs.
 
     Raises:
-      UserError: the name or an option is not known, or it takes what a policy does not give.
+      UserError: the name or an option is unknown, or the loss needs arrays that a policy does not provide.
     """
 
     def inputs(outputs: PolicyOutputs, micro: PairBatch) -> dict[str, jax.Array]:
@@ -144,7 +151,7 @@ def _of_both(what: str, values: tuple[jax.Array, jax.Array]) -> dict[str, jax.Ar
 
 
 def _present(micro: PairBatch) -> jax.Array:
-    """1 for the pairs that a row holds, [R, P]."""
+    """1 for each pair in a row, 0 for the unused places, [R, P]."""
     return pair_sums(last_tokens(micro.loss_mask, micro.segment_ids), micro.segment_ids)[0]
 
 

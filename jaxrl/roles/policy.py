@@ -1,4 +1,4 @@
-"""The policy: the actor, which samples and learns, and the reference that it is compared with.
+"""The policy: the actor, which samples and learns, and its frozen reference.
 
 U minibatches   M microbatches   R rows   T tokens of a row
 """
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
@@ -36,13 +36,14 @@ from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
 
 class PolicyOutputs(NamedTuple):
-    """What losses of a policy are made of.
+    """Inputs of a policy's losses.
 
     Attributes:
-      logprob: [R, T], of each token given those of its sequence before it, temperature applied.
-      entropy: [R, T], in nats, of the distribution that the token was drawn from.
-      kl: [R, T], in nats, of that distribution to the reference's, over the whole vocabulary; 0 where the
-        objective does not ask for it.
+      logprob: [R, T], log-probability of each token given the earlier tokens of its sequence, temperature
+        applied.
+      entropy: [R, T], entropy in nats of the distribution at that token.
+      kl: [R, T], exact KL in nats of that distribution to the reference's; 0 unless the objective needs a
+        reference.
     """
 
     logprob: jax.Array
@@ -58,7 +59,7 @@ class Actor(Learner):
         for_training()    training layout, with the optimiser    before log-probabilities, updates, saving
         for_sampling()    generation layout, in the backend      before `generate` and `resume`
 
-    Methods that need one of them call it themselves.
+    Methods call the one that they need.
     """
 
     def __init__(
@@ -71,29 +72,36 @@ class Actor(Learner):
         temperature: float,
         seed: int,
         backend: RolloutBackend | None = None,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
         """Builds the programs; `init` or an assignment to `state` gives the actor its weights.
 
         Args:
-          model, mesh: what is trained, where.
-          train, optim: how it learns.
-          temperature: divides the logits wherever training takes a token's probability; that of sampling.
-          seed: of random weights and of what an objective draws.
-          backend: what it samples with; the actor's from now on. None for an actor that never samples.
-          tables: where weights, gradients and moments lie in training.
-          offload: the training state waits in pinned host memory while the actor samples.
+          model, mesh: shape of the model, and its training mesh.
+          train, optim: settings of the learning step and of the optimiser.
+          temperature: sampling temperature. It also divides the logits wherever training computes a
+            probability.
+          seed: seed of random weights and of random choices of an objective.
+          backend: rollout backend, which the actor closes in the end. None for an actor that never samples.
+          state_rules: sharding rules of weights, gradients and moments in training.
+          offload: keep the training state in pinned host memory while the actor samples.
         """
         super().__init__(
-            model, mesh, train=train, optim=optim, seed=seed, tables=tables, offload=offload
+            model,
+            mesh,
+            train=train,
+            optim=optim,
+            seed=seed,
+            state_rules=state_rules,
+            offload=offload,
         )
         self._temperature = temperature
         self._backend = backend
         self._shares_mesh = backend is not None and backend.mesh == mesh
         if backend is not None:
             self.resharding = self._resharding_to(backend)
-        # The backend has the current weights.
+        # Whether the backend has the current weights.
         self._can_sample = False
         self._sampler: concurrent.futures.ThreadPoolExecutor | None = None
         self._sampling: concurrent.futures.Future[Completions] | None = None
@@ -106,18 +114,19 @@ class Actor(Learner):
         generate = shardings(self.axes, self.shapes, GENERATE_RULES, backend.mesh)
         if not self._shares_mesh:
             return Transfer(generate, backend.dtype)
-        # Master weights that sampling needs in a narrower type stay; equal ones are given up for it.
+        # Float32 weights can move to the sampler and back without loss, so no second copy is kept. A bfloat16
+        # copy could not restore the master weights, which then stay.
         donate = jnp.dtype(backend.dtype) == jnp.float32
         return Resharding(self.shapes, self.train_shardings, generate, backend.dtype, donate=donate)
 
     @property
     def backend(self) -> RolloutBackend:
-        """What the actor samples with."""
+        """The rollout backend."""
         assert self._backend is not None, "this actor was built without a rollout backend"
         return self._backend
 
     def close(self) -> None:
-        """Waits for what is being sampled, and ends the backend."""
+        """Waits for running generation and closes the backend."""
         self._wait_for_sampler()
         if self._sampler is not None:
             self._sampler.shutdown()
@@ -128,11 +137,11 @@ class Actor(Learner):
 
     @property
     def can_sample(self) -> bool:
-        """The backend has the current weights: `generate` moves none."""
+        """Whether the backend has the current weights, so that `generate` moves none."""
         return self._can_sample
 
     def for_training(self) -> TrainState:
-        """The training state, where updates want it: what the backend or the host has comes back first."""
+        """The training state on its devices; first brings weights back from the backend or the host."""
         if self._shares_mesh:
             self._wait_for_sampler()
         self._onload()
@@ -143,14 +152,14 @@ class Actor(Learner):
         return self.state
 
     def for_sampling(self) -> None:
-        """The current weights, in the backend, and the training state offloaded if the role was asked to.
+        """Moves the current weights to the backend; then offloads the training state if `offload` was set.
 
-        Weights that are there already do not move. Where both layouts have one type the training copy is
-        given up for it. What is still being sampled from weights of a while ago ends first.
+        Does not move weights that are there already. If both layouts have the same type, the training copy
+        becomes the generation copy. Waits first for generation that still runs with older weights.
         """
         if not self._can_sample:
             state = self.for_training()
-            # Before the new ones are made: two copies need not fit.
+            # Drop the old generation copy before the new one is made: both together may not fit.
             self._unloaded()
             self.backend.load(self.resharding.to_generate(state.params))
             if self.resharding.donate:
@@ -160,8 +169,8 @@ class Actor(Learner):
 
     def _before_change(self) -> None:
         self._can_sample = False
-        # On the training mesh they may share buffers with the weights that an update consumes, and take the
-        # memory that it needs. Elsewhere the sampler may still be at work with them.
+        # On the training mesh the backend's weights may share buffers with those that an update donates, and
+        # they take memory that the update needs. On its own mesh the sampler may still be using them.
         if self._shares_mesh:
             self._unloaded()
 
@@ -180,7 +189,7 @@ class Actor(Learner):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """Samples responses to each prompt from the current weights; see `RolloutBackend.generate`."""
+        """Samples responses to each prompt with the current weights; see `RolloutBackend.generate`."""
         self._prepare_sampling()
         return self.backend.generate(
             prompts, options, on_group=on_group, expected_tokens_N=expected_tokens_N
@@ -195,7 +204,7 @@ class Actor(Learner):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """`generate` that goes on with unfinished groups and may leave some; see `RolloutBackend.resume`."""
+        """`generate` that continues unfinished groups and may leave some; see `RolloutBackend.resume`."""
         self._prepare_sampling()
         return self.backend.resume(
             prompts,
@@ -212,10 +221,10 @@ class Actor(Learner):
         *,
         expected_tokens_N: np.ndarray | None = None,
     ) -> concurrent.futures.Future[Completions]:
-        """`generate` beside whatever comes next, from the weights as they are now.
+        """Starts `generate` in a thread, with the current weights, and returns a future.
 
-        Only with a backend on devices of its own does the actor learn meanwhile. Whatever else needs these
-        devices, such as new weights for the backend, waits until this has ended.
+        The actor can learn at the same time only if the backend has its own devices. Every other use of these
+        devices, such as loading new weights, waits until generation has ended.
         """
         self._prepare_sampling()
         if self._sampler is None:
@@ -230,9 +239,10 @@ class Actor(Learner):
         self.for_sampling()
 
     def _wait_for_sampler(self) -> None:
-        """Returns when nothing is being sampled; what went wrong is raised where the future is read.
+        """Waits until nothing is being sampled. Errors are raised where the future is read.
 
-        Two threads must not dispatch to one mesh, whose devices would get the programs in different orders.
+        Two threads must not dispatch to one mesh: its devices could receive the programs in different orders
+        and wait for each other forever.
         """
         if self._sampling is not None:
             concurrent.futures.wait([self._sampling])
@@ -244,19 +254,19 @@ class Actor(Learner):
     def logprobs(self, batch: PackedBatch, *, first_minibatch: int = 0) -> jax.Array:
         """Log-probability of every token under the current weights, float32 [U, M, R, T].
 
-        Minibatches before `first_minibatch` are not computed, and hold 0.
+        Minibatches before `first_minibatch` are skipped; their values are 0.
         """
         params = self.for_training().params
         return self.logprobs_program(params, batch, first_minibatch=first_minibatch)
 
     @protocol(PER_TOKEN)
     def squared_probabilities(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
-        """`logprobs`, and the sum over the vocabulary of the squared probabilities there."""
+        """`logprobs`, and for every token the sum over the vocabulary of the squared probabilities."""
         return self._squared_probabilities(self.for_training().params, batch)
 
     @protocol(PER_TOKEN)
     def reference_logprobs(self, batch: PackedBatch) -> jax.Array:
-        """The same under the weights without their adapters: those the training started from."""
+        """Log-probability of every token without the adapters, that is under the initial weights."""
         assert self.model.lora.rank, "only a model with adapters holds its own reference"
         return self._reference_logprobs(self.for_training().params, batch)
 
@@ -295,8 +305,11 @@ class Actor(Learner):
         also: Sequence[tuple[PackedBatch, Objective]] = (),
         reference: Params | None = None,
     ) -> tuple[dict[str, jax.Array], TrainBatch]:
-        """`update` by an objective whose first minibatch takes its old log-probabilities from its own forward
-        pass; returns metrics, and the batch with these, all still on the devices."""
+        """`update` in which the first minibatch takes its old log-probabilities from its own forward pass.
+
+        Returns:
+          (metrics, batch with these log-probabilities), still on the devices.
+        """
         metrics, this_pass = self._learn(batch, objective, also, reference)
         first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in this_pass.items()}
         return metrics, batch.replace(**first)
@@ -325,7 +338,7 @@ class Actor(Learner):
 
 
 class Reference(Frozen):
-    """The policy that training started from: what the KL penalty is measured against."""
+    """The policy that training started from. The KL penalty is measured against it."""
 
     def __init__(
         self,
@@ -334,11 +347,11 @@ class Reference(Frozen):
         *,
         train: TrainConfig,
         temperature: float,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
         """Args as for `Frozen`; `temperature` is the actor's."""
-        super().__init__(model, mesh, train=train, tables=tables, offload=offload)
+        super().__init__(model, mesh, train=train, state_rules=state_rules, offload=offload)
         self._temperature = temperature
         self.logprobs_program = jax.jit(self._packed_logprobs)
 

@@ -1,6 +1,6 @@
-"""Reward and cost models: one score for each sequence, as they are used and as they are trained.
+"""Reward and cost models, frozen and in training: one score for each sequence.
 
-A score is computed for every token, of which a sequence's last one counts.
+The model scores every token; the score of a sequence is that of its last token.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.mesh.groupings import ZERO, StateTables
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import last_scores
 from jaxrl.models.mixture import Routing
@@ -25,17 +25,17 @@ from jaxrl.types import PackedBatch
 
 
 class ScoreOutputs(NamedTuple):
-    """What losses of a reward model are made of.
+    """Inputs of a reward model's losses.
 
     Attributes:
-      score: [R, T], of a sequence as a whole on its last token, 0 elsewhere.
+      score: [R, T], the score of each sequence on its last token, 0 elsewhere.
     """
 
     score: jax.Array
 
 
 class RewardModel(Frozen):
-    """A reward or cost model: one score for each sequence. It reads the policy's tokens as they are."""
+    """A frozen reward or cost model: one score for each sequence. It must share the policy's tokenizer."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class RewardModel(Frozen):
         mesh: Mesh,
         *,
         train: TrainConfig,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
-        """Args as for `Frozen`; `model` has a head of scores, of which the first counts."""
-        super().__init__(model, mesh, train=train, tables=tables, offload=offload)
+        """Args as for `Frozen`; `model` has a score head, of which the first score is used."""
+        super().__init__(model, mesh, train=train, state_rules=state_rules, offload=offload)
         self.scores_program = jax.jit(self._packed_scores)
 
     @protocol(PER_TOKEN)

@@ -1,4 +1,4 @@
-"""What critics and reward models in training have in common: a trunk with a head of scores."""
+"""The common base of critics and trainable reward models: a trunk with a score head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.mesh.groupings import ZERO, StateTables
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import score_config, score_params
 from jaxrl.models.model_config import ModelConfig
@@ -19,7 +19,7 @@ from jaxrl.types import PackedBatch
 
 
 class ScoreLearner(Learner):
-    """A model of scores in training. What it says of a token is the first of its `_outputs`."""
+    """A score model in training. Its score of a token is the first field of its `_outputs`."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class ScoreLearner(Learner):
         train: TrainConfig,
         optim: OptimConfig,
         seed: int,
-        tables: StateTables = ZERO["FSDP"],
+        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
-        """Args as for `Learner`; `model` may be a language model, whose unembedding the head replaces."""
+        """Args as for `Learner`. `model` may be a language model; the score head replaces its unembedding."""
         super().__init__(
             score_config(model),
             mesh,
             train=train,
             optim=optim,
             seed=seed,
-            tables=tables,
+            state_rules=state_rules,
             offload=offload,
         )
         self.by_token_program = jax.jit(self._packed_by_token)
 
     def start_from(self, params: Params) -> None:
-        """Takes over weights (they are donated); those of a language model get a head of zeros."""
+        """Starts from weights, which are donated; those of a language model get a score head of zeros."""
         if "score_head" not in params:
             params = score_params(params, self.model)
         super().start_from(params)
 
     def by_token(self, batch: PackedBatch) -> jax.Array:
-        """What it says of every token, float32 [U, M, R, T]."""
+        """The score of every token, float32 [U, M, R, T]."""
         return self.by_token_program(self.for_training().params, batch)
 
     def _packed_by_token(self, params: Params, batch: PackedBatch) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The critic: how much reward a policy is about to get, token by token."""
+"""The critic: predicts the future reward of a policy, token by token."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxrl.types import PackedBatch
 
 
 class ValueOutputs(NamedTuple):
-    """What losses of a critic are made of.
+    """Inputs of a critic's losses.
 
     Attributes:
-      value: [R, T], of the state before each token, in units of reward.
+      value: [R, T], value of the state before each token, in units of reward.
     """
 
     value: jax.Array
 
 
 class Critic(ScoreLearner):
-    """A model of values on a mesh; the actor's trunk, or another one, with a head of one score."""
+    """A value model on a mesh: the actor's trunk, or another one, with a head of one score."""
 
     @protocol(PER_TOKEN)
     def values(self, batch: PackedBatch) -> jax.Array:
-        """Value of the state before every token, float32 [U, M, R, T]; 0 at a sequence's first token."""
+        """Value of the state before every token, float32 [U, M, R, T]; 0 at the first token of a sequence."""
         return self.by_token(batch)
 
     def _outputs(self, params: Params, micro: Any) -> tuple[ValueOutputs, Routing | None]:

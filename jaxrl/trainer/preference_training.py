@@ -18,8 +18,8 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
@@ -211,7 +211,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         train=config.train,
         optim=config.optim,
         seed=config.seed,
-        tables=state_tables(config.mesh.sharding),
+        state_rules=state_rules(config.mesh.sharding),
     )
     with _open_loop(run, stop) as loop:
         loop.run(

@@ -14,7 +14,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.pools import read_placement
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.generative_judge import GenerativeJudge
@@ -132,7 +131,7 @@ class RoleBuilder:
         return {
             "mesh": self._meshes[role],
             "train": self._config.train,
-            "tables": state_tables(layout.sharding),
+            "state_rules": state_rules(layout.sharding),
             "offload": layout.offload_training_state,
         }
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.schema import Config
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph, init_params
 from jaxrl.models.huggingface.config_json import read_config
@@ -35,8 +35,8 @@ def load_or_init(run: RunContext) -> Params:
     """
     config, model = run.config, run.model
     layout = run.placement.pool_of("actor").pool.config_of("actor")
-    tables = state_tables(layout.sharding)
-    packed = PackedModel(model, run.meshes["actor"], train=config.train, tables=tables)
+    rules = state_rules(layout.sharding)
+    packed = PackedModel(model, run.meshes["actor"], train=config.train, state_rules=rules)
     where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:
@@ -82,10 +82,12 @@ def keep_reference(roles: Roles, params: Params) -> None:
 def _first_of_critic(critic: Critic, params: Params, config: Config) -> Params:
     directory = config.critic.weights
     if directory:
-        # Of a language model the head of scores is not among the files.
+        # The files of a language model hold no score head.
         num_scores = read_config(directory).num_scores
         stored = dataclasses.replace(critic.model, num_scores=num_scores)
-        loaded = PackedModel(stored, critic.mesh, train=critic.train, tables=critic.tables)
+        loaded = PackedModel(
+            stored, critic.mesh, train=critic.train, state_rules=critic.state_rules
+        )
         return load_params(directory, stored, loaded.train_shardings)
     # Adapters are the policy's own way to learn: a critic starts from what is below them.
     trunk = lora.split(params)[1] if config.model.lora.rank else params

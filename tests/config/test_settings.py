@@ -37,8 +37,8 @@ from jaxrl.config.schema import Config
 from jaxrl.data.records import ReasoningGymRecords
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
-from jaxrl.mesh.groupings import ZERO
 from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.mesh.sharding_strategies import ZERO
 from jaxrl.models.model_config import RopeScaling
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig

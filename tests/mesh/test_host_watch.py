@@ -14,7 +14,7 @@ import pytest
 from processes import started
 
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
-from jaxrl.mesh.host_watch import HostWatch, Peers, Sign
+from jaxrl.mesh.host_watch import Heartbeat, HostWatch, Peers
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,19 +25,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_silence_counts_from_the_last_sign_and_only_while_it_runs():
     peers = Peers(0, 3, now_s=100.0)
     limits = {"silent_s": 10, "failed_s": 5}
-    peers.note([Sign(1, "a", 1, "update"), Sign(2, "b", 1, "update")], 101.0)
-    peers.note([Sign(1, "a", 1, "update"), Sign(2, "b", 2, "generate")], 108.0)
+    peers.note([Heartbeat(1, "a", 1, "update"), Heartbeat(2, "b", 1, "update")], 101.0)
+    peers.note([Heartbeat(1, "a", 1, "update"), Heartbeat(2, "b", 2, "generate")], 108.0)
     assert peers.lost(111.0, **limits) == ""
     assert peers.lost(111.5, **limits) == (
         "process 1 (host a, update) has given no sign of life for 10 s"
     )
-    peers.note([Sign(1, "a", 9, "report", "left")], 111.5)
+    peers.note([Heartbeat(1, "a", 9, "report", "left")], 111.5)
     assert peers.lost(117.0, **limits) == ""
     assert "process 2 (host b, generate) has given no" in peers.lost(118.5, **limits)
     assert not peers.all_gone
     # Whoever fails is waited for: this process may end by the same error itself.
-    peers.note([Sign(2, "b", 3, "score", "failed")], 120.0)
-    peers.note([Sign(2, "b", 3, "score", "failed")], 124.0)
+    peers.note([Heartbeat(2, "b", 3, "score", "failed")], 120.0)
+    peers.note([Heartbeat(2, "b", 3, "score", "failed")], 124.0)
     assert peers.all_gone and peers.lost(124.9, **limits) == ""
     assert "(host b, score) has ended with an error" in peers.lost(125.1, **limits)
 

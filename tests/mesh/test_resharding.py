@@ -7,10 +7,10 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.groupings import HYBRID, VANILLA, Grouping
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
 from jaxrl.planner.compiled.hlo import collectives
 from jaxrl.planner.hardware.topologies import topology_devices
 
@@ -33,7 +33,7 @@ def plan(
     train: str,
     generate: str = "",
     *,
-    grouping: Grouping = HYBRID,
+    grouping: ShardingStrategy = HYBRID,
     dtype=jnp.float32,
     donate: bool = False,
     bucket_bytes: int | None = None,

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.models.attention import IMPLEMENTATIONS, Branches, attention, pick_implementation
+from jaxrl.models.attention import IMPLEMENTATIONS, TreeSegments, attention, pick_implementation
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
@@ -115,7 +115,7 @@ def test_branches_see_what_they_go_on_from(block_tokens):
     arrays = [normal(rng, 1, 15, heads, 8) for heads in (4, 2, 2, 4)]
     ids_T = np.array([1] * 4 + [2] * 3 + [3] * 2 + [4] * 4 + [0] * 2, np.int32)
     prefix_T = np.array([0] * 4 + [1] * 9 + [0] * 2, np.int32)
-    segments = Branches(ids_T[None], prefix_T[None])
+    segments = TreeSegments(ids_T[None], prefix_T[None])
     *qkv, d_out = arrays
     attend = functools.partial(attention, block_tokens=block_tokens)
     out, *grads = with_gradients(attend, *qkv, segments, d_out)

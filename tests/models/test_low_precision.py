@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxrl.errors import UserError
 from jaxrl.models.compute import Compute
-from jaxrl.models.low_precision import product_in
+from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.models.modules import Projection
 
@@ -61,7 +61,7 @@ def with_gradients(compute: Compute, num_summed: int, x, weight, g):
 def test_product_and_gradients_are_those_of_full_precision_up_to_the_format(kind, shape, flat):
     *inputs, num_summed = *arrays(shape), SHAPES[shape][2]
     exact = with_gradients(Compute(flat=flat), num_summed, *inputs)
-    narrow = with_gradients(Compute(flat=flat, in_8_bits=product_in(kind)), num_summed, *inputs)
+    narrow = with_gradients(Compute(flat=flat, in_8_bits=matmul_in(kind)), num_summed, *inputs)
     for found, expected in zip(narrow, exact, strict=True):
         assert found.shape == expected.shape
         assert found.dtype == expected.dtype == jnp.float32
@@ -71,7 +71,7 @@ def test_product_and_gradients_are_those_of_full_precision_up_to_the_format(kind
 @pytest.mark.parametrize("kind", ERROR)
 def test_types_are_those_of_the_activations_and_of_the_weight(kind):
     *inputs, num_summed = *arrays("to heads", jnp.bfloat16), 1
-    compute = Compute(dtype=jnp.bfloat16, in_8_bits=product_in(kind))
+    compute = Compute(dtype=jnp.bfloat16, in_8_bits=matmul_in(kind))
     out, dx, dweight = with_gradients(compute, num_summed, *inputs)
     assert (out.dtype, dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     exact = with_gradients(Compute(dtype=jnp.bfloat16), num_summed, *inputs)
@@ -84,13 +84,13 @@ def test_tokens_of_small_gradients_are_not_lost_to_the_weight(kind):
     """One token has a gradient 2,000 times that of the others, who agree on theirs."""
     x = jnp.ones((512, 8)).at[0].set(0.0)
     g = jnp.full((512, 4), 1e-6).at[0].set(2e-3)
-    _, _, dweight = with_gradients(Compute(in_8_bits=product_in(kind)), 1, x, jnp.ones((8, 4)), g)
+    _, _, dweight = with_gradients(Compute(in_8_bits=matmul_in(kind)), 1, x, jnp.ones((8, 4)), g)
     np.testing.assert_allclose(dweight, 511e-6, rtol=0.13)
 
 
 @pytest.mark.parametrize("kind", ERROR)
 def test_what_is_zero_stays_zero_and_has_a_gradient(kind):
-    compute = Compute(in_8_bits=product_in(kind))
+    compute = Compute(in_8_bits=matmul_in(kind))
     out, dx, dweight = with_gradients(
         compute, 1, jnp.zeros((4, 8)), jnp.zeros((8, 4)), jnp.zeros((4, 4))
     )
@@ -101,7 +101,7 @@ def test_what_is_zero_stays_zero_and_has_a_gradient(kind):
 def test_products_are_of_8_bits_forward_and_backward():
     *inputs, num_summed = *arrays("flat"), 1
     for kind, narrow in (("int8", 2), ("fp8", 3)):
-        compute = Compute(in_8_bits=product_in(kind))
+        compute = Compute(in_8_bits=matmul_in(kind))
         jaxpr = jax.make_jaxpr(functools.partial(with_gradients, compute, num_summed))(*inputs)
         dots = [e for e in jaxpr.jaxpr.eqns[0].params["jaxpr"].eqns if "dot" in str(e.primitive)]
         found = [all(v.aval.dtype.itemsize == 1 for v in dot.invars) for dot in dots]
@@ -109,7 +109,7 @@ def test_products_are_of_8_bits_forward_and_backward():
 
 
 def test_a_frozen_weight_costs_no_product_for_its_gradient():
-    compute = Compute(in_8_bits=product_in("int8"))
+    compute = Compute(in_8_bits=matmul_in("int8"))
 
     def loss(x, weights):
         layer = lambda x, weight: (compute.projection(x, weight, num_summed=1), None)  # noqa: E731
@@ -134,7 +134,7 @@ def test_adapters_stay_in_full_precision():
     weight = projection.weight[...]
     x, *_ = arrays("to heads")
     without = {}
-    for name, in_8_bits in (("full", None), ("int8", product_in("int8"))):
+    for name, in_8_bits in (("full", None), ("int8", matmul_in("int8"))):
         compute = Compute(in_8_bits=in_8_bits)
         base = compute.projection(x, weight, num_summed=1)
         without[name] = projection(x, compute) - base
@@ -150,8 +150,8 @@ def test_without_qwix_the_setting_says_how_to_get_it(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_qwix)
-    assert product_in("full") is None
+    assert matmul_in("full") is None
     with pytest.raises(
         UserError, match=r"train.products 'int8' .* pip install 'jaxrl\[qwix\]', or set"
     ):
-        product_in("int8")
+        matmul_in("int8")

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.groupings import state_tables
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.roles.eight_bit_moments import BlockQuantized, block_of, dequantized, quantized
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.narrow_moments import BlockQuantized, block_of, dequantized, quantized
 from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate, matrix_dimensions
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
@@ -305,7 +305,7 @@ def actor_of(config: OptimConfig, sharding: str = "FSDP", **layout) -> Actor:
         optim=config,
         temperature=1.0,
         seed=0,
-        tables=state_tables(sharding),
+        state_rules=state_rules(sharding),
     )
 
 

@@ -7,8 +7,8 @@ from closeness import assert_close
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.groupings import ZERO, state_tables
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.sharding_strategies import ZERO, state_rules
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
@@ -35,7 +35,7 @@ def actor_of(name: str, **layout) -> Actor:
         ),
         temperature=1.0,
         seed=0,
-        tables=state_tables(name),
+        state_rules=state_rules(name),
     )
 
 
@@ -101,4 +101,4 @@ def test_the_same_step_with_another_share(one_device, name, weights, moments):
 
 def test_an_unknown_share_lists_the_known():
     with pytest.raises(UserError, match=f"'ZeRO' is not one of {', '.join(ZERO)}"):
-        state_tables("ZeRO")
+        state_rules("ZeRO")

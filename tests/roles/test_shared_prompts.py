@@ -138,6 +138,6 @@ def test_what_does_not_go_with_it_is_refused():
     sliding = dataclasses.replace(MODEL, sliding_window=4, layer_pattern=("sliding",))
     with pytest.raises(UserError, match=r"a sliding window of 4 tokens is counted in places"):
         PackedModel(sliding, fresh().mesh, train=SHARES)
-    assert pick_implementation("tpu", "bfloat16", branches=True) == "xla"
+    assert pick_implementation("tpu", "bfloat16", tree=True) == "xla"
     with pytest.raises(UserError, match=r"'splash' on tpu in bfloat16 with shared prompts"):
-        pick_implementation("tpu", "bfloat16", "splash", branches=True)
+        pick_implementation("tpu", "bfloat16", "splash", tree=True)

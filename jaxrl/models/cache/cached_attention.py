@@ -2,10 +2,11 @@
 
     B sequences   T new tokens   C capacity of a cache   Q query heads   K kv heads   H head size   G = Q / K
 
-Covered: one new token or a run of new tokens per sequence against one or more caches of any capacity and
-type, all of the past or a sliding window of it. What a cache holds beyond a sequence's length is never seen.
-`kernels/paged_attention.py` has kernels for the long part of one token's attention on accelerators. Not
-covered: caches that forget what no window reaches any more.
+Covered: one or several new tokens per sequence against one or more caches of any capacity and type, with full
+attention or a sliding window. Cache entries beyond the length of a sequence are never seen.
+`kernels/paged_attention.py` has kernels for attention of one token to a long cache on accelerators.
+
+Not covered: caches that drop tokens which no window reaches any more.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MASKED = -1e30
 
 
 class PartialAttention(NamedTuple):
-    """Attention to some of the keys, to be merged with attention to the others.
+    """Attention to a part of the keys, in a form that can be merged with attention to other keys.
 
     Attributes:
-      top: float32 [B, Q], the largest score; very negative where there is no key.
-      total: float32 [B, Q], the sum of exp(score - top); 0 where there is no key.
-      mixed: float32 [B, Q, H], the sum of values by these weights.
+      top: float32 [B, Q], the largest score; very negative without keys.
+      total: float32 [B, Q], the sum of exp(score - top); 0 without keys.
+      mixed: float32 [B, Q, H], the sum of exp(score - top) * value.
     """
 
     top: jax.Array
@@ -46,7 +47,7 @@ def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
 
 
 def _mixed(weight_BKGTS: jax.Array, cache: KVCache, dtype: Any) -> jax.Array:
-    """Sum of values by weight, [B, K, G, T, H] float32."""
+    """The weighted sum of values, [B, K, G, T, H] float32."""
     if cache.v_scale is not None:
         weight_BKGTS = weight_BKGTS * cache.v_scale[:, :, None, None]
     return jnp.einsum(
@@ -68,15 +69,15 @@ def cached_attention(
 ) -> jax.Array:
     """Attention of one new token per sequence to its cached past and to itself.
 
-    The new token's own key and value are arguments, not yet in a cache, so caches are only read here and
+    Key and value of the new token are arguments and not yet in a cache. So caches are only read here, and
     written once per step for all layers together.
 
     Args:
-      q_BQH, k_BKH, v_BKH: the new token's rotated query and key, and its value.
-      caches: one layer's caches with int32 [B], how many tokens of each are real; in the order of the
-        sequence.
-      others: attention to cached tokens that are not in `caches`, for kinds that see everything.
-      kind: window and cap of the layer.
+      q_BQH, k_BKH, v_BKH: rotated query and key, and value, of the new token.
+      caches: caches of one layer with int32 [B], their numbers of valid tokens; in the order of the sequence.
+      others: attention to cached tokens that are not in `caches`; None if there are none. For full, uncapped
+        attention only.
+      kind: window and score cap of the layer.
 
     Returns:
       [B, Q, H] in the type of `q_BQH`; softmax is taken in float32.
@@ -117,7 +118,7 @@ def cached_attention(
 def _first_seen(
     caches: Sequence[tuple[KVCache, jax.Array]], reach: jax.Array | int | None
 ) -> list[jax.Array | None]:
-    """The first place of each cache that the token behind all of them sees, int32 [B]; None for all."""
+    """The first position of each cache that the new token sees, int32 [B]; None for full attention."""
     if reach is None:
         return [None] * len(caches)
     firsts, behind_B = [], 1
@@ -139,15 +140,15 @@ def extending_attention(
 ) -> jax.Array:
     """Attention of T new tokens per sequence to its cached past and, causally, to each other.
 
-    The past is gone through block by block, from the first block that any window reaches to the end of the
-    longest sequence, so its cost follows the real lengths and no score outlives its block.
+    The past is processed block by block, from the first block that any window reaches to the end of the
+    longest sequence. So the cost depends on actual lengths, and only the scores of one block are in memory.
 
     Args:
-      q_BTQH, k_BTKH, v_BTKH: the new tokens', as of `cached_attention`.
-      cache: one layer's.
-      length_B: int32, cached tokens that are real.
-      kind: window and cap of the layer.
-      block_tokens: of the past, at a time.
+      q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of the new tokens.
+      cache: cache of one layer.
+      length_B: int32, number of valid cached tokens.
+      kind: window and score cap of the layer.
+      block_tokens: cached tokens processed at a time.
 
     Returns:
       [B, T, Q, H] in the type of `q_BTQH`.
@@ -176,7 +177,7 @@ def extending_attention(
             cache_axes(cache),
         )
         position_S = first + jnp.arange(block)
-        # The last block may reach back into the one before.
+        # `first` is clamped to the capacity, so the last block may overlap the one before. Mask the overlap.
         real_BS = (position_S >= i * block)[None] & (position_S[None] < length_B[:, None])
         real_BTS = real_BS[:, None]
         if reach is not None:

@@ -1,14 +1,16 @@
-"""The key-value cache as an engine sees it: one protocol, whatever lies behind it.
+"""The interface of key-value caches.
 
-    prefill       sequences -> a cache of exactly their tokens
-    extend        a cache + T tokens on top -> a cache of the T tokens, to be written to the first
-    decoding      a cache, only read + a buffer -> one token after another, each put into the buffer;
-                  at the end the buffer's tokens are written to the cache
-    take, copy, resize                             slots move, and get more room or less
+    prefill              sequences -> a cache of exactly their tokens
+    extend               a cache, T new tokens -> a cache of the new tokens, which `write` adds to the first
+    decoding             a cache (read only), a buffer -> one token at a time, each put into the buffer; in
+    the
+                         end `write` adds the buffer to the cache
+    take, copy, resize   move slots, change their capacity
 
-What lies behind: `stacked_cache.py` (one array of all layers), `per_layer_cache.py` (each layer's own). A
-cache is a pytree that nobody else looks into; whoever holds it passes it on, pins it by its `axes` and frees
-it. Paged caches fit in here and are not written yet: their slots are tables of pages, which `copy` shares.
+Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer). A
+cache is a pytree whose content only its `CacheKind` knows. The engine passes it on, shards it by its `axes`,
+and frees it. Paged caches would fit this interface but do not exist yet: a slot would be a table of pages,
+which `copy` would share.
 
     B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens
 """
@@ -26,7 +28,7 @@ from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Attend, Decoder
 
-# Keys and values of all layers: a pytree of arrays.
+# A pytree of arrays: the keys and values of all layers.
 Cache: TypeAlias = Any
 
 # (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind) -> out_BTQH, over whole sequences
@@ -36,12 +38,12 @@ Attention: TypeAlias = Callable[
 
 
 class CachePass(NamedTuple):
-    """A forward pass over new tokens in which a cache takes part.
+    """A forward pass over new tokens with a cache.
 
     Attributes:
-      attend, per_layer, per_row: as `Decoder.__call__` takes them.
-      kept: the cache of the new tokens, from what `attend` has returned of all layers.
-      layers: runs the stack in the place of `Compute.layers`, if not None.
+      attend, per_layer, per_row: arguments of `Decoder.__call__`.
+      kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
+      layers: function that runs the stack; None for `Compute.layers`.
     """
 
     attend: Attend
@@ -58,7 +60,7 @@ class CachePass(NamedTuple):
         live_BT: jax.Array,
         compute: Compute,
     ) -> tuple[jax.Array, Cache]:
-        """Last hidden states [B, T, D] of the new tokens, and a cache of exactly these."""
+        """Runs the pass; returns the last hidden states [B, T, D] of the new tokens, and their cache."""
         if self.layers is not None:
             compute = dataclasses.replace(compute, layers=self.layers)
         out = model(
@@ -73,89 +75,89 @@ class CachePass(NamedTuple):
         return out.hidden_BTD, self.kept(out.layer_out)
 
 
-# (buffer, i, active_B) -> the pass of token `i` of a dispatch; idle slots may compute anything.
+# (buffer, i, active_B) -> the pass for token `i` of a dispatch. Results of inactive slots are not used.
 DecodeStep: TypeAlias = Callable[[Cache, jax.Array, jax.Array], CachePass]
 
 
 class CacheKind(Protocol):
-    """How keys and values are kept and attended to. It holds no arrays.
+    """A way to store keys and values and to attend to them. It holds no arrays itself.
 
-    Everything may be traced. `write`, `take` and `copy` are run by every device for its own slots.
+    All methods can be traced. `write`, `take` and `copy` run on every device for its own slots.
     """
 
     @property
     def capacity_multiple(self) -> int:
-        """The longest capacity is a multiple of so many tokens."""
+        """The longest capacity must be a multiple of this number of tokens."""
         ...
 
     @property
     def reads_own_length(self) -> bool:
-        """Decoding costs what live tokens cost, whatever the capacity, and slots of no length nothing.
+        """Whether the cost of decoding depends on the lengths of slots only, not on the capacity.
 
-        Then one capacity serves a whole run: moving slots between capacities would only hold two caches. A
-        paged cache says so too.
+        If True, one capacity serves a whole run: moving slots between capacities would save nothing and need
+        memory for two caches. A paged cache would return True.
         """
         ...
 
     def empty(self, num_slots: int, capacity: int) -> Cache:
-        """A cache of so many slots with room for so many tokens each."""
+        """An empty cache with `num_slots` slots of `capacity` tokens."""
         ...
 
     def buffer(self, num_slots: int, tokens: int) -> Cache:
-        """Room for the tokens of a dispatch, all slots at the same place of it."""
+        """An empty buffer for the tokens of a dispatch. All slots write to the same position of it."""
         ...
 
     def axes(self, cache: Cache) -> Cache:
-        """Logical axes of every leaf of a cache or a buffer; slots are "batch"."""
+        """The logical axes of every leaf of a cache or buffer; "batch" counts slots."""
         ...
 
     # Forward passes
 
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
-        """T tokens that have no past."""
+        """The pass for T tokens without a past."""
         ...
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
-        """T tokens on top of `length_B` cached ones."""
+        """The pass for T tokens after `length_B` cached ones."""
         ...
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
-        """One token per slot at a time, on top of `length_B` cached ones and those in the buffer.
+        """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
 
-        Called outside of the loop over tokens, its result inside: the cache itself is not written meanwhile.
+        Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
         """
         ...
 
     # Tokens written, slots moved
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
-        """The buffer with token `i` of all slots."""
+        """Writes token `i` of all slots to the buffer."""
         ...
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
-        """The cache with all tokens of `new`, written at `start_B` of live slots, which must have room.
+        """Writes all tokens of `new`, a buffer or the result of a pass, to live slots at position `start_B`.
 
-        `new` is a buffer, or what a pass has given.
+        Live slots must have room for them.
         """
         ...
 
     def take(self, cache: Cache, slots: jax.Array) -> Cache:
-        """Some slots, int32, of a cache."""
+        """Takes the slots with the given numbers, int32, from a cache."""
         ...
 
     def copy(self, cache: Cache, other: Cache, source_B: jax.Array) -> Cache:
-        """The cache with slot i replaced by slot `source_B[i]` of `other`, unless that is negative.
+        """Replaces slot i by slot `source_B[i]` of `other`, unless that number is negative.
 
-        Capacities may differ; what is copied must fit.
+        Capacities may differ, but the tokens must fit.
         """
         ...
 
     def resize(self, cache: Cache, capacity: int) -> Cache:
-        """The cache with more room, or with less for all slots."""
+        """Changes the capacity of all slots."""
         ...
 
 
 def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:
-    """Bytes of a cache of so many slots and tokens, over all devices."""
+    """Bytes of a cache with the given slots and capacity, over all devices."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: kind.empty(num_slots, capacity)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

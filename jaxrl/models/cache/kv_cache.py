@@ -1,8 +1,8 @@
-"""The arrays of a cache: keys and values of earlier tokens, of one layer or of all.
+"""The arrays of a key-value cache, of one layer or of all layers.
 
     B sequences   C capacity in tokens   L layers   K kv heads   H head size
 
-In float32, bfloat16 or int8 with a scale per token and head.
+Types: float32, bfloat16, or int8 with a scale per token and head.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Rotated keys and values, of one layer or, with a leading L, of all.
+    """Rotated keys and values, of one layer or, with a leading L, of all layers.
 
-    On CPU keys keep length last, which makes q·k a plain matrix product, 5 to 7 times faster than the other
-    way; kernels want their head size last, as that of values.
+    On CPU the last dimension of keys is the length: q·k is then a plain matmul, 5 to 7 times faster than with
+    the head size last. Kernels need the head size last, as for values.
 
     Attributes:
       k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
       v: [.., B, K, C, H].
-      k_scale, v_scale: float32 [.., B, K, C], what int8 entries are multiplied by; None in other types.
-      keys_last: the last dimension of k, "length" or "head_dim".
+      k_scale, v_scale: float32 [.., B, K, C], factors of int8 entries; None for other types.
+      keys_last: last dimension of k, "length" or "head_dim".
     """
 
     k: jax.Array
@@ -37,18 +37,18 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
+        """The number of tokens that fit into a slot."""
         return self.v.shape[-2]
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """Sizes and types that all caches of an engine have in common.
+    """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: of the model.
+      num_layers, num_kv_heads, head_dim: sizes of the model.
       dtype: float32, bfloat16 or int8.
-      keys_last: as of `KVCache`.
+      keys_last: see `KVCache`.
     """
 
     num_layers: int
@@ -66,7 +66,7 @@ class CacheShape:
         return self._zeros((num_slots,), capacity)
 
     def holding(self, k_TKH: jax.Array, v_TKH: jax.Array) -> KVCache:
-        """A cache with exactly the given keys and values, [.., T, K, H]."""
+        """A cache that holds exactly the given keys and values, [.., T, K, H]."""
         return cache_of(k_TKH, v_TKH, self.dtype, self.keys_last)
 
     def _zeros(self, leading: tuple[int, ...], capacity: int) -> KVCache:
@@ -84,7 +84,7 @@ class CacheShape:
 
 
 def cache_axes(cache: KVCache) -> KVCache:
-    """Logical axes of the arrays of a cache, in its structure."""
+    """The logical axes of the arrays of a cache, in its structure."""
     heads = ("layers", "batch", "kv_heads")[5 - cache.v.ndim :]
     scale: Any = None if cache.k_scale is None else (*heads, "length")
     v: Any = (*heads, "length", "head_dim")
@@ -103,7 +103,7 @@ def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "l
 
 
 def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
-    """`cache` with a `new` one of one token written at the same place in all slots: no scatter."""
+    """Writes the one token of `new` to the same position of all slots. This needs no scatter."""
 
     def put(old, new, axes):
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
@@ -112,7 +112,7 @@ def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
 
 
 def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[.., H] as int8 and a scale [..]: the largest entry becomes 127."""
+    """Rounds [.., H] to int8 with a scale [..]; the largest absolute value becomes 127."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1) / 127
     steps = x / jnp.where(scale > 0, scale, 1)[..., None]

@@ -1,6 +1,6 @@
-"""A cache of each layer's own, and a stack of layers as a plain loop: for shallow models on CPU.
+"""A separate cache for each layer, and a Python loop over layers: for shallow models on CPU.
 
-There a scan copies a layer's part of a stacked cache, and its weights, to use them.
+On CPU a scan over layers copies the slice of the stacked cache, and of the weights, for every layer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jaxrl.models.cache.slot_cache import SlotCache
 from jaxrl.models.compute import LayerFunction
 from jaxrl.models.decoder import Decoder
 
-# No tuple: in a tree of logical axes that is the axes of one array.
+# A list and not a tuple: in a tree of logical axes a tuple is a leaf, the axes of one array.
 Layers = list[KVCache]
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerCache(SlotCache):
-    """Caches that are lists of L caches [B, ..]."""
+    """Caches as lists of L arrays [B, ..]."""
 
     @property
     def reads_own_length(self) -> bool:
-        """XLA attends to the whole capacity."""
+        """False: XLA attends to the whole capacity."""
         return False
 
     def empty(self, num_slots: int, capacity: int) -> Layers:
@@ -71,13 +71,13 @@ class PerLayerCache(SlotCache):
 
 
 def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any]]]:
-    """A stand-in for `models.compute.scan_layers`, with arrays that belong to one layer each.
+    """A replacement for `models.compute.scan_layers` with separate arrays for each layer.
 
-    The weights are taken apart here, once, so that a loop around the stack does not do it in every round.
+    The stacked weights are split here, once. Otherwise a loop over tokens would split them for every token.
 
     Returns:
-      A function of the arguments of `scan_layers`, except that `per_layer` is a sequence of L trees, and
-      that so is what it returns of each layer. The stacked weights that it is given it ignores.
+      A function with the arguments of `scan_layers`, except that `per_layer` and the results per layer are
+      sequences of L trees. It ignores the stacked weights that it gets.
     """
     _, stacked = nnx.split(model.layers)
     layers = [

@@ -1,4 +1,4 @@
-"""Caches in which a slot is a run of memory, as long as the longest sequence may become."""
+"""Caches with contiguous slots, each as long as the longest possible sequence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxrl.models.cache.kv_cache import CacheShape, KVCache, cache_axes
 
 @dataclasses.dataclass(frozen=True)
 class SlotCache:
-    """Moves slots of a tree whose parts are `KVCache`s.
+    """Moves slots of a tree of `KVCache`s.
 
     Attributes:
-      shape: of the caches.
+      shape: sizes and types of the caches.
     """
 
     shape: CacheShape
 
     @property
     def capacity_multiple(self) -> int:
-        """Any number of tokens will do."""
+        """Any capacity is allowed."""
         return 1
 
     def axes(self, cache: Cache) -> Cache:
@@ -49,7 +49,7 @@ class SlotCache:
         return slot_moves.with_capacity(cache, self.axes(cache), capacity)
 
     def _whole(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
-        """A pass over whole sequences whose layers are scanned, which stacks what each has kept."""
+        """A pass over whole sequences in a scan over layers, which stacks the caches of the layers."""
 
         def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
             return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
@@ -57,14 +57,14 @@ class SlotCache:
         return CachePass(attend, None, segment_ids_BT, kept=lambda stacked: stacked)
 
     def _attend_chunk(self, q, k, v, kind, layer, length_B) -> tuple[jax.Array, KVCache]:
-        """T tokens of a layer, to its past and each other."""
+        """Attention of T new tokens to their past and to each other, in one layer."""
         out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
         return out_BTQH, self.shape.holding(k, v)
 
     def _attend_token(
         self, q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths
     ) -> tuple[jax.Array, KVCache]:
-        """One token of a layer, to its past and its part of the buffer."""
+        """Attention of one new token to its past and to the buffer, in one layer."""
         q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
         out_BQH = cached_attention(q, k, v, tuple(zip(caches, lengths, strict=True)), kind=kind)
         return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)

@@ -1,7 +1,7 @@
-"""Moving slots of a tree of arrays whose dimensions are named, on the device that holds them.
+"""Moves slots of a cache, a tree of arrays with named axes, on the device that holds them.
 
-Every function takes a tree and, in the same structure, a tuple of logical axes per leaf, in which "batch"
-counts slots and "length" cached tokens.
+Every function takes a tree of arrays and a tree of the same structure with a tuple of logical axes per leaf.
+"batch" counts slots, "length" cached tokens.
 
     n slots   P slots of another tree   C capacity in tokens   W new tokens
 """
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 
 def taken(tree: Any, axes: Any, slots_n: jax.Array) -> Any:
-    """The slots of `tree` at `slots_n`, int32."""
+    """Takes the slots with numbers `slots_n`, int32, from `tree`."""
     return jax.tree.map(
         lambda leaf, names: jnp.take(leaf, slots_n, axis=names.index("batch")), tree, axes
     )
 
 
 def with_capacity(tree: Any, axes: Any, capacity: int) -> Any:
-    """`tree` with room for `capacity` tokens: zeros are appended, or the end is cut off."""
+    """Changes the capacity of `tree`: appends zeros or cuts off the end."""
 
     def one(leaf, names):
         if "length" not in names:
@@ -38,9 +38,9 @@ def with_capacity(tree: Any, axes: Any, capacity: int) -> Any:
 
 
 def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
-    """`tree` with slot i replaced by slot source_n[i] of `other` where that is not negative.
+    """Replaces slot i of `tree` by slot source_n[i] of `other` if that number is not negative.
 
-    The capacities may differ; what is copied must fit. Costs what the replaced slots hold, not what all do.
+    Capacities may differ, but the tokens must fit. The cost grows with the number of replaced slots.
     """
     order_n = jnp.argsort(source_n < 0, stable=True)
 
@@ -49,7 +49,7 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
 
         def one(leaf, new, names):
             batch = names.index("batch")
-            # Of any dimension but the slots, both have at least the smaller size.
+            # Copy the smaller of the two capacities; all other dimensions are equal.
             sizes = [min(pair) for pair in zip(leaf.shape, new.shape, strict=True)]
             sizes[batch] = 1
             new = jax.lax.dynamic_slice(new, _at(batch, source_n[slot], leaf.ndim), sizes)
@@ -61,16 +61,16 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
 
 
 def _at(dim: int, index: jax.Array, ndim: int) -> list[Any]:
-    """The start of `index` in dimension `dim`."""
+    """Start indices that are `index` in dimension `dim` and 0 elsewhere."""
     return [index if d == dim else 0 for d in range(ndim)]
 
 
 def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array) -> Any:
-    """`tree` with W tokens of `new` written at `start_n` of every live slot; others stay as they are.
+    """Writes the W tokens of `new` to every live slot of `tree`, at `start_n`; other slots stay unchanged.
 
-    A live slot must have room for W tokens from its start. Slot by slot, since a scatter would want the whole
-    tree in another layout.
+    A live slot must have room for W tokens from its start.
     """
+    # Slot by slot: for a scatter XLA would copy the whole tree into another memory layout.
     order_n = jnp.argsort(~live_n, stable=True)
 
     def write(j, tree):

@@ -1,4 +1,4 @@
-"""One array of all layers: what a scan over layers takes apart, and kernels that find a layer by its number.
+"""A cache with one array for all layers, for scans over layers and for kernels that index layers by number.
 
 B slots   L layers   Q query heads   K kv heads   H head size   C capacity
 """
@@ -21,7 +21,7 @@ from jaxrl.models.decoder import Decoder
 # (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
 PastAttention: TypeAlias = Callable[[jax.Array, KVCache, jax.Array, jax.Array], PartialAttention]
 
-# Where a kernel reads a cache page by page the longest one has whole pages.
+# Kernels read a cache page by page, so the longest capacity must consist of whole pages.
 _PAGE = 128
 
 
@@ -30,9 +30,9 @@ class StackedCache(SlotCache):
     """Caches [L, B, ..].
 
     Attributes:
-      kernel: attends to the past when decoding; None leaves it to XLA.
-      by_number: the kernel is given the whole stack and the number of a layer, which copies nothing;
-        otherwise, as in a pipeline, the part of a layer.
+      kernel: attention to the past in decoding; None for XLA.
+      by_number: pass the whole stack and the number of the layer to the kernel, which copies nothing. False,
+        as in a pipeline, passes the slice of the layer.
     """
 
     kernel: PastAttention | None = None
@@ -40,12 +40,12 @@ class StackedCache(SlotCache):
 
     @property
     def capacity_multiple(self) -> int:
-        """Tokens of a page, for a kernel."""
+        """Tokens of a page if there is a kernel."""
         return 1 if self.kernel is None else _PAGE
 
     @property
     def reads_own_length(self) -> bool:
-        """Kernels read pages up to a row's own length."""
+        """True with a kernel, which reads pages only up to the length of a slot."""
         return self.kernel is not None
 
     def empty(self, num_slots: int, capacity: int) -> KVCache:
@@ -95,7 +95,8 @@ class StackedCache(SlotCache):
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
         def step(buffer: KVCache, i: jax.Array, active_B: jax.Array) -> CachePass:
-            # A kernel reads nothing of an empty slot, and nobody reads what an idle one gives.
+            # Inactive slots get length 0: the kernel then reads nothing for them, and their results are
+            # unused.
             lengths = (jnp.where(active_B, length_B, 0), jnp.full_like(length_B, i))
             return CachePass(attend, (past, buffer), lengths, _same)
 
@@ -103,7 +104,7 @@ class StackedCache(SlotCache):
 
 
 def _same(new: KVCache) -> KVCache:
-    """The caches that a scan has stacked, which are one of all layers already."""
+    """The identity: the scan has already stacked the layers."""
     return new
 
 

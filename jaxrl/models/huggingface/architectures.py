@@ -1,6 +1,7 @@
-"""The architectures of Transformers whose checkpoints are read and written, each in our terms.
+"""The supported architectures of Transformers, described in terms of ModelConfig.
 
-An architecture says what its code does without asking config.json, and how it spells what it does ask for.
+An architecture has fixed traits, which its code decides without config.json, and its own keys and defaults
+for the values in config.json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxrl.models.model_config import ModelConfig
 
 
 class WindowKeys(enum.Enum):
-    """How a config.json says which layers have a sliding window."""
+    """The keys of a config.json that determine the layers with a sliding window."""
 
     NONE = "the architecture has none"
     # `use_sliding_window`; then `layer_types`, or all from the layer `max_window_layers` on.
@@ -33,21 +34,21 @@ class Architecture:
     """A family of classes of Transformers.
 
     Attributes:
-      language_model, score_model: names of the classes for language models, and for those that give scores in
-        the place of logits.
-      model_type: its name in config.json.
-      traits: the fields of ModelConfig that its code decides, where they differ from `PLAIN`.
-      needs: value each of its own switches must have, since our decoder has no other side.
+      language_model, score_model: class names of language models, and of models with scores instead of
+        logits.
+      model_type: name of the family in config.json.
+      traits: fields of ModelConfig that the code of the family fixes, where they differ from `PLAIN`.
+      needs: required values of switches in config.json; our decoder does not support other values.
       windows: see `WindowKeys`.
-      window_pattern: what stands for a missing `sliding_window_pattern`.
-      mixture: its layers are mixtures of experts.
-      softcaps: fields of ModelConfig that config.json gives it, with what stands for a missing key.
-      has_query_scalar: config.json has a `query_pre_attn_scalar`.
-      has_local_rope: layers with a sliding window rotate by a base of their own.
-      rope_theta: what stands for a missing base.
-      own_head_dim: the size of heads has nothing to do with the width of the model.
-      divides: its code wants a width that is a multiple of the number of heads all the same.
-      tied: what stands for a missing `tie_word_embeddings`.
+      window_pattern: default of a missing `sliding_window_pattern`.
+      mixture: True if its layers are mixtures of experts.
+      softcaps: score caps in config.json by field of ModelConfig, with the default of a missing key.
+      has_query_scalar: True if config.json has `query_pre_attn_scalar`.
+      has_local_rope: True if layers with a sliding window have their own rotary base.
+      rope_theta: default of a missing rotary base.
+      own_head_dim: True if the head size does not follow from the width of the model.
+      divides: True if its code requires a width that is a multiple of the number of heads.
+      tied: default of a missing `tie_word_embeddings`.
     """
 
     language_model: str
@@ -68,11 +69,11 @@ class Architecture:
 
     @property
     def all_traits(self) -> dict[str, Any]:
-        """Every field of ModelConfig that some architecture's code decides, with its value here."""
+        """All fields of ModelConfig that the code of an architecture may fix, with their values here."""
         return {**PLAIN, **self.traits}
 
     def spells(self, config: ModelConfig) -> bool:
-        """Whether its classes and its config.json can say all of `config`."""
+        """Whether the architecture can express all of `config`."""
         traits = all(getattr(config, name) == value for name, value in self.all_traits.items())
         capped = [
             name for name in SOFTCAP_KEYS if getattr(config, name) and name not in self.softcaps
@@ -131,7 +132,8 @@ _GEMMA_NEEDS = {
     "use_bidirectional_attention": False,
 }
 
-# Of those that can say the same, the first is written if nothing speaks for another.
+# If several architectures can express a model, export writes the first, unless the model came from another
+# one.
 ARCHITECTURES = (
     Architecture(
         "Qwen2ForCausalLM",
@@ -192,7 +194,7 @@ ARCHITECTURES = (
         "Gemma3TextForSequenceClassification",
         "gemma3_text",
         traits={**_GEMMA_TRAITS, "qk_norm": True},
-        # Read by its class, and then not used.
+        # The class reads `attn_logit_softcapping` but does not use it.
         needs={**_GEMMA_NEEDS, "attn_logit_softcapping": None},
         window_pattern=6,
         softcaps={"logits_softcap": 0.0},

@@ -1,13 +1,13 @@
 """config.json of a Hugging Face directory to a ModelConfig, and back.
 
-Values are read from the file and never guessed from a model's name; an architecture only says what its
-code does without asking the file (Qwen2 always has biases on q, k and v). Both spellings of the rotary
-settings are read: `rope_theta` with `rope_scaling`, and the `rope_parameters` of Transformers 5. The
-first is written, since every version reads it.
+Values are read from the file and never guessed from the name of a model. An architecture only adds what its
+code fixes (Qwen2 always has biases on q, k and v). Both forms of the rotary settings are read: `rope_theta`
+with `rope_scaling`, and the `rope_parameters` of Transformers 5. The first form is written, since every
+version reads it.
 
-Not covered, and refused with the key that asks for it: other gates than silu and, in Gemma, tanh's gelu,
-rotation of a part of the head, other scalings of rotary wavelengths than Llama 3.1's and a plain factor,
-biases on the output projection or the feed-forward network, images, quantised weights.
+Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
+rotation of heads, rotary scalings other than Llama 3.1's and a plain factor, biases on the output projection
+or the feed-forward network, images, quantised weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jaxrl.models.huggingface.json_values import boolean, integer, number, shown
 from jaxrl.models.huggingface.sliding_windows import read_windows, window_values
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
-# Keys whose meaning `config_json` rewrites under another name, or that describe other weights.
+# Keys of a base config that are not kept: `config_json` writes their content under another name, or they
+# describe other weights.
 _REPLACED = frozenset(
     {
         "dtype",
@@ -36,8 +37,8 @@ _REPLACED = frozenset(
     }
 )
 
-# What the file must say about the world outside the weights when there is no file to take it from.
-# Null, because the Llama class of Transformers would otherwise take ids 1 and 2 for begin and end.
+# Values that do not follow from the weights, for a model without a base config. The ids are null, because the
+# Llama class of Transformers would otherwise use ids 1 and 2 for begin and end.
 _WITHOUT_BASE: Mapping[str, Any] = {
     "max_position_embeddings": 32_768,
     "bos_token_id": None,
@@ -62,7 +63,7 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# By rope_type, which is what we call the kind of a scaling.
+# Keys by rope_type, which is `RopeScaling.kind`.
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "llama3": _LLAMA3_KEYS,
@@ -71,10 +72,10 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -> dict[str, Any]:
-    """The config.json of a directory, or another JSON object of it, as it stands.
+    """Reads the config.json of a directory, or another JSON object in it, unchanged.
 
     Raises:
-      UserError: it is missing, or is no JSON object; see `files.read_json_object`.
+      UserError: the file is missing or not a JSON object; see `files.read_json_object`.
     """
     return read_json_object(
         pathlib.Path(directory) / name,
@@ -92,15 +93,15 @@ def read_config(directory: str | pathlib.Path) -> ModelConfig:
 def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelConfig:
     """The shape that the values of a config.json describe.
 
-    `num_tokens` stays 0 (all rows of the embedding): the file does not know the tokenizer.
+    `num_tokens` stays 0 (all rows of the embedding), because the file does not know the tokenizer.
 
     Args:
-      values: the file's content.
-      origin: what errors call it.
+      values: content of the file.
+      origin: name of the file in errors.
 
     Raises:
-      UserError: the architecture or a setting is none our decoder has, or a value is missing or no
-        number; the message names the key.
+      UserError: the decoder does not support the architecture or a setting, or a value is missing or
+        malformed; the message names the key.
     """
     architecture = _architecture_named(values, origin)
     _check_switches(values, architecture, origin)
@@ -126,7 +127,7 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
         **_score_fields(values, architecture, origin),
     )
     if architecture.mixture:
-        # Transformers 5 writes the second.
+        # Transformers 5 writes `num_local_experts`.
         experts_key = "num_experts" if "num_experts" in values else "num_local_experts"
         fields |= dict(
             num_experts=integer(values, experts_key, origin),
@@ -145,10 +146,12 @@ def config_json(
     """The values of a config.json from which Transformers builds the model of `config`.
 
     Args:
-      config: the shape; rows of the vocabulary above `num_tokens` are not marked, as usual there.
-      dtype: name of the type the weights are stored in, such as "bfloat16".
-      base: the config.json the model came from. What it says beyond the shape is kept: number of
-        positions, ids of special tokens. Without it these are 32,768 and null.
+      config: the shape. Padding rows of the vocabulary above `num_tokens` are not marked, as usual in
+        Transformers.
+      dtype: name of the type of the stored weights, such as "bfloat16".
+      base: config.json of the model that training started from. Its values that do not belong to the shape
+        are kept, such as the number of positions and ids of special tokens. None sets these to 32,768 and
+        null.
 
     Raises:
       UserError: no architecture of Transformers has this shape.
@@ -201,7 +204,7 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
     """The adapters that PEFT's adapter_config.json of a directory describes.
 
     Raises:
-      UserError: the file is missing, or asks for what our adapters cannot do; it names the key.
+      UserError: the file is missing, or our adapters do not support a setting; the message names the key.
     """
     origin = str(pathlib.Path(directory) / "adapter_config.json")
     values = read_config_json(directory, "adapter_config.json")
@@ -229,7 +232,7 @@ def _feed_forward_values(config: ModelConfig, kept: Mapping[str, Any]) -> dict[s
     if not config.num_experts:
         return {"intermediate_size": config.d_ff}
     return {
-        # Of dense layers, which there are none of; the class wants a number nevertheless.
+        # Width of dense layers. The model has none, but the class requires a number.
         "intermediate_size": kept.get("intermediate_size", config.d_ff),
         "moe_intermediate_size": config.d_ff,
         "num_experts": config.num_experts,
@@ -239,7 +242,7 @@ def _feed_forward_values(config: ModelConfig, kept: Mapping[str, Any]) -> dict[s
 
 
 def _score_values(config: ModelConfig) -> dict[str, Any]:
-    """Transformers counts labels by their names."""
+    """Labels of a score model: Transformers derives the number of scores from them."""
     labels = {i: f"LABEL_{i}" for i in range(config.num_scores)}
     if not labels:
         return {}
@@ -263,7 +266,7 @@ def _architecture_named(values: Mapping[str, Any], origin: str) -> Architecture:
     names = values.get("architectures")
     supported = {a.language_model: a for a in ARCHITECTURES}
     supported |= {a.score_model: a for a in ARCHITECTURES}
-    # A list is compared with lists, since what is in it need not have a hash.
+    # Compare whole lists, since the elements of an untrusted list may not be hashable.
     if not isinstance(names, list) or names not in [[name] for name in supported]:
         raise UserError(
             f"{origin}: architectures is {shown(names)}, but supported is one of "
@@ -273,7 +276,7 @@ def _architecture_named(values: Mapping[str, Any], origin: str) -> Architecture:
 
 
 def _architecture_of(config: ModelConfig, base: Mapping[str, Any]) -> Architecture:
-    """The architecture to write: that of `base` if it can say all of `config`, else the first that can."""
+    """The architecture to write: that of `base` if it can express `config`, else the first that can."""
     fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         raise UserError(
@@ -292,7 +295,7 @@ def _architecture_of(config: ModelConfig, base: Mapping[str, Any]) -> Architectu
 
 
 def _unusual(config: ModelConfig) -> list[str]:
-    """What a shape has that plain Llama does not."""
+    """The settings of a shape that differ from plain Llama."""
     plain = ModelConfig(qkv_bias=False)
     names = (
         *ARCHITECTURES[0].all_traits,
@@ -348,10 +351,10 @@ def _head_dim(
 def _score_fields(
     values: Mapping[str, Any], architecture: Architecture, origin: str
 ) -> dict[str, float]:
-    """How the scores of attention and the logits are scaled and capped."""
+    """Scaling and caps of attention scores, and caps of logits."""
     fields = {}
     if architecture.has_query_scalar:
-        # 256 is what the classes of Transformers take.
+        # 256 is the default of the classes of Transformers.
         scalar = number(values, "query_pre_attn_scalar", origin, absent=256.0)
         fields["query_pre_attn_scalar"] = scalar
     for field, absent in architecture.softcaps.items():
@@ -395,7 +398,7 @@ def _rope(
     values: Mapping[str, Any], architecture: Architecture, origin: str
 ) -> tuple[float, RopeScaling | None]:
     """The base of the rotary wavelengths, and their scaling."""
-    # Where both spellings are filled Transformers takes the older one.
+    # If both forms are present, Transformers uses the older one.
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = values.get(key) or {}
     if not isinstance(settings, dict):
@@ -404,7 +407,7 @@ def _rope(
     theta_of = settings if "rope_theta" in settings else values
     theta = number(theta_of, "rope_theta", origin, absent=architecture.rope_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    # A tuple, since what a file says need not have a hash.
+    # Compare with a tuple, since the value of an untrusted file may not be hashable.
     if kind not in tuple(_ROPE_KEYS):
         raise UserError(
             f"{where} has rope_type {shown(kind)}, but only {', '.join(_ROPE_KEYS)} are supported; "
@@ -442,7 +445,7 @@ def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
         scaling.high_freq_factor,
         scaling.original_max_positions,
     )
-    # A plain factor has no more than the first.
+    # A "linear" scaling has the factor only, so `zip` stops after the first number.
     return {
         "rope_type": scaling.kind,
         **dict(zip(_ROPE_KEYS[scaling.kind], numbers, strict=False)),
@@ -456,7 +459,7 @@ def _gemma_values(config: ModelConfig, architecture: Architecture) -> dict[str, 
     }
     if architecture.has_query_scalar:
         scalar = config.query_pre_attn_scalar or config.head_dim
-        # The class wants a whole number where it is one.
+        # The class requires an int if the number is whole.
         values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
     if architecture.has_local_rope:
         values["rope_local_base_freq"] = config.rope_local_theta

@@ -1,4 +1,4 @@
-"""Values of somebody else's JSON object, each of the type that it must have."""
+"""Reads typed values from an untrusted JSON object."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def boolean(values: Mapping[str, Any], key: str, origin: str, *, absent: bool = 
 
 
 def shown(value: Any) -> str:
-    """A value in a message: files of strangers hold long ones."""
+    """A value for a message, cut to 80 characters: an untrusted file may hold very long values."""
     return repr(value)[:80]

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory: their names, and how a directory comes to be whole or not at all."""
+"""The files of a Hugging Face directory, and writing such a directory atomically."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
-# What belongs to a model beside its weights and shape. A list, so that no program or pickle that lies in
-# a downloaded directory travels on.
+# Files that are copied along with a model, besides weights and config.json. An explicit list, so that no
+# program or pickle in a downloaded directory is passed on.
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,10 +35,10 @@ COMPANION_FILES = (
 
 @contextlib.contextmanager
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory to fill, beside `path`; renamed to it at the end, removed after an exception.
+    """Yields a temporary directory and renames it to `path` in the end, or removes it after an error.
 
     Raises:
-      UserError: `path` exists, or cannot be made.
+      UserError: `path` exists, or cannot be created.
     """
     check_new(path)
     path = pathlib.Path(path).absolute()
@@ -58,18 +58,18 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_new(path: str | pathlib.Path) -> None:
-    """Raises UserError if `path` exists, for commands that work long before they write."""
+    """Raises UserError if `path` exists. Commands that write only after long work call it first."""
     if pathlib.Path(path).exists():
         raise UserError(f"{path} exists and is not overwritten; remove it or choose another name")
 
 
 def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies those of `COMPANION_FILES` that `source` has."""
+    """Copies the files of `COMPANION_FILES` that exist in `source`."""
     for name in COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON object the way Hugging Face's files look."""
+    """Writes a JSON object in the format of Hugging Face's files."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

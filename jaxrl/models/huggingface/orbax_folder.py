@@ -1,7 +1,8 @@
-"""The Orbax directory of a model: a Hugging Face directory with our parameter tree for its safetensors files.
+"""Converts between a Hugging Face directory and an Orbax directory.
 
-config.json, the tokenizer's files and generation_config.json come along; the parameters are in `params/`.
-Conversion runs on the host, which must have room for the model.
+An Orbax directory holds our parameter tree in `params/` instead of safetensors files; config.json, the files
+of the tokenizer and generation_config.json are the same. Conversion runs on the host, which must have memory
+for the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxrl.models.huggingface.weight_loading import checkpoint_dtype, load_param
 
 
 def hf_to_orbax(path: pathlib.Path, out: pathlib.Path, *, dtype: str | None) -> None:
-    """Writes the Orbax directory of a Hugging Face directory; `dtype` None keeps that of the files."""
+    """Converts a Hugging Face directory to an Orbax directory; `dtype` None keeps the type of the files."""
     check_new(out)
     config = read_config(path)
     _, shapes, _ = decoder_graph(config)
@@ -40,7 +41,7 @@ def hf_to_orbax(path: pathlib.Path, out: pathlib.Path, *, dtype: str | None) -> 
 def orbax_to_hf(
     path: pathlib.Path, out: pathlib.Path, *, dtype: str | None, max_shard_bytes: int
 ) -> None:
-    """Writes the Hugging Face directory of an Orbax directory; `dtype` None keeps that of the params."""
+    """Converts an Orbax directory to a Hugging Face directory; `dtype` None keeps the stored type."""
     check_new(out)
     config = read_config(path)
     params = _restore(path / "params", decoder_graph(config)[1], dtype)
@@ -49,7 +50,7 @@ def orbax_to_hf(
 
 
 def _restore(path: pathlib.Path, shapes: Any, dtype: str | None) -> Params:
-    """The parameters, in `dtype` or as they were saved."""
+    """Restores the parameters in `dtype`; None keeps the stored type."""
     if not path.is_dir():
         raise UserError(
             f"{path} does not exist; name a directory that this command wrote with --to orbax"

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window: what config.json says, and how it is written."""
+"""Reads the layers with a sliding window from config.json, and writes them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxrl.models.model_config import ModelConfig
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
-# What the classes of Transformers take for a missing key.
+# Defaults of the classes of Transformers for missing keys.
 _MISTRAL_WINDOW, _QWEN_WHOLE_LAYERS = 4096, 28
 
 
 def read_windows(
     values: Mapping[str, Any], architecture: Architecture, origin: str
 ) -> tuple[int, tuple[str, ...]]:
-    """`sliding_window` and `layer_pattern` of the model that a config.json describes.
+    """The `sliding_window` and `layer_pattern` of the model that a config.json describes.
 
-    Many files name a window that is not in use, which is none.
+    Many files contain a window that no layer uses; the result is then 0.
 
     Raises:
-      UserError: layers are of kinds that the decoder or the architecture does not have.
+      UserError: the decoder or the architecture does not support a kind of layer.
     """
     num_layers = integer(values, "num_hidden_layers", origin)
     if num_layers > MAX_LAYERS:
@@ -42,7 +42,7 @@ def read_windows(
 
 
 def window_values(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """The keys of a config.json by which `architecture` gives the layers of `config` their windows."""
+    """The keys of a config.json that give the layers of `config` their windows in `architecture`."""
     sliding = config.sliding_layers
     types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     window = config.sliding_window or None
@@ -79,7 +79,7 @@ def _sliding(
         )
         return listed or [bool((i + 1) % period) for i in range(num_layers)]
     switched_on = (
-        # Null is off, and missing is not.
+        # Null turns the window off; a missing key means the default.
         values.get("sliding_window", _MISTRAL_WINDOW) is not None
         if keys is WindowKeys.NUMBER
         else boolean(values, "use_sliding_window", origin)
@@ -104,7 +104,7 @@ def _sliding(
 
 
 def _listed(values: Mapping[str, Any], num_layers: int, origin: str) -> list[bool] | None:
-    """What `layer_types` says, if it is there."""
+    """The sliding layers according to `layer_types`; None if the key is missing."""
     kinds = values.get("layer_types")
     if kinds is None:
         return None
@@ -134,7 +134,7 @@ def _check_agrees(listed: list[bool] | None, sliding: list[bool], origin: str) -
 
 
 def _shortest_pattern(sliding: Sequence[bool]) -> tuple[str, ...]:
-    """The shortest run of kinds that repeats over all layers."""
+    """The shortest pattern that repeats over all layers."""
     length = next(
         n
         for n in range(1, len(sliding) + 1)
@@ -144,7 +144,7 @@ def _shortest_pattern(sliding: Sequence[bool]) -> tuple[str, ...]:
 
 
 def _period_of_gemma(sliding: Sequence[bool]) -> int | None:
-    """The n for which each n-th layer is the one that sees everything, if there is one."""
+    """The n for which exactly every n-th layer has full attention; None if there is none."""
     for n in range(1, len(sliding) + 2):
         if all(slides == bool((i + 1) % n) for i, slides in enumerate(sliding)):
             return n

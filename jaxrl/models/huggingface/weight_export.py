@@ -1,9 +1,9 @@
-"""Our parameter tree to a Hugging Face directory, or its adapters to a PEFT directory; safetensors only.
+"""Exports weights to a Hugging Face directory, or adapters to a PEFT directory; safetensors only.
 
-Tensor by tensor the shards are fetched from the devices that hold them and put together on the host, one
-file at a time, as the table of `weight_table.py` says.
+For each tensor of the table in `weight_table.py`, the shards are fetched from their devices and assembled on
+the host. The host holds one file at a time.
 
-Not covered: quantised weights, export from several processes (save with Orbax there and convert afterwards).
+Not covered: quantised weights, export from several processes (save with Orbax and convert afterwards).
 """
 
 from __future__ import annotations
@@ -54,23 +54,20 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     source: str | pathlib.Path | None = None,
 ) -> None:
-    """Writes a directory that Transformers loads unchanged; it appears whole or not at all.
-
-    Tensor by tensor the shards are fetched from the devices that hold them and put together on the
-    host, where one file at a time is held.
+    """Writes a directory that Transformers loads unchanged. It appears complete or not at all.
 
     Args:
-      params: the weights, on devices of this process; merge adapters into them before (`lora.merge`).
-      config: their shape. Rows of the vocabulary above `num_tokens` are written as they are.
-      out: the directory; must not exist yet.
-      dtype: of the tensors in the files, bfloat16 or float32.
-      max_shard_bytes: a file holds no more than this, or a single tensor.
-      source: directory the model came from. Its tokenizer files are copied, and its config.json
-        gives what `config` does not know, such as the ids of special tokens.
+      params: weights on devices of this process, with adapters already merged (`lora.merge`).
+      config: shape of the model. Padding rows of the vocabulary above `num_tokens` are written too.
+      out: the new directory; must not exist yet.
+      dtype: type of the stored tensors, bfloat16 or float32.
+      max_shard_bytes: largest size of a file; a file with a single tensor may be larger.
+      source: directory of the model that training started from. Its tokenizer files are copied, and its
+        config.json provides values that `config` does not have, such as ids of special tokens. None for none.
 
     Raises:
-      UserError: no architecture of Transformers has this shape, `out` exists, another dtype is asked
-        for, or the weights are spread over several processes.
+      UserError: no architecture of Transformers has this shape, `out` exists, the dtype is not supported, or
+        the weights are spread over several processes.
     """
     dtype = _export_dtype(dtype)
     check_shard_bytes(max_shard_bytes)
@@ -98,18 +95,18 @@ def save_checkpoint(
 def save_adapter(
     params: Params, config: ModelConfig, out: str | pathlib.Path, *, dtype: Any, base: str
 ) -> None:
-    """Writes a directory that PEFT loads onto the base model: the adapters alone, and their config.
+    """Writes a directory that PEFT loads onto the base model: only the adapters, and their config.
 
     Args:
-      params: the weights, adapters among them, on devices of this process.
-      config: their shape, with `config.lora`.
-      out: the directory; must not exist yet.
-      dtype: of the tensors in the file, bfloat16 or float32.
-      base: directory or hub name of the base model, for PEFT to find it.
+      params: weights with adapters, on devices of this process.
+      config: shape of the model, with `config.lora`.
+      out: the new directory; must not exist yet.
+      dtype: type of the stored tensors, bfloat16 or float32.
+      base: directory or hub name of the base model, for PEFT.
 
     Raises:
-      UserError: `out` exists, another dtype is asked for, the model has no adapters, or the weights
-        are spread over several processes.
+      UserError: `out` exists, the dtype is not supported, the model has no adapters, or the weights are
+        spread over several processes.
     """
     dtype = _export_dtype(dtype)
     if not config.lora.rank:
@@ -125,7 +122,7 @@ def save_adapter(
 
 
 def check_shard_bytes(max_shard_bytes: int) -> None:
-    """Raises UserError for a size that no file can have, for commands that work long before they write."""
+    """Raises UserError for an impossible file size. Commands call it before long work."""
     check_value("max_shard_bytes", max_shard_bytes, Annotated[int, at_least(1, at_most=2**63 - 1)])
 
 
@@ -147,7 +144,7 @@ def _check_addressable(params: Params) -> None:
 def _tensor_bytes(
     table: Iterable[Row], sizes: Mapping[str, int], dtype: np.dtype
 ) -> dict[str, int]:
-    """Size of every tensor, in the order of the table."""
+    """Bytes of every tensor by name, in the order of the table."""
     return {
         row.tensor_name(position): math.prod(row.tensor_shape(sizes)) * dtype.itemsize
         for row in table
@@ -173,14 +170,14 @@ def _write_files(
         for name in names:
             row, position = sources[name]
             tensors[name] = _gather(leaf_at(params, row.path), row, sizes, position, dtype)
-        # Transformers reads no file that does not name a framework here.
+        # Transformers refuses files without a framework name here.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
-        # safetensors lets nobody but the owner read what it writes.
+        # safetensors writes files that only the owner can read. Give them the usual permissions.
         shutil.copymode(next(directory.glob("*.json")), directory / file)
 
 
 def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
-    """The names of each file's tensors, in order, as many as fit."""
+    """Distributes tensors over files in order, as many per file as fit; names of tensors by file."""
     groups: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, size in num_bytes.items():
@@ -200,7 +197,7 @@ def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
 def _gather(
     leaf: jax.Array, row: Row, sizes: Mapping[str, int], position: Sequence[int], dtype: np.dtype
 ) -> np.ndarray:
-    """One tensor of the checkpoint, from the shards that have a part of it."""
+    """Assembles one tensor of the checkpoint from the shards that hold a part of it."""
     out = np.empty([sizes[c] for c in row.stored.replace(" ", "")], dtype)
     for shard in leaf.addressable_shards:
         bounds = bounds_of(shard.index, leaf.shape)
@@ -218,7 +215,7 @@ def _gather(
 def _extract(
     shard: jax.Array, offset: jax.Array, *, order: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
-    """One tensor's piece out of a shard, in the checkpoint's order of dimensions."""
+    """Extracts the part of one tensor from a shard, in the checkpoint's order of dimensions."""
     for i in range(offset.shape[0]):
         shard = jax.lax.dynamic_index_in_dim(shard, offset[i], 0, keepdims=False)
     return shard.transpose(order).astype(dtype)

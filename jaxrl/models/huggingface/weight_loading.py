@@ -1,12 +1,12 @@
-"""Weights of a Hugging Face directory to our parameter tree; safetensors only.
+"""Loads the weights of a Hugging Face directory into our parameter tree; safetensors only.
 
-A table (`weight_table.py`) says where each tensor of a checkpoint lives in our tree; loading, and export in
-`weight_export.py`, follow it and know no model. The dimensions' letters are explained there.
+A table (`weight_table.py`, which also explains the letters of dimensions) maps the tensors of a checkpoint to
+our tree. Loading, and export in `weight_export.py`, follow it.
 
-Loading never holds more than a piece of one tensor on the host. A leaf that stacks all layers can be
-larger than a whole file, so it grows on the devices: each device's shard starts as zeros, and layer after
-layer the part of the checkpoint's tensor that belongs to it is read from the file, sent, and put into its
-place there, already in our order of dimensions.
+The host never holds more than a part of one tensor. A leaf that stacks all layers can be larger than a whole
+file, so it is assembled on the devices. The shard of each device starts as zeros. Layer by layer, the part of
+the tensor that belongs to the shard is read from the file, sent, and written to its place in our order of
+dimensions.
 
     model.layers.0.self_attn.q_proj.weight --slice--> device 0: layers.attention.q.weight [L, D/2, Q, H]
                                  [QH, D]   --slice--> device 1: layers.attention.q.weight [L, D/2, Q, H]
@@ -53,34 +53,33 @@ from jaxrl.models.model_config import ModelConfig
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
-# Buffers of old versions of Transformers; they follow from config.json.
+# Buffers that old versions of Transformers stored. They follow from config.json and are ignored.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 _MAX_NAMES_LISTED = 4
 
-# Of all files of a directory together. DeepSeek-V3's 92,000 tensors have 12 MB; safetensors takes 4 s and a
-# gigabyte for the 100 MB that it would read itself.
+# Largest size of all headers of a directory together. The 92,000 tensors of DeepSeek-V3 have headers of 12
+# MB. safetensors itself would read up to 100 MB, which takes 4 s and a gigabyte of memory.
 _MAX_HEADER_BYTES = 1 << 25
 
 
 def load_params(
     directory: str | pathlib.Path, config: ModelConfig, shardings: Any, *, dtype: Any = jnp.float32
 ) -> Params:
-    """The weights of a Hugging Face directory, each born where it belongs.
+    """Loads the weights of a Hugging Face directory directly into their shards.
 
-    Every device reads the slices it needs and no others. On the host there is a piece of one tensor at
-    a time, and one file is open.
+    Each device gets only the slices that it needs. The host holds a part of one tensor at a time, and one
+    file is open.
 
     Args:
-      directory: holds model.safetensors, or several files and model.safetensors.index.json.
+      directory: directory with model.safetensors, or with several files and model.safetensors.index.json.
       config: the shape; see `config_json.read_config`.
       shardings: tree of the parameters with a Sharding at each leaf.
-      dtype: of the result; values are rounded to it on the devices.
+      dtype: type of the result; values are rounded to it on the devices.
 
     Raises:
-      UserError: a file is missing or damaged, or a tensor is missing, not expected, or has another
-        shape or type than `config` says; the message names it. Nothing has been loaded then: all
-        headers are checked before any data is read.
+      UserError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or type
+        than in `config`; the message names it. All headers are checked before any data is read.
     """
     directory = pathlib.Path(directory)
     stored = check_params(directory, config)
@@ -93,7 +92,7 @@ def load_params(
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
-    """What the headers of a directory's files say of each tensor, held against `config`; reads no data.
+    """Reads the headers of a directory's files and checks them against `config`; reads no data.
 
     Raises:
       UserError: as `load_params`.
@@ -106,23 +105,23 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
 
 
 def _copies(config: ModelConfig) -> dict[str, str]:
-    """Tensors that may be there once more: their names, and those of what they copy."""
+    """Names of tied duplicates that a checkpoint may contain, with the names of the originals."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
 
 
 def load_adapter(
     directory: str | pathlib.Path, config: ModelConfig, shardings: Any, *, dtype: Any = jnp.float32
 ) -> Params:
-    """The adapters of a PEFT directory (adapter_model.safetensors), each born where it belongs.
+    """Loads the adapters of a PEFT directory (adapter_model.safetensors) directly into their shards.
 
     Args:
-      directory: as `save_adapter` or PEFT's save_pretrained writes it.
-      config: the shape; `config.lora` says which adapters there are.
+      directory: a directory written by `save_adapter` or PEFT's save_pretrained.
+      config: the shape; `config.lora` describes the adapters.
       shardings: tree of the parameters with a Sharding at each leaf.
-      dtype: of the result.
+      dtype: type of the result.
 
     Returns:
-      A tree that holds the adapters alone, for `lora.join`.
+      A tree with the adapters only, for `lora.join`.
 
     Raises:
       UserError: as `load_params`.
@@ -134,7 +133,7 @@ def load_adapter(
 
 
 def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
-    """What the header of a PEFT directory's file says of each tensor, held against `config`.
+    """Reads the header of a PEFT directory's file and checks it against `config`.
 
     Raises:
       UserError: as `load_adapter`.
@@ -162,7 +161,7 @@ def checkpoint_dtype(directory: str | pathlib.Path) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a file's header says about one tensor; `dtype` as safetensors writes it ("BF16")."""
+    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16")."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -220,13 +219,13 @@ def _why_no_weights(directory: pathlib.Path) -> str:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor, as an index says."""
+    """Reads the file name of each tensor from an index."""
     index = read_json_object(path, absent="copy the published file", max_bytes=_MAX_HEADER_BYTES)
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{path} has no weight_map of names; copy the published file again")
     for file in file_of.values():
-        # An index is somebody else's text: it may not point out of its directory.
+        # An index is untrusted: a name must not point outside of the directory.
         if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
             raise UserError(
                 f"{path} names {file!r}, which is no safetensors file beside it; copy the "
@@ -238,12 +237,12 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
 def _check_header_sizes(
     paths: Sequence[pathlib.Path], *, absent: str = "copy the files again"
 ) -> None:
-    """Refuses files whose headers would take long to read; each begins with its header's size."""
+    """Raises UserError if the headers are too large to read. Each file begins with the size of its header."""
     total = 0
     for path in paths:
         with open_file(path, absent=absent) as file:
             size = int.from_bytes(file.read(8), "little")
-            # What a file that is cut short says is not to be believed: safetensors refuses it.
+            # Ignore a size that exceeds the file: the file is truncated, and safetensors will refuse it.
             total += size if size <= os.fstat(file.fileno()).st_size else 0
         if total > _MAX_HEADER_BYTES:
             files = (
@@ -277,7 +276,7 @@ def _check_headers(
     copies: Mapping[str, str],
     directory: pathlib.Path,
 ) -> None:
-    """Refuses what is missing, unexpected or of another shape or type; `copies` may be there."""
+    """Raises UserError for tensors that are missing, unexpected or malformed; `copies` are optional."""
     shapes = {
         row.tensor_name(position): row.tensor_shape(sizes)
         for row in table
@@ -323,7 +322,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Reader:
-    """Slices of tensors. One file is open at a time, so no more than one is ever mapped."""
+    """Reads slices of tensors. Only one file is open, and mapped into memory, at a time."""
 
     def __init__(self, stored: Mapping[str, Stored]):
         self._stored = stored
@@ -332,7 +331,7 @@ class _Reader:
         self._file: Any = None
 
     def slice_of(self, name: str) -> Any:
-        """What safetensors calls a slice: `[begin:end, ...]` of it reads that part alone."""
+        """The safetensors slice of a tensor; indexing it with `[begin:end, ...]` reads that part only."""
         path = self._stored[name].file
         if path != self._path:
             self._closing.close()
@@ -351,7 +350,7 @@ def _check_equal(
     other: str,
     directory: pathlib.Path,
 ) -> None:
-    """Refuses a copy that is none, comparing some rows at a time."""
+    """Raises UserError if a tied duplicate differs from its original; compares some rows at a time."""
     num_rows, width = stored[name].shape
     step = max(1, 2**24 // width)
     for begin in range(0, num_rows, step):
@@ -378,7 +377,7 @@ def _load_leaf(
     reader: _Reader, row: Row, sizes: Mapping[str, int], sharding: Sharding, dtype: np.dtype
 ) -> jax.Array:
     shape = row.leaf_shape(sizes)
-    # Devices that hold the same shard share what is read for it.
+    # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices_of[bounds_of(index, shape)].append(device)
@@ -405,7 +404,7 @@ def _load_shard(
         for i, device in enumerate(devices):
             on_device = jax.device_put((piece, offset), device)
             shards[i] = _insert(shards[i], *on_device, order=row.order)
-        # Otherwise pieces would queue up on the host.
+        # Wait; otherwise parts of many tensors would queue up in host memory.
         jax.block_until_ready(shards)
     return shards
 
@@ -413,7 +412,7 @@ def _load_shard(
 def _read_piece(
     tensor: Any, row: Row, sizes: Mapping[str, int], bounds: Mapping[str, tuple[int, int]]
 ) -> np.ndarray:
-    """The part of a tensor within `bounds`, its merged dimensions split; reads little else."""
+    """Reads the part of a tensor within `bounds`, and splits its merged dimensions."""
     ranges, shape, rest = [], [], []
     for first, *others in row.stored.split():
         width = math.prod(sizes[c] for c in others)
@@ -428,7 +427,7 @@ def _read_piece(
 def _insert(
     shard: jax.Array, piece: jax.Array, offset: jax.Array, *, order: tuple[int, ...]
 ) -> jax.Array:
-    """Puts one tensor's piece to its place in a shard."""
+    """Writes the part of one tensor to its place in a shard."""
     stacked = shard.ndim - piece.ndim
     piece = piece.transpose(order).astype(shard.dtype)
     begin = [*(offset[i] for i in range(stacked)), *[jnp.int32(0)] * piece.ndim]

@@ -1,9 +1,9 @@
-"""Where each tensor of a Hugging Face checkpoint lives in our tree of parameters.
+"""A table from the tensors of a Hugging Face checkpoint to our tree of parameters.
 
     L layers   V vocabulary   D width   F ffn width   Q query heads   K kv heads   H head size
     E experts   S scores
 
-Loading and export follow this table and know no model.
+Loading and export follow this table alone; they have no code for particular models.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Row:
 
         Row("model.layers.{L}.self_attn.q_proj.weight", "QH D", "layers.attention.q.weight", "LDQH")
 
-    says that `...layers.0...` and `...layers.1...`, each [Q * H, D], are our leaf [L, D, Q, H].
+    maps `...layers.0...` and `...layers.1...`, each [Q * H, D], to our leaf [L, D, Q, H].
 
     Attributes:
-      name: of the tensor; a letter in braces numbers the tensors that one of our leaves stacks.
-      stored: dimensions of the tensor; letters written together are one dimension, the first slowest.
-      path: of our leaf, keys joined by dots.
-      ours: dimensions of our leaf, those of the braces first.
+      name: name of the tensor. A letter in braces numbers the tensors that one leaf stacks.
+      stored: dimensions of the tensor. Letters without a space form one merged dimension, the first slowest.
+      path: path of our leaf, keys joined by dots.
+      ours: dimensions of our leaf; stacked dimensions (letters in braces) first.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Row:
 
     @property
     def stacked(self) -> str:
-        """The dimensions of our leaf that number tensors."""
+        """The stacked dimensions of our leaf, which number tensors."""
         return "".join(re.findall(r"{(\w)}", self.name))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The permutation from the tensor's split dimensions to our unstacked ones."""
+        """The permutation from the tensor's unmerged dimensions to our unstacked dimensions."""
         split = self.stored.replace(" ", "")
         return tuple(split.index(letter) for letter in self.ours[len(self.stacked) :])
 
     def tensor_name(self, position: Sequence[int]) -> str:
-        """The tensor at a position of the stacked dimensions."""
+        """The name of the tensor at a position of the stacked dimensions."""
         return self.name.format(**dict(zip(self.stacked, position, strict=True)))
 
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Row:
 
 
 def weight_table(config: ModelConfig) -> tuple[Row, ...]:
-    """Every tensor of a checkpoint of `config`, in the order Transformers has them."""
+    """Every tensor of a checkpoint of `config`, in the order of Transformers."""
     rows = [Row("model.embed_tokens.weight", "V D", "embedding", "VD")]
 
     def per_layer(name: str, stored: str, path: str, ours: str) -> None:
@@ -92,7 +92,8 @@ def weight_table(config: ModelConfig) -> tuple[Row, ...]:
         per_layer("self_attn.q_norm.weight", "H", "attention.q_norm.scale", "H")
         per_layer("self_attn.k_norm.weight", "H", "attention.k_norm.scale", "H")
     if config.post_norms:
-        # Gemma's name for what the others call so is the norm behind attention.
+        # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
+        # norm before the feed-forward network.
         per_layer("post_attention_layernorm.weight", "D", "attention_post_norm.scale", "D")
         per_layer("pre_feedforward_layernorm.weight", "D", "mlp_norm.scale", "D")
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
@@ -129,10 +130,11 @@ def dimension_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def adapter_table(config: ModelConfig) -> tuple[Row, ...]:
-    """Every tensor of the adapters of `config` as PEFT names them, R the rank.
+    """Every tensor of the adapters of `config` with PEFT's names; R is the rank.
 
-    Example: layers.attention.q has lora_a [L, D, R], which is [R, D] for each layer there, and lora_b
-    [L, R, Q, H], which is [Q * H, R].
+    Example: layers.attention.q has lora_a [L, D, R], in PEFT [R, D] for each layer, and lora_b [L, R, Q, H],
+      in
+    PEFT [Q * H, R].
     """
     rows = []
     for row in weight_table(config):
@@ -150,13 +152,13 @@ def adapter_table(config: ModelConfig) -> tuple[Row, ...]:
 
 
 def bounds_of(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Bounds:
-    """Begin and end of a shard in each dimension, from the slices a sharding gives."""
+    """Begin and end of a shard in each dimension, from the slices of a sharding."""
     assert index is not None, "every device of a sharding of this process has a part"
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def offset_of(position: Sequence[int], stacked: Bounds) -> np.ndarray:
-    """Where a position is within a shard."""
+    """The offset of a position within a shard."""
     offsets = [at - begin for at, (begin, _) in zip(position, stacked, strict=True)]
     return np.array(offsets, np.int32)
 

@@ -2,10 +2,10 @@
 
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
-Not covered: linear memory. The kernel computes scores tile by tile, but `jax.nn` offers it segments
-only as a mask, which it turns into a bias of 2 bytes per query and key, and the backward pass writes
-that bias a gradient of the same size. A window that every layer has is the kernel's own, which skips the
-tiles before it; one that only some layers have is a part of that mask. Not covered either: capped scores.
+Not covered: linear memory, capped scores. The kernel computes scores tile by tile, but `jax.nn` can pass it
+segments only as a mask. The mask becomes a bias of 2 bytes per query and key, and the backward pass writes a
+gradient of the same size. If every layer has a sliding window, the kernel gets the window and skips tiles
+before it. If only some layers have one, the window is part of the mask.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def cudnn_attention(
 ) -> jax.Array:
     """`attention` by `jax.nn.dot_product_attention`.
 
-    Its cost is a mask: 2 T² bytes per sequence in the forward pass and 4 T² in the backward one,
-    whatever the number of heads; 0.8 and 1.7 GB at 20,480 tokens.
+    The mask costs 2 T² bytes per sequence in the forward pass and 4 T² in the backward pass, for any number
+    of heads: 0.8 and 1.7 GB at 20,480 tokens.
     """
     arguments = cudnn_arguments(q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind)
     out_BTQH = jax.nn.dot_product_attention(**arguments, implementation="cudnn")
@@ -42,14 +42,15 @@ def cudnn_arguments(
     segment_ids_BT: jax.Array,
     kind: AttentionKind,
 ) -> dict[str, Any]:
-    """Arguments of `jax.nn.dot_product_attention`, with T made even, as the kernel's gradient wants it."""
+    """Arguments of `jax.nn.dot_product_attention`, with T padded to an even number for its gradient."""
     assert not kind.softcap, "pick_implementation leaves capped scores to others"
     odd = q_BTQH.shape[1] % 2
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (q_BTQH, k_BTKH, v_BTKH)
     )
     ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, odd)))
-    # One mask for all heads. Causality stays out of it: given it, the kernel skips half the tiles.
+    # One mask for all heads. Causality is not part of it but a flag, with which the kernel skips half the
+    # tiles.
     mask_B1TT = (ids_BT[:, :, None] == ids_BT[:, None, :])[:, None]
     arguments = {"query": query, "key": key, "value": value, "is_causal": True}
     if isinstance(kind.reach, int):

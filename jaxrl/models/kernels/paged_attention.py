@@ -3,22 +3,22 @@
     B sequences   Q query heads   K kv heads   H head size   C capacity   L layers   G = Q / K
     N = B * K pairs of a sequence and a kv head   P pages of a pair
 
-The caches here are not paged: a row is one run of memory. But the keys of all layers, [L, B, K, C, H],
-are also L * B * K * P pages of C / P tokens, without a copy, and where a page lies is arithmetic:
+The caches here are not paged: each row is contiguous. But without a copy the keys of all layers,
+[L, B, K, C, H], can be viewed as L * B * K * P pages of C / P tokens, and the number of a page is
 
     page p of row b and head k of layer l   ->   ((l * B + b) * K + k) * P + p
 
-So every pair is a sequence of the kernel with one kv head and G query heads, and a page table is computed
-in passing. The kernel reads pages up to a row's own length, and no layer is cut out of the stack, which would
-copy it: no kernel can be fused with a slice.
+So each pair is a sequence of the kernel with one kv head and G query heads, and the page table is computed on
+the fly. The kernel reads the pages up to the length of the row. It gets the stack of all layers, because a
+kernel cannot be fused with a slice: slicing out one layer would copy it.
 
-JAX's `paged_attention` functions keep to themselves the softmax's maximum and sum, which it takes to go on to
-the newest tokens, although their kernels put them out. The kernels are therefore called from here, as they
-are in jax 0.10.2.
+The kernels are called directly, as they are in jax 0.10.2. JAX's `paged_attention` functions do not return
+the maximum and the sum of the softmax, although their kernels compute them. They are needed to merge the
+result with attention to the newest tokens.
 
-Covered: bfloat16 on TPUs; 16 bits and int8 on GPUs. Not covered: int8 on TPUs, where the kernel wants a scale
-per entry and not per token; float32 there, which it rounds. What a block holds beyond a row's length gets the
-weight 0, so it must be finite: zeros, or what an earlier row left.
+Covered: bfloat16 on TPUs; 16 bits and int8 on GPUs. Not covered: int8 on TPUs, where the kernel needs a scale
+per entry instead of per token; float32 on TPUs, which the kernel rounds. Entries of a block beyond the length
+of a row get weight 0, so they must be finite: zeros, or entries of an earlier row.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from jaxrl.errors import UserError
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import KVCache
 
-# Rows of a float32 tile in a TPU's vector memory, and of the smallest matrix product on a GPU.
+# Rows of a float32 tile in a TPU's vector memory, and rows of the smallest matmul on a GPU.
 _TPU_QUERIES, _GPU_QUERIES = 8, 16
-# Tokens that a kernel attends to at a time, and of the largest page.
+# Tokens that a kernel processes at a time; also the largest page.
 _TPU_BLOCK, _GPU_BLOCK = 512, 64
-# Parts of a row that a GPU attends to side by side, at most.
+# Largest number of parts of a row that a GPU processes in parallel.
 _GPU_SPLITS = 16
 
 
 class _Pages(NamedTuple):
-    """A cache and one layer's queries as a kernel takes them.
+    """A cache and the queries of one layer, in the form of the kernels.
 
     Attributes:
-      q_NGH: float32, scaled; G is padded with zeros.
+      q_NGH: float32, scaled queries; G is padded with zeros.
       k, v: [L * B * K * P, tokens of a page, H].
-      length_N: int32.
-      table_NP: int32, P padded with pages that are some of the row's own.
+      length_N: int32, length of each pair.
+      table_NP: int32, page numbers of each pair; padding repeats the last page.
       shape: (B, K, G), unpadded.
     """
 
@@ -67,7 +67,7 @@ class _Pages(NamedTuple):
     shape: tuple[int, int, int]
 
     def partial(self, top_NG: jax.Array, total_NG: jax.Array, mixed_NGH: jax.Array):
-        """What a kernel gave for every pair, by row and query head."""
+        """The kernel's results, rearranged by row and query head."""
         B, K, G = self.shape
         return PartialAttention(
             top_NG[:, :G].reshape(B, K * G),
@@ -92,7 +92,7 @@ def _pages(
     _, _, held, C, _ = cache.v.shape
     K, page = num_heads, math.gcd(cache.capacity, largest_page)
     G, P = Q // K, C // page
-    # The kernels do not scale. In float32, as the scale is no power of two at H = 128.
+    # The kernels do not scale scores. Scale queries in float32: at H = 128 the scale is not a power of two.
     q_NGH = (q_BQH.astype(jnp.float32) * H**-0.5).reshape(B * K, G, H)
     q_NGH = jnp.pad(q_NGH, ((0, 0), (0, -G % pad_queries_to), (0, 0)))
     row_B1, head_1K = jnp.arange(B)[:, None], first_head + jnp.arange(K)[None]
@@ -115,15 +115,16 @@ def paged_attention_tpu(
 ) -> PartialAttention:
     """Attention of one new token per sequence to its cached past, on a TPU.
 
-    Opaque to the partitioner: on a mesh it must be called under `shard_map`.
+    The compiler cannot partition it: on a mesh call it under `shard_map`.
 
     Args:
       q_BQH: rotated queries.
-      cache: of all layers, keys like values [L, B, K, C, H], bfloat16, H a multiple of 128, C one of 16.
-      layer: whose.
-      length_B: int32, cached tokens that are real; blocks of 512 beyond them are not read.
-      first_head, num_heads: the kv heads that these queries use, if not all of the cache.
-      interpret: do what the kernel does in XLA, on any device; for tests.
+      cache: cache of all layers, keys and values [L, B, K, C, H] in bfloat16; H is a multiple of 128, C of
+        16.
+      layer: number of the layer.
+      length_B: int32, number of valid cached tokens; blocks of 512 beyond them are not read.
+      first_head, num_heads: range of kv heads that these queries use; num_heads 0 for all heads of the cache.
+      interpret: emulate the kernel in XLA, on any device; for tests.
     """
     num_heads = num_heads or cache.v.shape[2]
     page = math.gcd(cache.capacity, _TPU_BLOCK)
@@ -158,7 +159,7 @@ def paged_attention_tpu(
 
 
 def _tpu_call(pages: _Pages, page: int, block: int, interpret: bool) -> Callable[..., Any]:
-    """The kernel with one pair per grid step and two buffers of `block` pages for keys and for values."""
+    """The kernel, with one pair per grid step and two buffers of `block` pages each for keys and values."""
     N, G, H = pages.q_NGH.shape
     kernel = functools.partial(
         tpu.paged_flash_attention_kernel_inline_seq_dim,
@@ -201,14 +202,16 @@ def paged_attention_gpu(
     num_heads: int = 0,
     interpret: bool = False,
 ) -> PartialAttention:
-    """What `paged_attention_tpu` does, on a GPU.
+    """`paged_attention_tpu` for a GPU.
 
     Args:
-      q_BQH, layer, length_B, first_head, num_heads, interpret: as there; blocks are of 64 tokens.
-      cache: of the type of the queries or int8, H a power of two from 16 on.
+      q_BQH, layer, length_B, first_head, num_heads, interpret: as for `paged_attention_tpu`; blocks have 64
+        tokens.
+      cache: cache of the type of the queries or int8; H is a power of two, at least 16.
     """
     if 2**31 < cache.k.size <= 2**32 // cache.k.dtype.itemsize:
-        # Triton's offsets have 64 bits from 4 GiB on, which int8 entries need from 2 GiB on.
+        # Triton uses 64-bit offsets only for arrays above 4 GiB, but signed 32-bit offsets overflow at 2^31
+        # int8 entries. In between pass a single layer.
         cache = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0), cache)
         layer = 0
     num_heads = num_heads or cache.v.shape[2]
@@ -230,7 +233,7 @@ def paged_attention_gpu(
     scales = tuple(
         None if x is None else x.reshape(-1, page) for x in (cache.k_scale, cache.v_scale)
     )
-    # The matrix product wants one type: int8 keys become that of the queries.
+    # The matmul needs one type: the kernel converts int8 keys to the type of the queries.
     q_NGH = pages.q_NGH.astype(q_BQH.dtype if scales[0] is not None else cache.k.dtype)
     mixed_SNGH, total_SNG, top_SNG = _gpu_call(pages, scales, table, block, interpret)(
         q_NGH, pages.k, scales[0], pages.v, scales[1], table, pages.length_N[:, None]
@@ -248,7 +251,7 @@ def _gpu_call(
     block: int,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """The kernel with a grid step for each pair, tile of queries and split of a row's pages."""
+    """The kernel, with one grid step per pair, tile of queries and part of the row's pages."""
     N, G, H = pages.q_NGH.shape
     _, splits, pages_per_split = table_NSP.shape
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
@@ -297,16 +300,15 @@ def pick_decode_implementation(
     *,
     plain: bool = True,
 ) -> str:
-    """How one new token attends to a long cache: "xla", that is `cached_attention`, or a key of `KERNELS`.
+    """The implementation of attention to a long cache: "xla" (`cached_attention`) or a key of `KERNELS`.
 
     Args:
-      platform: of the devices that will run it, as in `jax.Device.platform`; None where shapes alone
-        are wanted, for which "xla" is as good as any.
-      dtype: of queries.
-      kv_dtype: of the cache.
+      platform: platform of the devices, as in `jax.Device.platform`; None if only shapes are computed.
+      dtype: type of queries.
+      kv_dtype: type of the cache.
       head_dim: H.
-      requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel where it can run, else "xla".
-      plain: all layers see all of the past, and no scores are capped.
+      requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel if it can run, else "xla".
+      plain: True if no layer has a sliding window or capped scores.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.

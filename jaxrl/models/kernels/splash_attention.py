@@ -2,9 +2,9 @@
 
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
-The future and what lies before a sliding window are skipped tile by tile; tiles without a common segment
-are computed and masked. The kernel is opaque to the partitioner: on a mesh it must be called under
-`shard_map`, where it sees the shapes of one device.
+Tiles in the future and tiles before a sliding window are skipped. Tiles without a common segment are computed
+and masked. The compiler cannot partition the kernel: on a mesh call it under `shard_map`, where it sees the
+shapes of one device.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def splash_attention(
     """`attention` by the splash kernel, in tiles of `block_tokens` x `block_tokens`.
 
     Args:
-      q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind: as of `attention`. Where only some layers slide there are
-        two kernels, one of which runs.
+      q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind: as for `attention`. If only some layers slide, two kernels
+        are compiled and each layer runs one.
       block_tokens: a multiple of 128. Tiles of 1024 fit into a TPU v5p's vector memory, 2048 do not.
       interpret: run the kernel in Python, on any device; for tests.
 
     Raises:
-      UserError: `block_tokens` is no multiple of 128.
+      UserError: `block_tokens` is not a multiple of 128.
     """
     if block_tokens % _LANES:
         raise UserError(
@@ -52,7 +52,8 @@ def splash_attention(
     T, Q, H = q_BTQH.shape[1:]
     block = min(block_tokens, _round_up(T, _LANES))
     pad = _round_up(T, block) - T
-    # The kernel does not scale. In float32, as the scale is no power of two at H = 128.
+    # The kernel does not scale scores. Scale queries in float32: at H = 128 the scale is not a power of two,
+    # and a bfloat16 product would round twice.
     q_BTQH = (q_BTQH.astype(jnp.float32) * H**-0.5).astype(q_BTQH.dtype)
     q_BQTH, k_BKTH, v_BKTH = (
         jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).swapaxes(1, 2)
@@ -85,8 +86,8 @@ def splash_attention(
 
 
 def _square_tiles(block: int) -> splash.BlockSizes:
-    # Two backward kernels, one for queries and one for keys and values: the fused one keeps a gradient
-    # of the queries per block of keys, which is quadratic in the length.
+    # Separate backward kernels for queries and for keys and values. The fused kernel stores a gradient of the
+    # queries for each block of keys: memory quadratic in the length.
     return splash.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from jaxrl.mesh.groupings import GATHER_ALL, Grouping
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, ShardingStrategy
 from jaxrl.planner.layouts.accounting import boxes
 
 _MAX_GROUPS, _MAX_IDS, _MAX_DEVICES = 8, 24, 16
@@ -49,7 +49,7 @@ def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...
     return sorted(map(tuple, ids.transpose(*kept, *moved).reshape(-1, size).tolist()))
 
 
-def phase_groups(grouping: Grouping, mesh: Mesh) -> list[tuple[str, list[tuple[int, ...]]]]:
+def phase_groups(grouping: ShardingStrategy, mesh: Mesh) -> list[tuple[str, list[tuple[int, ...]]]]:
     """(phase and kind, groups) of both phases, groups of one device left out."""
     sizes = dict(mesh.shape)
     split_by_model = grouping is not GATHER_ALL
@@ -79,7 +79,7 @@ def _ids(group: tuple[int, ...]) -> str:
 
 
 def holdings(
-    grouping: Grouping, layout: ParallelLayout, mesh: Mesh
+    grouping: ShardingStrategy, layout: ParallelLayout, mesh: Mesh
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which part of the model each device has in training and in generation.
 
@@ -97,7 +97,7 @@ def holdings(
     return train, generate
 
 
-def strips(grouping: Grouping, layout: ParallelLayout, mesh: Mesh) -> list[str]:
+def strips(grouping: ShardingStrategy, layout: ParallelLayout, mesh: Mesh) -> list[str]:
     """One line for each device of the first replica: what it holds of the model, before and after.
 
     A cell is one stage's share of one tensor part: # held, + held in part, . not held.
@@ -125,7 +125,9 @@ def _cells(box: np.ndarray, layout: ParallelLayout) -> str:
 
 
 def draw(
-    cases: Sequence[tuple[Grouping, Mesh]], layout: ParallelLayout, paths: Sequence[pathlib.Path]
+    cases: Sequence[tuple[ShardingStrategy, Mesh]],
+    layout: ParallelLayout,
+    paths: Sequence[pathlib.Path],
 ) -> None:
     """Draws what every device of the first replica holds, a row for each grouping, to picture files.
 

@@ -28,8 +28,8 @@ from rich.console import Console
 from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.devices import simulate
-from jaxrl.mesh.groupings import GROUPINGS
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.sharding_strategies import STRATEGIES
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     model = _model(args.model)
     names = ("gather_all", "vanilla", "hybrid") if args.grouping == "all" else (args.grouping,)
     devices = _devices(layout, args.train, args.topology)
-    cases = compare(model, layout, [GROUPINGS[name] for name in names], devices)
+    cases = compare(model, layout, [STRATEGIES[name] for name in names], devices)
     console = Console(
         width=_WIDTH, force_terminal=None if sys.stdout.isatty() else False, highlight=False
     )
@@ -93,7 +93,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default="qwen3-8b",
         help=f"{', '.join(SHAPES)}, or the path of a config.json (default: %(default)s)",
     )
-    parser.add_argument("--grouping", choices=(*GROUPINGS, "all"), default="all")
+    parser.add_argument("--grouping", choices=(*STRATEGIES, "all"), default="all")
     parser.add_argument(
         "--topology",
         default="",

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.groupings import HYBRID, ZERO, Grouping
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.sharding_strategies import HYBRID, ZERO, ShardingStrategy
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.layouts.accounting import (
@@ -55,7 +55,7 @@ class Case:
     The last two are None where a program does not fit into the memory of a device.
     """
 
-    grouping: Grouping
+    grouping: ShardingStrategy
     mesh: Mesh
     formula: Costs
     least: Costs
@@ -66,7 +66,7 @@ class Case:
 def compare(
     model: ModelConfig,
     layout: ParallelLayout,
-    groupings: Sequence[Grouping],
+    groupings: Sequence[ShardingStrategy],
     devices: Sequence[Any],
 ) -> list[Case]:
     """Compiles the resharding of a bfloat16 model in every grouping."""

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from jaxrl.mesh.devices import abstract_mesh, build_mesh, simulate
-from jaxrl.mesh.groupings import GATHER_ALL, GROUPINGS, HYBRID, VANILLA, Grouping
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA, ShardingStrategy
 from jaxrl.planner.layouts.accounting import (
     from_shardings,
     of_gather_and_keep,
@@ -41,7 +41,7 @@ def layouts(max_devices: int) -> Iterator[ParallelLayout]:
                         yield ParallelLayout(p, t, d, p_g, t_g)
 
 
-def resharding(layout: ParallelLayout, grouping: Grouping, mesh) -> tuple[Resharding, int]:
+def resharding(layout: ParallelLayout, grouping: ShardingStrategy, mesh) -> tuple[Resharding, int]:
     """Of the evenly split model, and the model's bytes."""
     p, N, t = layout.p, layout.num_devices, layout.t
     shapes = {
@@ -57,7 +57,7 @@ def resharding(layout: ParallelLayout, grouping: Grouping, mesh) -> tuple[Reshar
 
 def check_closed_form(layout: ParallelLayout) -> None:
     """Interval arithmetic on the specs gives the paper's formulas, or says where they are bounds."""
-    for grouping in GROUPINGS.values():
+    for grouping in STRATEGIES.values():
         move, model_bytes = resharding(layout, grouping, abstract_mesh(layout, grouping.axes))
         formula, least = table_2(layout, model_bytes)[grouping.name], from_shardings(move.weights)
         context = (layout, grouping.name, formula, least)

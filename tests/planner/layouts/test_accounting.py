@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
-from jaxrl.mesh.groupings import GATHER_ALL, GROUPINGS, HYBRID, VANILLA, ZERO
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import TRAIN_RULES, shardings
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA, ZERO
 from jaxrl.planner.layouts.accounting import (
     Costs,
     boxes,
@@ -60,7 +60,7 @@ def test_which_part_of_an_array_a_device_has():
 def test_shards_that_do_not_fit_are_counted_in_vanilla_only():
     """Figure 8: of four devices the second and third have training shards outside theirs."""
     found = {}
-    for name, grouping in GROUPINGS.items():
+    for name, grouping in STRATEGIES.items():
         mesh = abstract_mesh(layout_of("1-4-2", "1-2-2-2"), grouping.axes)
         found[name], _ = every_layout.resharding(layout_of("1-4-2", "1-2-2-2"), grouping, mesh)
     # Two leaves of 1 x 8 x 4 float32.
@@ -203,7 +203,7 @@ def test_what_zero_shares():
     assert values("FSDP") == [4, 4, 4]
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS.values(), ids=str)
+@pytest.mark.parametrize("grouping", STRATEGIES.values(), ids=str)
 def test_every_table_knows_every_axis(grouping):
     assert set(grouping.train) == set(grouping.generate) == set(TRAIN_RULES)
     assert sorted(grouping.axes) == sorted(HYBRID.axes)

@@ -2,8 +2,8 @@ import jax
 import pytest
 
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
-from jaxrl.mesh.groupings import GATHER_ALL, GROUPINGS, HYBRID, VANILLA
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA
 from jaxrl.planner.layouts.drawing import draw, in_words, phase_groups, strips
 
 
@@ -41,7 +41,7 @@ def test_what_devices_hold():
     layout = layout_of("1-4-2", "1-2-2-2")
     held = {
         name: strips(grouping, layout, abstract_mesh(layout, grouping.axes))
-        for name, grouping in GROUPINGS.items()
+        for name, grouping in STRATEGIES.items()
     }
     assert held["hybrid"] == [
         "G1   training #...   generation ##..",
@@ -74,7 +74,7 @@ def test_many_groups_and_large_groups_are_shortened():
 @pytest.mark.parametrize("sizes", [("1-4-2", "1-2-2-2"), ("2-2-2", "1-2-2-2")])
 def test_pictures_are_the_same_each_time(tmp_path, sizes):
     layout = layout_of(*sizes)
-    cases = [(g, abstract_mesh(layout, g.axes)) for g in GROUPINGS.values()]
+    cases = [(g, abstract_mesh(layout, g.axes)) for g in STRATEGIES.values()]
     first, again, png = (tmp_path / name for name in ("a.svg", "b.svg", "c.png"))
     draw(cases, layout, [first, png])
     draw(cases, layout, [again])

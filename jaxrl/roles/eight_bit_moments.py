@@ -1,10 +1,10 @@
-"""Moments of an optimiser in fewer bits between its updates: bfloat16, or 8 bits with a scale per block.
+"""Optimiser moments stored in 8 bits with a scale per block, or in bfloat16.
 
-    stored state --widened--> float32 --an optax update, as it is--> float32 --narrowed--> stored state
+    stored state --decompress--> float32 --an optax update, unchanged--> float32 --compress--> stored state
 
-Rounding is stochastic: a second moment moves by 1 - beta2 of itself an update, a thousandth, which rounding
-to the nearest of 256 steps would lose each time. The draws depend on the number of the update and on the
-place in the array, never on the layout, so a run and its resumption round alike.
+Rounding is stochastic. One update changes a second moment by the share 1 - beta2, a thousandth, and rounding
+to the nearest of 256 steps would lose that change every time. The random draws depend on the number of the
+update and on the position in the array, never on the layout. So a resumed run rounds like the original.
 
 Not covered: weights and gradients, which stay float32.
 """
@@ -25,23 +25,27 @@ from jax.sharding import PartitionSpec as P
 MomentKind = Literal["float32", "bfloat16", "int8"]
 
 _BLOCKS = (128, 64, 32)
-# Above the shards that the last dimension of a weight is usually split into.
+# An upper bound of the usual number of shards of a weight's last dimension; see `block_of`.
 _SHARDS = 16
-# Smaller moments are not worth it: norms, biases. bitsandbytes draws the line here too.
+# Smaller moments (norms, biases) stay float32: they would save next to nothing. bitsandbytes has the same
+# limit.
 _FEWEST = 4096
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized:
-    """A moment in 8 bits: sign(c) * (|c| / levels)^power * scale, for each code c.
+    """A moment in 8 bits: each code c stands for sign(c) * (|c| / levels)^power * scale.
 
-    First moments have codes from -127 to 127 and power 2; second moments, which span the square of their
-    range, 0 to 255 and power 4. So steps are 1.6% of the value at the top of a block, and what is 10^-4 of
-    the top, or 10^-9 for a second moment, is not lost.
+    First moments have codes from -127 to 127 and power 2. Second moments span the square of that range: codes
+    from 0 to 255 and power 4. Near the largest value of a block, neighbouring codes differ by 1.6%. Values
+    down to 10^-4 of the largest (10^-9 for second moments) are still represented:
+
+        first moments     code 127  scale        126  .984 scale      1  6.2e-5 scale
+        second moments    code 255  scale        254  .984 scale      1  2.4e-10 scale
 
     Attributes:
-      codes: int8, or uint8 of what is never negative; of the moment's shape [..., n].
+      codes: int8 for first moments, uint8 for second moments; the moment's shape [..., n].
       scale: float32 [..., n / block], the largest absolute value of each block of the last dimension.
     """
 
@@ -49,37 +53,37 @@ class BlockQuantized:
     scale: jax.Array
 
 
-class NarrowState(NamedTuple):
-    """State of `narrowed`.
+class CompressedState(NamedTuple):
+    """State of `with_compressed_moments`. Its field names are part of the paths in a checkpoint.
 
     Attributes:
-      num_updates: int32, so far: what rounding draws from.
-      inner: the state of the optimiser, its moments narrowed.
+      num_updates: int32, the number of updates so far; seeds the rounding.
+      inner: state of the wrapped optimiser, with compressed moments.
     """
 
     num_updates: jax.Array
     inner: Any
 
 
-def narrowed(
+def with_compressed_moments(
     optimizer: optax.GradientTransformation, kind: MomentKind
 ) -> optax.GradientTransformation:
-    """An optimiser that keeps its moments, the fields `mu` and `nu` of its state, as `kind`.
+    """Wraps an optimiser so that it stores its moments, the fields `mu` and `nu` of its state, as `kind`.
 
-    Moments of fewer than 4,096 values stay float32 in "int8", as do those whose last dimension is no
-    multiple of 32.
+    With "int8", moments of fewer than 4,096 values stay float32, and so do moments whose last dimension is
+    not a multiple of 32.
     """
     if kind == "float32":
         return optimizer
 
-    def init(params: Any) -> NarrowState:
+    def init(params: Any) -> CompressedState:
         count = jnp.zeros([], jnp.int32)
-        return NarrowState(count, _narrow(optimizer.init(params), kind, count))
+        return CompressedState(count, _compress(optimizer.init(params), kind, count))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, NarrowState]:
-        updates, inner = optimizer.update(updates, _widen(state.inner), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, CompressedState]:
+        updates, inner = optimizer.update(updates, _decompress(state.inner), params)
         count = state.num_updates + 1
-        return updates, NarrowState(count, _narrow(inner, kind, count))
+        return updates, CompressedState(count, _compress(inner, kind, count))
 
     return optax.GradientTransformation(init, update)
 
@@ -91,16 +95,15 @@ def _is_moment(node: Any) -> bool:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, state: Any, like: Any, *, others: NamedSharding
 ) -> Any:
-    """Shardings of an optimiser's state.
+    """Shardings of the state of an optimiser.
 
-    Scales of blocks are split as the codes are; a dimension that holds too few of them for that is whole on
-    every device.
+    Block scales are split like their codes. A dimension with too few scales to split is replicated.
 
     Args:
-      optimizer: whose state it is.
-      state: its shapes.
-      like: NamedShardings of moments in float32, in the structure of the weights.
-      others: that of counts and constants.
+      optimizer: the optimiser.
+      state: shapes of its state.
+      like: NamedShardings of float32 moments, in the structure of the weights.
+      others: sharding of counts and constants.
     """
     return optax.tree.map_params(
         optimizer,
@@ -108,7 +111,7 @@ def optimizer_shardings(
         state,
         like,
         transform_non_params=lambda _: others,
-        # Where an optimiser does not see a weight, its state has such a node and no moment.
+        # `optax.partition` puts a MaskedNode where an optimiser does not handle a weight: there is no moment.
         is_leaf=lambda node: _is_moment(node) or isinstance(node, optax.MaskedNode),
     )
 
@@ -126,7 +129,7 @@ def _moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
     return BlockQuantized(*places)
 
 
-def _narrow(state: Any, kind: MomentKind, count: jax.Array) -> Any:
+def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
     key = jax.random.fold_in(jax.random.key(0), count)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
@@ -143,7 +146,7 @@ def _narrow(state: Any, kind: MomentKind, count: jax.Array) -> Any:
     return tree.unflatten([one(n, path, leaf) for n, (path, leaf) in enumerate(leaves)])
 
 
-def _widen(state: Any) -> Any:
+def _decompress(state: Any) -> Any:
     def one(leaf: Any) -> Any:
         if _is_moment(leaf):
             return dequantized(leaf)
@@ -153,10 +156,10 @@ def _widen(state: Any) -> Any:
 
 
 def block_of(shape: tuple[int, ...]) -> int:
-    """Values that share a scale, along the last dimension; 0 where a moment stays float32.
+    """The number of values along the last dimension that share a scale; 0 if the moment stays float32.
 
-    It depends on the shape alone, so that a checkpoint fits every layout. Blocks that lie within a shard
-    of up to 16 come first: none then waits for another device.
+    It depends on the shape alone, so that a checkpoint fits every layout. Block sizes that divide one of 16
+    shards are preferred, since a block on one device needs no communication.
     """
     if math.prod(shape) < _FEWEST:
         return 0
@@ -165,13 +168,13 @@ def block_of(shape: tuple[int, ...]) -> int:
 
 
 def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> BlockQuantized:
-    """Rounds a float32 array [..., n] to 8 bits, each value up or down so that its mean stays.
+    """Rounds a float32 array [..., n] to 8 bits, up or down at random so that the expected value is x.
 
     Args:
-      x: not below 0 unless `signed`.
-      key: of the draws.
+      x: the moment, at least 0 unless `signed`.
+      key: key of the random draws.
       block: values of the last dimension that share a scale; divides n.
-      signed: a first moment.
+      signed: True for a first moment, False for a second moment.
     """
     levels, power, dtype = _format(signed)
     blocks = jnp.abs(x).reshape(*x.shape[:-1], -1, block)
@@ -179,17 +182,19 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
     share = (blocks / jnp.where(scale > 0, scale, 1.0)[..., None]).reshape(x.shape)
     below = jnp.floor(levels * share ** (1 / power))
     low, high = (below / levels) ** power, ((below + 1) / levels) ** power
-    # By the distance to the values of the two codes, not to the codes: else the mean would not stay.
+    # The probability follows the distances to the values of the two codes, not to the codes themselves: the
+    # codes are not evenly spaced, and the rounding would be biased.
     up = jax.random.uniform(key, x.shape) * (high - low) < share - low
     codes = jnp.minimum(below + up.astype(below.dtype), levels)
     if not signed:
-        # A second moment of 0 beside a first one that is not would be a division by epsilon.
+        # A positive second moment never becomes 0. With a nonzero first moment Adam would divide by epsilon
+        # alone and take a huge step.
         codes = jnp.maximum(codes, (share > 0).astype(codes.dtype))
     return BlockQuantized((jnp.sign(x) * codes).astype(dtype), scale)
 
 
 def dequantized(moment: BlockQuantized) -> jax.Array:
-    """The float32 array [..., n] that was rounded."""
+    """The float32 array [..., n] that the codes and scales stand for."""
     codes, scale = moment.codes, moment.scale
     levels, power, _ = _format(codes.dtype == jnp.int8)
     share = codes.astype(jnp.float32) / levels
@@ -203,7 +208,7 @@ def _format(signed: bool) -> tuple[int, int, Any]:
 
 
 def _to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds up or down by chance: a draw below the 16 bits that go, then they are cut."""
+    """Rounds float32 to bfloat16 at random: adds 16 random bits to the lower half, then cuts it off."""
     as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint32)
     bits = as_bits(x) + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     kept = (bits >> 16).astype(jnp.uint16)
