@@ -4,8 +4,8 @@
     generate   prompts -> completions; every sample is finished
     resume     prompts, unfinished groups -> finished groups, unfinished groups
 
-A backend is built once per run from the model, its devices and the tokenizer. `SamplingOptions` are given with
-each call. `rollout.drivers` lists the backends. `jaxrl.testing` has a backend without a model.
+A backend is built once per run from the model, its devices and the tokenizer. `SamplingOptions` are given
+with each call. `rollout.drivers` lists the backends. `jaxrl.testing` has a backend without a model.
 
 A backend is not thread-safe: only one thread may use it at a time. `roles.policy.Actor` ensures that.
 

@@ -280,7 +280,7 @@ class DecodeLoop:
         return End.STOP_ID if stopped else None
 
     def _end_turn(self, task: SampleTask, stop: End | None) -> End | None:
-        """Ends a turn: finishes the sample, leaves it unfinished, or continues after the environment's answer.
+        """Ends a turn: the sample ends, stays unfinished, or continues after the environment's answer.
 
         Args:
           task: task of a sample whose slot is idle.

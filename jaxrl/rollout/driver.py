@@ -1,8 +1,8 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
-It turns a batch into tasks of a `DecodeLoop`. The samples with the longest expected responses start first, and
-all samples of a prompt share one prefill. After each dispatch the groups that have just finished are handed
-out.
+It turns a batch into tasks of a `DecodeLoop`. The samples with the longest expected responses start first,
+and all samples of a prompt share one prefill. After each dispatch the groups that have just finished are
+handed out.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions.

@@ -65,9 +65,9 @@ from jaxrl.rollout.slot_programs import SlotPrograms
 class Engine:
     """The compiled programs of one model on one mesh. Each program is compiled once per size.
 
-    A run prefills some prompts, inserts them into idle slots, generates until a slot is idle, reads that slot,
-    and repeats. It resizes when it needs more, fewer or longer slots. On a mesh each shard gets an equal,
-    contiguous range of slots, and a slot stays on its shard.
+    A run prefills some prompts, inserts them into idle slots, generates until a slot is idle, reads that
+    slot, and repeats. It resizes when it needs more, fewer or longer slots. On a mesh each shard gets an
+    equal, contiguous range of slots, and a slot stays on its shard.
 
     Attributes:
       shards: number of shards of the slots.

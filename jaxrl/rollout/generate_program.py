@@ -100,7 +100,7 @@ class GenerateProgram:
     def _end(self, state: DecodeState, progress: Progress) -> DecodeState:
         """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
         start = state.context
-    # This dispatch ran the newest token of the last one first, and did not run its own newest token.
+        # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], progress.out_token[:, :-1]], axis=1)
         context = self.slots.append(start, progress.recent, fed_nW, state.active)
         return state.replace(
