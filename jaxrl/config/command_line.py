@@ -1,15 +1,15 @@
-"""The front of every command that trains: recipe file and command line in, a checked config out.
+"""The command line of every training command: reads a recipe and overrides, returns a checked config.
 
     python launch/train.py --config configs/dapo_qwen32b.py --config.optim.lr=1e-6 --dry_run
 
-`run` loads the recipe, lays the overrides over it, turns the whole into frozen dataclasses and
-calls the command with them. What the user can fix is one line on stderr and exit status 2; a fault
-of the program keeps its traceback. jax is not imported here, so a slip of the pen is reported
-before any device is touched, and the command may still choose its devices.
+`run` executes the recipe, applies the overrides, converts the result to frozen dataclasses and calls
+the command with them. An error that the user can fix is printed as one line on stderr, with exit
+status 2. An error of the program keeps its traceback. This module does not import jax. So a typing
+error is reported before any device is touched, and the command can still choose its devices.
 
-ml_collections parses the overrides, each by the type of the setting. The recipe is executed here,
-since ml_collections' `DEFINE_config_file` uses a loader that Python has deprecated, remembers the
-last recipe under a fixed module name, and hands on the errors of a recipe as text.
+ml_collections parses each override by the type of its setting. The recipe is executed by this module
+and not by ml_collections' `DEFINE_config_file`. That function uses a loader that Python has deprecated,
+caches the last recipe under a fixed module name, and reports errors of a recipe as text only.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def run(
 ) -> int:
     """Parses the command line and calls `command(config, **switches)`.
 
-    A UserError of the command itself is printed like one of the command line; SystemExit and all
-    other exceptions pass through.
+    A UserError of the command is printed like an error of the command line. SystemExit and all other
+    exceptions pass through.
 
     Args:
-      command: gets an instance of `config_class` and one boolean keyword for every switch; returns
-        the exit status, None for 0.
-      config_class: the dataclass that holds all settings; its defaults are the defaults.
-      switches: name and help of flags that are False unless given, such as `dry_run`.
-      argv: program name and arguments; `sys.argv` if None.
+      command: function that gets an instance of `config_class` and one boolean keyword per switch, and
+        returns the exit status; None means 0.
+      config_class: dataclass of all settings, with their defaults.
+      switches: name and help text of flags that are False by default, such as `dry_run`.
+      argv: program name and arguments; None means `sys.argv`.
 
     Returns:
-      The exit status: the command's own, 2 after a UserError, 130 after an interrupt.
+      The exit status: the status of the command, 2 after a UserError, 130 after an interrupt.
     """
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
@@ -89,13 +89,13 @@ def run(
 
 
 def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
-    """A recipe with overrides, as frozen dataclasses.
+    """Loads a recipe, applies overrides and returns frozen dataclasses.
 
     Args:
-      config_class: the dataclass that holds all settings.
-      recipe: as for `load_recipe`.
-      overrides: text given for a dotted name, applied in order. `none` is None where None is
-        allowed.
+      config_class: dataclass of all settings.
+      recipe: path of the recipe, as in `load_recipe`.
+      overrides: text of each override by dotted name, applied in order. The text `none` means None where
+        None is allowed.
 
     Returns:
       The checked config.
@@ -121,17 +121,18 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
 def load_recipe(
     recipe: str | pathlib.Path, *, known: Sequence[str] = ()
 ) -> ml_config_dict.ConfigDict:
-    """Executes a recipe file and returns its settings. A recipe may build on another one by this.
+    """Executes a recipe file and returns its settings. A recipe calls this to build on another recipe.
 
     Args:
-      recipe: path of a Python file that defines `get_config()`; after a colon, an argument for it.
-      known: all dotted names there are, to offer near ones where the recipe misspells one.
+      recipe: path of a Python file that defines `get_config()`. Text after a colon is passed to
+        `get_config` as its argument.
+      known: dotted names of all settings, for suggestions if the recipe misspells one.
 
     Returns:
       The locked ConfigDict that `get_config` returned.
 
     Raises:
-      UserError: there is no such file, or it failed; the message has file and line.
+      UserError: the file does not exist, or it failed; the message has file and line.
     """
     path, _, argument = str(recipe).partition(":")
     check_path("--config", path)
@@ -154,14 +155,15 @@ def load_recipe(
 def take_overrides(
     arguments: Sequence[str], kinds: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[str]]:
-    """Parts `--config.name=value`, the last of each name, from the other arguments.
+    """Separates the overrides `--config.name=value` from the other arguments.
 
     Args:
-      arguments: of a command line.
+      arguments: arguments of a command line.
       kinds: annotation of every setting by dotted name.
 
     Returns:
-      The text given for each name, and the other arguments.
+      The text of each override by dotted name (the last one if a name is repeated), and the other
+      arguments.
     """
     overrides = {}
     rest = []
@@ -185,7 +187,7 @@ def take_overrides(
 def _parse_own_flags(
     program: str, arguments: Sequence[str], switches: Mapping[str, str]
 ) -> flags.FlagValues:
-    # Flags of our own, not absl's global ones: a process may run several commands.
+    # A FlagValues of its own instead of absl's global one: a process may run several commands.
     own = flags.FlagValues()
     flags.DEFINE_string("config", None, "recipe file", flag_values=own)
     flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
@@ -224,7 +226,7 @@ def _apply_override(
         expected = config_tree.type_name(kind or type(config_path.get_value(name, tree)))
         raise UserError(f"--config.{name}={text}: expected {expected}") from error
     except (flags.Error, ValueError, TypeError) as error:
-        # ml_collections reads no lists, no tables, no None without a type, no names that are no Python names.
+        # ml_collections cannot parse lists, dicts, None without a type, or keys that are not identifiers.
         raise UserError(
             f"--config.{name}={text}: this entry can only be changed in the recipe"
         ) from error
@@ -233,10 +235,10 @@ def _apply_override(
 def _add_entry(
     tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """Puts defaults where `name` is about an entry of settings (data.sources.gsm8k.path).
+    """Adds an entry with default settings if `name` is inside one (data.sources.gsm8k.path).
 
     Returns:
-      The annotations of the entry's settings by dotted name; empty if `name` is something else.
+      Annotations of the entry's settings by dotted name; empty if `name` is not inside an entry.
     """
     *groups, key, leaf = ["", "", *name.split(".")]
     path = ".".join(filter(None, groups))
@@ -249,7 +251,7 @@ def _add_entry(
         raise config_tree.unknown_setting(name, known)
     entries = config_path.get_value(path, tree)
     given = entries.get(key, {})
-    # A recipe may have named some of its settings only.
+    # The recipe may have set only some settings of this entry.
     entries[key] = config_tree.to_config_dict(entry())
     for other in given:
         entries[key][other] = given[other]
@@ -283,9 +285,9 @@ def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str
 
 
 def _execute(path: str) -> dict[str, Any]:
-    """The names that the Python file at `path` defines."""
-    # Not an import: that would leave a __pycache__ beside the recipes and trust it for a file that
-    # changed within the second.
+    """Executes the Python file at `path` and returns its global names."""
+    # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
+    # time, so it would miss an edit within the same second.
     code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
     names = {"__name__": "recipe", "__file__": path}
     exec(code, names)
@@ -307,7 +309,7 @@ def _recipe_failure(path: str, error: Exception, known: Sequence[str]) -> str:
 
 
 def _name_in_recipe(path: str, line: int, leaf: str) -> str:
-    """The whole name of a removed setting in a line of a recipe, else the part that was not known."""
+    """The full name of a removed setting in a line of a recipe; `leaf` if the line has none."""
     text = pathlib.Path(path).read_text().splitlines()[line - 1]
     written = re.findall(r"\w+((?:\.\w+)+)", text)
     names = [name[1:] for name in written if leaf in name.split(".")]
@@ -315,9 +317,9 @@ def _name_in_recipe(path: str, line: int, leaf: str) -> str:
 
 
 def _misspelt_setting(error: Exception) -> str | None:
-    """The name that a locked ConfigDict did not know, or None if `error` is another one."""
-    # A ConfigDict's AttributeError is known by the KeyError in it, whose text begins with the name:
-    # 'lrr' when read, Key "lrr" does not exist when set.
+    """The name that a locked ConfigDict rejected; None for all other errors."""
+    # A ConfigDict raises AttributeError with a KeyError inside. The text of the KeyError starts with the
+    # name: 'lrr' after a read, Key "lrr" does not exist after an assignment.
     cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
     if not isinstance(cause, KeyError) or cause is error:
         return None
@@ -326,7 +328,7 @@ def _misspelt_setting(error: Exception) -> str | None:
 
 
 def _recipes_near(path: str) -> str:
-    """What to say of the recipes there are: those named like `path`, otherwise the first few."""
+    """Text that suggests recipes: those with a name similar to `path`, otherwise the first few."""
     given = pathlib.Path(path)
     beside = given.parent.glob("*.py") if given.name else ()
     recipes = {file.stem: str(file) for file in sorted({*beside, *_RECIPES.rglob("*.py")})}

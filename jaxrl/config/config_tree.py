@@ -1,17 +1,16 @@
-"""The config door: nested frozen dataclasses to an ml_collections ConfigDict and, checked, back.
+"""Converts nested frozen dataclasses to an ml_collections ConfigDict and, with checks, back.
 
     Config()  --to_config_dict-->  ConfigDict  --recipe file, command line-->  ConfigDict
                                                                                    |
-    everything below the door  <--  frozen Config  <--from_config_dict (names, types, checks)
+    all other code  <--  frozen Config  <--from_config_dict (names, types, checks)
 
-Defaults live in the dataclasses and nowhere else. A field may be annotated with bool, int, float,
-str, Literal, Any, another dataclass, tuple[...] or dict[str, ...] of these, and unions of these
-with each other or None, each with its range as the metadata of Annotated (`checks`). A dict is
-free-form: recipes may add entries to it. An entry that is a dataclass may name some of its settings only; the
-others have their defaults.
+Only the dataclasses define defaults. The annotation of a field is bool, int, float, str, Literal, Any,
+another dataclass, tuple[...] or dict[str, ...] of these, or a union of these with each other or None.
+Annotated adds a range to it (`checks`). A dict is free-form: recipes may add entries to it. If its
+entries are dataclasses, a recipe may set some of the settings; the others keep their defaults.
 
-Not covered: reading files and command lines (`command_line.py`), and what the values mean together,
-which each dataclass checks in its own `__post_init__`.
+`command_line.py` reads files and command lines. Each dataclass checks the combination of its values in
+its own `__post_init__`.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _NEAR_RATIO = 0.6
 
 
 def to_config_dict(config: DataclassInstance) -> ml_config_dict.ConfigDict:
-    """The settings of `config` as a locked ConfigDict, for a recipe to change.
+    """Returns the settings of `config` as a locked ConfigDict that a recipe can change.
 
-    Fields that may be None become typed references: None and a value of the right type can both be
-    assigned, whatever is there now. Free-form dicts stay open to new entries and other types.
+    Optional fields become typed references: None and a value of the right type can be assigned at any
+    time. Free-form dicts accept new entries and values of any type.
 
     Args:
       config: an instance of a dataclass, usually all defaults.
 
     Returns:
-      A new, locked ConfigDict of the same names.
+      A new, locked ConfigDict with the same names.
     """
     tree = _group_of(config)
     tree.lock()
@@ -61,29 +60,29 @@ def to_config_dict(config: DataclassInstance) -> ml_config_dict.ConfigDict:
 
 
 def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
-    """The frozen dataclasses for what recipe and command line have settled.
+    """Checks a ConfigDict and converts it to frozen dataclasses.
 
-    Integers are accepted for floats and lists for tuples; nothing else is converted.
+    An integer is accepted for a float and a list for a tuple. Nothing else is converted.
 
     Args:
-      cls: the dataclass that `config_dict` describes.
-      config_dict: all settings of `cls`, as `to_config_dict` names them.
+      cls: dataclass that `config_dict` describes.
+      config_dict: all settings of `cls`, with the names of `to_config_dict`.
 
     Returns:
       An instance of `cls`.
 
     Raises:
-      UserError: a setting is unknown (near names are given), missing or of the wrong type, or a
-        dataclass refused its values with a ValueError; the message has the dotted path.
+      UserError: a setting is unknown (the message suggests similar names), missing or of the wrong type,
+        or a dataclass rejected its values with a ValueError. The message has the dotted path.
     """
     return _read_group(cls, config_dict, "", cls)
 
 
 def leaf_types(cls: type[DataclassInstance]) -> dict[str, Any]:
-    """Annotation of every setting of `cls` by dotted name, in the order of the fields.
+    """The annotation of every setting of `cls` by dotted name, in the order of the fields.
 
-    A group that may be None is listed itself, since it can be set to None, and before its settings. Fields
-    that a class lists as `TOLD` are no settings: the files of a model say them.
+    An optional group is listed before its settings, because it can itself be set to None. Fields listed in
+    a class's `TOLD` are left out: their values come from the model's files.
     """
     leaves = {}
     for name, annotation in _annotations(cls).items():
@@ -98,7 +97,7 @@ def leaf_types(cls: type[DataclassInstance]) -> dict[str, Any]:
 
 
 def told_names(cls: type[DataclassInstance]) -> tuple[str, ...]:
-    """Dotted names of the fields of `cls` that are no settings."""
+    """Dotted names of the fields of `cls` whose values come from the model's files."""
     names = getattr(cls, "TOLD", ())
     for name, annotation in _annotations(cls).items():
         if group := group_class(annotation):
@@ -107,7 +106,7 @@ def told_names(cls: type[DataclassInstance]) -> tuple[str, ...]:
 
 
 def help_texts(cls: type[DataclassInstance]) -> dict[str, str]:
-    """Help text of every setting of `cls` by dotted name."""
+    """The help text of every setting of `cls` by dotted name."""
     texts = {}
     for name, annotation in _annotations(cls).items():
         texts[name] = flags.help_of(cls).get(name, "")
@@ -117,37 +116,37 @@ def help_texts(cls: type[DataclassInstance]) -> dict[str, str]:
 
 
 def leaf_names(cls: type[DataclassInstance]) -> list[str]:
-    """Dotted name of every setting of `cls`, in the order of the fields."""
+    """The dotted name of every setting of `cls`, in the order of the fields."""
     return list(leaf_types(cls))
 
 
 def flatten_config(config: DataclassInstance) -> dict[str, Any]:
-    """Value of every setting by dotted name: fields in their order, entries of a dict by name."""
+    """The value of every setting by dotted name: fields in declared order, dict entries by name."""
     return dict(_leaves(config, ""))
 
 
 def format_config(config: DataclassInstance) -> str:
-    """`config` as text to read and to diff, one `path = value` a line."""
+    """Formats `config` as readable text with one `path = value` per line."""
     return "".join(f"{name} = {value!r}\n" for name, value in flatten_config(config).items())
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> UserError:
-    """The error for a setting that does not exist.
+    """Makes the error for a setting that does not exist.
 
-    Nearness looks at the whole dotted name and at its last part alone, so that a right leaf in a
-    wrong group is found too. Words of other libraries come before both (`synonyms`).
+    Similarity is measured on the whole dotted name and on its last part alone. So a correct last part in
+    the wrong group is found too. Names from other libraries (`synonyms`) are suggested first.
 
     Args:
-      name: what the user wrote, dotted.
-      known: all dotted names there are.
+      name: dotted name that the user wrote.
+      known: dotted names of all settings.
 
     Returns:
-      An error naming up to three near settings, nearest first.
+      An error with up to three suggestions, most similar first.
     """
     if replacement := replacement_of(name):
         return UserError(f'setting "{name}" was removed; {replacement}')
     known = set(known)
-    # The whole name settles ties of a leaf that several groups have.
+    # The whole name breaks ties when several groups have the same last part.
     ranked = sorted(((*_likeness(name, other), other) for other in known), reverse=True)
     alike = (other for likeness, _, other in ranked if likeness >= _NEAR_RATIO)
     near = list(dict.fromkeys([*synonyms_of(name, known), *alike]))
@@ -156,7 +155,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
 
 
 def type_name(annotation: Any) -> str:
-    """An annotation as written, without modules: `float`, `int | None`, `tuple[int, ...]`."""
+    """Formats an annotation without module names: `float`, `int | None`, `tuple[int, ...]`."""
     members = _union_members(annotation)
     if len(members) > 1:
         return " | ".join(type_name(member) for member in members)
@@ -166,12 +165,12 @@ def type_name(annotation: Any) -> str:
 
 
 def accepts_none(annotation: Any) -> bool:
-    """Whether None is a value of `annotation`."""
+    """Whether `annotation` allows None."""
     return annotation is Any or types.NoneType in _union_members(annotation)
 
 
 def group_class(annotation: Any) -> type[DataclassInstance] | None:
-    """The dataclass in `X` or `X | None`; None if `annotation` is no group of settings."""
+    """The dataclass in `X` or `X | None`; None if `annotation` is not a group of settings."""
     inner = _without_none(annotation)
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
@@ -180,12 +179,12 @@ def group_class(annotation: Any) -> type[DataclassInstance] | None:
 
 
 class _Group(ml_config_dict.ConfigDict):
-    """A group of settings, in which another group can be set to a dataclass: config.model = ModelConfig()."""
+    """A group of settings. Accepts a dataclass for a nested group: config.model = ModelConfig()."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = to_config_dict(value)
-        # ml_collections takes True for 1.0, and turns what is assigned to a float into one.
+        # ml_collections accepts True for 1.0 and converts any value assigned to a float setting.
         replaces_float = isinstance(value, int) and isinstance(self.get(key), float)
         if replaces_float and not checks.is_finite(value):
             raise TypeError(f"{key} = {checks.shown(value)}: expected a number")
@@ -200,7 +199,7 @@ def _group_of(config: DataclassInstance) -> ml_config_dict.ConfigDict:
 
 
 def _setting(annotation: Any, value: Any) -> Any:
-    """`value` as a ConfigDict holds it: in a typed reference where it does not tell its type."""
+    """`value` in the form a ConfigDict holds; a typed reference if the value alone does not fix the type."""
     inner = _without_none(annotation)
     stored = None if value is None else _stored(inner, value)
     if annotation is not Any and len(_union_members(annotation)) == 1:
@@ -212,19 +211,19 @@ def _stored(annotation: Any, value: Any) -> Any:
     if group_class(annotation):
         return _group_of(value)
     if _is_dict(annotation):
-        # Values of a free-form dict may change type, so the ConfigDict must not watch over them.
+        # type_safe=False: values of a free-form dict may change their type.
         kind = _dict_value_type(annotation)
         holder = _Group if group_class(kind) else ml_config_dict.ConfigDict
         entries = holder(type_safe=False)
         for key, entry in value.items():
             entries[key] = entry if kind is Any else _setting(kind, entry)
         return entries
-    # A ConfigDict keeps the type it saw first: a float written as 1 would refuse 0.5 later.
+    # A ConfigDict keeps the first type it sees: a float written as 1 would later reject 0.5.
     return float(value) if annotation is float else value
 
 
 def _reference_type(annotation: Any) -> type:
-    """The class that a reference to a value of `annotation` admits; `object` means any literal."""
+    """The class of values that a reference accepts for `annotation`; `object` accepts any literal."""
     if group_class(annotation):
         return ml_config_dict.ConfigDict
     if typing.get_origin(annotation) is typing.Literal:
@@ -240,7 +239,7 @@ def _unlock_free_form(tree: ml_config_dict.ConfigDict) -> None:
             _unlock_free_form(entry) if entry.is_type_safe else entry.unlock()
 
 
-# ConfigDict -> dataclasses. `root` is the outermost class, whose names are offered as near ones.
+# ConfigDict -> dataclasses. `root` is the outermost class; suggestions come from its names.
 
 
 def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
@@ -265,7 +264,7 @@ def _read_group(cls: type[C], tree: Any, path: str, root: type) -> C:
 
 
 def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
-    """A setting: groups by their names, all else as its annotation says."""
+    """Reads one setting: a group recursively, any other value by its annotation."""
     group, entry = group_class(annotation), entry_class(annotation)
     if group and not (value is None and accepts_none(annotation)):
         return _read_group(group, value, path, root)
@@ -278,7 +277,7 @@ def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
 
 
 def _filled(group: type[DataclassInstance], entry: Any) -> Any:
-    """An entry of a free-form dict with the defaults of the settings that it does not name."""
+    """An entry of a free-form dict, completed with the defaults of its class."""
     if not _is_mapping(entry):
         return entry
     defaults = _group_of(group())
@@ -286,12 +285,12 @@ def _filled(group: type[DataclassInstance], entry: Any) -> Any:
 
 
 def entry_class(annotation: Any) -> type[DataclassInstance] | None:
-    """The dataclass that entries of a free-form dict are; None if `annotation` is something else."""
+    """The dataclass of a free-form dict's entries; None if the entries are not dataclasses."""
     return group_class(_dict_value_type(annotation)) if _is_dict(annotation) else None
 
 
 def _plain(value: Any) -> Any:
-    """Without ConfigDicts, at any depth of dicts."""
+    """Converts ConfigDicts to plain dicts at any depth."""
     if _is_mapping(value):
         return {key: _plain(value[key]) for key in value}
     return value
@@ -316,7 +315,7 @@ def _annotations(cls: type[DataclassInstance]) -> dict[str, Any]:
 
 
 def _union_members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; the annotation alone if it is none."""
+    """The members of a union; a tuple of `annotation` alone if it is not a union."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
@@ -326,12 +325,12 @@ def _without_none(annotation: Any) -> Any:
     members = _union_members(annotation)
     if types.NoneType not in members or len(members) == 1:
         return annotation
-    # A union of the rest, which for one member is that member.
+    # typing.Union of a single member is that member.
     return typing.Union[tuple(m for m in members if m is not types.NoneType)]  # noqa: UP007
 
 
 def _is_class(annotation: Any) -> bool:
-    # Python calls list[int] a type in places; only a class proper has no origin.
+    # isinstance(list[int], type) is True in some Python versions. A plain class has no origin.
     return isinstance(annotation, type) and typing.get_origin(annotation) is None
 
 
@@ -365,7 +364,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _likeness(name: str, other: str) -> tuple[float, float]:
-    """Of the names or their last parts, whichever are more alike, and of the names; 0 to 1."""
+    """Similarity of two names from 0 to 1: the better of whole name and last part, then the whole name."""
     whole = difflib.SequenceMatcher(None, name, other).ratio()
     last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
     return max(whole, last), whole

@@ -1,10 +1,10 @@
-"""What replaces settings of the last release, for configs that still use them."""
+"""Maps settings of the last release that no longer exist to their replacements."""
 
 from __future__ import annotations
 
 _OPTIM = "it takes the run's; set optim.{leaf}"
 
-# A name, or a group of names that ends with a dot, and what to write instead.
+# Dotted name, or a group prefix that ends with a dot -> text for the error message.
 REMOVED = {
     "critic.optim.lr": "set critic.lr",
     "critic.optim.": "the critic's optimiser is that of the actor but for its rate; set optim.{leaf}",
@@ -26,10 +26,10 @@ REMOVED = {
 
 
 def replacement_of(name: str) -> str:
-    """What to write instead of a removed setting; "" if the name never was one.
+    """The text that tells what replaces a removed setting; "" if `name` was never a setting.
 
     Args:
-      name: dotted.
+      name: dotted name of the setting.
     """
     group, _, leaf = name.rpartition(".")
     found = REMOVED.get(name) or REMOVED.get(f"{group}.", "")

@@ -1,7 +1,7 @@
-"""A whole run: the settings of every room, put together, with their checks across rooms.
+"""`Config`: all settings of a run, and the checks that need several groups of them.
 
-Each room declares its own settings, with their one default and their range, beside the code that reads them.
-Recipes in `configs/` change the lines that matter.
+Each package declares its own settings, with default and range, beside the code that reads them. Recipes in
+`configs/` change the settings that matter to them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run.
+    """All settings of a run.
 
     Attributes:
-      name: of the recipe; names the output folder.
-      seed: of weights, data order and sampling.
-      weights: Hugging Face directory to start from; "" starts from random weights.
-      adapter: PEFT directory that adapters (`model.lora`) start from; "" starts them fresh.
-      hardware: for people: what the recipe is meant to run on.
-      placement: which roles live on which devices, pool -> row, as of `mesh.pools.read_placement`; empty has
-        all of them on all devices.
+      name: name of the recipe; also the name of the output folder.
+      seed: random seed of weights, data order and sampling.
+      weights: Hugging Face directory with the initial weights; "" starts from random weights.
+      adapter: PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters.
+      hardware: hardware that the recipe was written for; a note for readers, not used by the program.
+      placement: devices of each role, as a dict of pool name -> pool settings in the format of
+        `mesh.pools.read_placement`; {} puts all roles on all devices.
     """
 
     name: Annotated[str, NAME] = "run"
@@ -100,17 +100,17 @@ class Config:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt and a response at most."""
+        """The largest number of tokens of a prompt and its response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def run_folder(self) -> RunFolder:
-        """Where everything of this run lies."""
+        """The output folder of this run."""
         return self._folder_of(self.name)
 
     @property
     def warm_start_folder(self) -> StageFolder:
-        """Where the warm start lies, of this run or of another one with the same seed."""
+        """The folder of the supervised warm-up, of this run or of another run with the same seed."""
         return self._folder_of(self.warm_start.run or self.name).sft
 
     def _folder_of(self, name: str) -> RunFolder:
@@ -118,7 +118,7 @@ class Config:
 
 
 def _check_grader(name: str, source: SourceConfig) -> None:
-    """The grader of a source; data knows none."""
+    """Checks that the grader of a data source exists. The data package does not know graders."""
     try:
         check_grader(source.grader, source.grader_options)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Settings of the stages around reinforcement learning: supervised, pairs, evaluation."""
+"""Settings of supervised learning, of learning from pairs, and of evaluation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised learning before reinforcement learning, or alone: answers to imitate.
+    """Supervised learning (SFT), before reinforcement learning or by itself.
 
     Attributes:
-      num_steps: optimiser updates; 0 skips the stage.
-      path: JSONL file of conversations, or of questions with answers, as of
-        `data.demonstrations.read_demonstrations`; "" takes the training problems' written solutions.
-      prompt_field, response_field, messages_field: its fields. Of messages all that the assistant says is
-        trained on.
-      run: name of the run whose folder keeps the stage, so that several can start from one; "" is this run.
-      examples_per_step: solutions of one update.
-      optim: of this stage.
-      save_every: steps between checkpoints.
-      log_every: steps between rows of the log.
+      num_steps: number of optimiser updates; 0 skips the stage.
+      path: JSONL file of conversations, or of questions with answers, in the format of
+        `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training problems.
+      prompt_field, response_field, messages_field: names of the fields in the file. In a conversation all
+        messages of the assistant are trained on.
+      run: name of the run whose folder holds the result, so that several runs can share it; "" is this run.
+      examples_per_step: number of examples per update.
+      optim: optimiser of this stage.
+      save_every: number of steps between checkpoints.
+      log_every: number of steps between rows of the log.
     """
 
     num_steps: Annotated[int, steps(0)] = 0
@@ -49,21 +49,22 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of answers, of which one was chosen: reward models, cost models, DPO.
+    """Learning from pairs of answers, one chosen and one rejected: reward models, cost models, DPO.
 
-    Its optimiser is `optim`, its updates `run.num_steps`, and it measures every `evaluation.every` steps.
+    It uses the optimiser `optim`, runs for `run.num_steps` updates and measures its accuracy every
+    `evaluation.every` steps.
 
     Attributes:
-      path: JSONL file of pairs, as of `data.preferences.read_preferences`; "" makes pairs of the problems of
-        `data` instead, to train on and to evaluate with.
-      evaluation_path: JSONL file of pairs to measure the accuracy on; "" measures none, where path is set.
-      made: how, a name of `data.made_pairs.MADE_PAIRS`.
-      margin_field: field of the files with margins; "" has none.
-      harm_fields: the two fields that say which answer does harm; () has none.
-      loss, options: a name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keywords: "bradley_terry"
-        or "cost_preference" of a model that scores, "dpo" or "ipo" of a policy.
-      pairs_per_step: of one update.
-      evaluation_pairs: how many pairs the accuracy is measured on.
+      path: JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates pairs
+        from the problems of `data`, for training and for evaluation.
+      evaluation_path: JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set.
+      made: method that generates pairs, a name of `data.made_pairs.MADE_PAIRS`.
+      margin_field: name of the field with the margin of a pair; "" for files without margins.
+      harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
+      loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
+        "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
+      pairs_per_step: number of pairs per update.
+      evaluation_pairs: number of pairs that the accuracy is measured on.
     """
 
     path: Annotated[str, PATH] = ""
@@ -91,13 +92,13 @@ class PreferenceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on the evaluation problems.
+    """Evaluation of the policy on the evaluation problems.
 
     Attributes:
-      every: steps between evaluations; there is also one before the first step and one after the last.
-      num_samples: answers to each problem; accuracy is their mean (avg@n).
-      temperature: 0 is greedy.
-      top_k, top_p, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
+      every: number of steps between evaluations. One more runs before the first step and after the last.
+      num_samples: number of answers per problem; accuracy is their mean (avg@n).
+      temperature: sampling temperature; 0 is greedy.
+      top_k, top_p, min_p: limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`.
     """
 
     every: Annotated[int, steps(1)] = 10

@@ -1,6 +1,7 @@
-"""Names of settings in verl, TRL and Hugging Face, and the settings of ours that mean the same.
+"""Maps names of settings in verl, TRL and Hugging Face to our settings with the same meaning.
 
-Only words whose meaning is certain. They are hints of an error message; a recipe is read by our names alone.
+Only names with a certain meaning are listed. They are suggestions in error messages; recipes must use our
+own names.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "train_files": ("data.train.path",),
     "val_files": ("data.evaluation.path",),
     "prompt_key": ("data.train.prompt_field", "data.evaluation.prompt_field"),
-    # what a run leaves
+    # output of a run
     "output_dir": ("run.output",),
     "run_name": ("name",),
     "experiment_name": ("name",),
@@ -122,7 +123,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def synonyms_of(name: str, known: Collection[str]) -> list[str]:
-    """The known settings that mean what a dotted name means elsewhere, those of the likest group first."""
+    """Known settings that mean the same as a foreign dotted name, most similar group first."""
     group, _, word = name.rpartition(".")
 
     def likeness(setting: str) -> float:

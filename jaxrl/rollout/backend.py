@@ -1,14 +1,13 @@
 """The contract between a policy and the backends that sample from it.
 
-    load       weights in the generation layout -> held until `unload` gives them back
-    generate   prompts -> completions, every sample to its end
+    load       holds weights in the generation layout until `unload` returns them
+    generate   prompts -> completions; every sample is finished
     resume     prompts, unfinished groups -> finished groups, unfinished groups
 
-A backend is built with what holds for a whole run: the model, its devices, how tokens become text. One
-`SamplingOptions` says how a batch is sampled. `rollout.drivers` names the backends, `jaxrl.testing` has one
-without a model.
+A backend is built once per run from the model, its devices and the tokenizer. `SamplingOptions` are given
+with each call. `rollout.drivers` lists the backends. `jaxrl.testing` has a backend without a model.
 
-A backend is used from one thread at a time; `roles.policy.Actor` ensures that.
+A backend is not thread-safe: only one thread may use it at a time. `roles.policy.Actor` ensures that.
 
 N prompts   G samples of each   B = N * G
 """
@@ -31,23 +30,24 @@ from jaxrl.types import Completions, Prompts
 
 # Token ids to text.
 DecodeText: TypeAlias = Callable[[np.ndarray], str]
-# Called with each finished group, as completions of one prompt, while the others are sampled. If it returns
-# True, `resume` leaves the other groups unfinished.
+# Called with each finished group, as the completions of one prompt, while other groups are still sampled.
+# `resume` stops after the call that returns True and leaves the other groups unfinished.
 OnGroup: TypeAlias = Callable[[Completions], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """How a batch is sampled.
+    """Options of sampling a batch.
 
     Attributes:
-      num_samples: G.
-      seed, step: with a prompt's id and the sample's index they determine the noise of each sample.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars.
-      stop_strings: texts that end a response as a stop id does; tokens after one are cut off.
-      environment: answers a finished turn; None ends every sample at its first stop.
-      budget_tokens: most tokens that `resume` adds to a sample; 0 is no limit.
+      num_samples: number of samples per prompt, G.
+      seed, step: parts of the sampling key. With the prompt's id and the sample's index they determine the
+        noise of each sample.
+      temperature: sampling temperature; 0 is greedy.
+      truncation: limits on the tokens that can be drawn, as scalars.
+      stop_strings: texts that end a response, as a stop id does. Tokens after the stop string are removed.
+      environment: function that answers a finished turn; None ends every sample after its first turn.
+      budget_tokens: maximum number of tokens that `resume` adds to a sample; 0 means no limit.
     """
 
     num_samples: int
@@ -69,20 +69,20 @@ class RolloutBackend(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The devices of its weights, laid out by `mesh.rules.GENERATE_RULES`."""
+        """The devices of the weights, laid out by `mesh.rules.GENERATE_RULES`."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """The type of its weights."""
+        """The data type of the weights."""
         ...
 
     def load(self, params: Params) -> None:
-        """Takes weights in the generation layout and drops those it had."""
+        """Takes weights in the generation layout and drops any earlier ones."""
         ...
 
     def unload(self) -> Params | None:
-        """Gives back the arrays of `load`, unchanged, and uses them no more; None if there are none."""
+        """Returns the arrays of `load`, unchanged, and releases them; None if none are loaded."""
         ...
 
     def generate(
@@ -93,15 +93,15 @@ class RolloutBackend(Protocol):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """Samples G responses to each prompt, all to their end.
+        """Samples G responses to each prompt until all are finished.
 
         Args:
           prompts: N prompts.
-          options: how to sample them, without a budget.
-          on_group: called with each group, on this thread and in the same order on every process. Its result
-            is ignored.
-          expected_tokens_N: expected lengths of the responses, for example from earlier steps. The longest
-            start first; by default those of the longest prompts.
+          options: sampling options, without a budget.
+          on_group: function called with each finished group, on this thread and in the same order on every
+            process. Its result is ignored.
+          expected_tokens_N: expected response length of each prompt, for example from earlier steps. The
+            longest start first. None uses the lengths of the prompts.
 
         Returns:
           Completions with B = N * G samples, in the order of the prompts.
@@ -120,27 +120,27 @@ class RolloutBackend(Protocol):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """Goes on with the groups of an earlier call, samples `prompts`, and may leave groups unfinished.
+        """Continues unfinished groups, samples `prompts`, and may leave groups unfinished.
 
-        An unfinished sample goes on under the present weights, with the keys of the step that began it. If
-        the weights are the same, its tokens are those of an uninterrupted sample.
+        An unfinished sample continues under the current weights, with the sampling keys of the step that
+        started it. If the weights are unchanged, its tokens equal those of an uninterrupted sample.
 
         Args:
-          prompts, options: as in `generate`; a budget ends each sample after that many tokens more.
-          unfinished: unfinished groups of an earlier call; they come before `prompts`.
-          on_group: as in `generate`, but once it returns True nothing more is sampled.
-          expected_tokens_N: as in `generate`, for `prompts` alone.
+          prompts, options: as in `generate`. A budget stops each sample after that many new tokens.
+          unfinished: unfinished groups of an earlier call; they start before `prompts`.
+          on_group: as in `generate`, but sampling stops once it returns True.
+          expected_tokens_N: as in `generate`, for `prompts` only.
 
         Returns:
-          The finished groups, and the others.
+          The finished and the unfinished groups.
 
         Raises:
-          UserError: as in `generate`, or the unfinished groups have another size.
+          UserError: as in `generate`, or an unfinished group has another number of samples.
         """
         ...
 
     def close(self) -> None:
-        """Ends the threads and processes of the backend."""
+        """Stops the threads and processes of the backend."""
         ...
 
 
@@ -157,7 +157,7 @@ def check_lengths(prompts: Prompts, limit: int) -> None:
 def expected_or_prompt_lengths(
     prompts: Prompts, expected_tokens_N: np.ndarray | None
 ) -> np.ndarray:
-    """The expected lengths of responses; if they are not given, the lengths of the prompts."""
+    """The expected response lengths; the prompt lengths if `expected_tokens_N` is None."""
     if expected_tokens_N is None:
         return np.array([len(tokens) for tokens in prompts.tokens])
     return expected_tokens_N

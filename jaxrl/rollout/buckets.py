@@ -1,4 +1,4 @@
-"""Sizes that programs are compiled for: few, and close to what is needed."""
+"""Bucket sizes: the few sizes that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
-    """Sizes from about `smallest` to exactly `largest`, growing: 2^n and 3 * 2^(n-1), two per doubling.
+    """Bucket sizes from about `smallest` to exactly `largest`, ascending: 2^n and 3 * 2^(n-1).
 
-    Rounding up to the next size adds at most two thirds. There are at most 2 * log2(largest / smallest) + 3
-    sizes, and only `largest` if it is below `smallest`. Sizes above three quarters of the largest are left
-    out: they would save too little for a program of their own.
+    Rounding up to the next bucket adds at most two thirds. There are at most
+    2 * log2(largest / smallest) + 3 buckets; only `largest` if it is below `smallest`. Sizes above three
+    quarters of `largest` are left out: they save too little to pay for compiling another program.
     """
     sizes = {largest}
     octave = 1
@@ -21,10 +21,10 @@ def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def round_up(sizes: Sequence[int], need: int) -> int:
-    """The smallest of the growing `sizes` that is at least `need`."""
+    """The smallest of the ascending `sizes` that is at least `need`."""
     return next(size for size in sizes if size >= need)
 
 
 def next_below(sizes: Sequence[int], size: int) -> int:
-    """The largest of the growing `sizes` below `size`; 0 if there is none."""
+    """The largest of the ascending `sizes` below `size`; 0 if there is none."""
     return max((s for s in sizes if s < size), default=0)

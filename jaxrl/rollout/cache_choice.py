@@ -1,4 +1,4 @@
-"""Which kind of cache an engine keeps: what its devices, its mesh and its settings allow."""
+"""Chooses the kind of KV cache from the devices, the mesh and the settings of an engine."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def choose_cache(
     unroll: int = 1,
     decode_attention: str = "auto",
 ) -> CacheKind:
-    """The cache for a model on a mesh.
+    """Chooses the cache for a model on a mesh.
 
     Args:
-      model: whose keys and values.
-      mesh: the devices, laid out for generation.
-      dtype: of queries.
-      kv_dtype: of the cache.
-      unroll: layers per iteration of the layer scan; with all of them every layer has its own cache.
+      model: model whose keys and values are cached.
+      mesh: devices, laid out for generation.
+      dtype: data type of the queries.
+      kv_dtype: data type of the cache.
+      unroll: layers per iteration of the layer scan. If it covers all layers, every layer has its own cache.
       decode_attention: "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
 
     Raises:
-      UserError: `decode_attention` is unknown or cannot run there.
+      UserError: `decode_attention` is unknown or cannot run on these devices.
     """
     platform = platform_of(mesh)
     shape = CacheShape(
@@ -58,7 +58,7 @@ def choose_cache(
     )
     if implementation != "xla":
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
-        # A pipeline hands every layer its cache; else a kernel finds a layer's part by its number.
+        # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
         return StackedCache(shape, kernel, by_number=one_stage)
     if unroll >= model.num_layers and one_stage:
         return PerLayerCache(shape)

@@ -1,26 +1,26 @@
-"""The decode loop: samples wait, run in slots, and leave when they end.
+"""The decode loop: samples wait in a queue, decode in slots, and leave when they end.
 
-    add(samples) -> [queue -> slot] -> dispatch() -> what each slot has decoded, and why a sample ended
+    add(samples) -> [queue -> slot] -> dispatch() -> new tokens of each slot, and why a sample ended
     drop(samples)
 
-The loop has no thread, no clock and no idea of where samples come from. Three callers feed it:
+The loop has no thread and no clock, and it does not know where samples come from. Three callers feed it:
 
     generate (rollout/driver.py)          adds the samples of a batch, dispatches until none is left
-    resume   (rollout/driver.py)          the same, but stops early; its samples go on in a later loop
+    resume   (rollout/driver.py)          the same, but may stop early; its samples continue in a later loop
     serving  (serving/online_driver.py)   adds samples as requests arrive, and drops cancelled ones
 
-A dispatch, in this order:
+A dispatch takes these steps, in this order:
 
-    resize        as many slots, of such a capacity, as the live samples need
-    extend        slots whose sample the environment has answered go on after the answer
-    admit         free slots take samples from the queue: prefill where needed, then insert
-    generate      up to W tokens in every slot
-    collect       cuts at stop strings, asks the environment, frees the slots of samples that ended
+    resize        chooses the number and capacity of slots that the live samples need
+    extend        appends the environment's answer to the sequences of answered samples
+    admit         moves samples from the queue into free slots: prefill if needed, then insert
+    generate      decodes up to W tokens in every slot
+    collect       cuts at stop strings, calls the environment, frees the slots of ended samples
 
-All decisions depend on the arguments and on tokens, which all processes of a run read alike. So every
-process takes the same ones.
+Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
+all processes take the same decisions and dispatch the same programs.
 
-W tokens of a dispatch   T tokens   R tokens of a sample that a dispatch has added
+W tokens of a dispatch   T tokens   R tokens that a dispatch has added to a sample
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StartSequence:
-    """Tokens that samples start from. Samples with the same object share its prefill.
+    """Tokens that samples start from. Samples that hold the same object share one prefill.
 
     Attributes:
       tokens: int32 [T].
@@ -56,20 +56,22 @@ class StartSequence:
 
 @dataclasses.dataclass(eq=False)
 class SampleTask:
-    """A sample to decode, and how.
+    """A sample to decode, with its settings.
 
     Attributes:
-      sample: takes the tokens; it may have some already.
-      start: the prompt and the tokens that the sample has already.
-      prompt_id: with `settings` and the sample's index it determines the noise of every token.
+      sample: the sample that receives the tokens; it may already have some.
+      start: the prompt, followed by the tokens that the sample already has.
+      prompt_id: part of the sampling key. With `settings` and the sample's index it determines the noise of
+        every token.
       settings: how tokens are drawn.
-      max_tokens: tokens of a full sample, end-of-sequence included.
-      budget_tokens: most tokens that this loop adds; after them the sample is left unfinished. 0 is no limit.
-      stop_strings: texts that end a turn; tokens after one are cut off.
-      environment: answers a finished turn; None ends the sample with its first turn.
-      owner: anything that the caller wants to find again.
-      prompt_tokens: tokens before the sample.
-      limit: tokens of the sample at which its slot stops.
+      max_tokens: maximum length of the whole sample, end-of-sequence included.
+      budget_tokens: maximum number of tokens that this loop adds. After that the sample is left unfinished.
+        0 means no limit.
+      stop_strings: texts that end a turn; tokens after the stop string are removed.
+      environment: function that answers a finished turn; None ends the sample after its first turn.
+      owner: any value of the caller, to recognise the sample by.
+      prompt_tokens: number of tokens before the sample.
+      limit: length of the sample at which its slot stops decoding.
     """
 
     sample: Sample
@@ -92,12 +94,12 @@ class SampleTask:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and the sample."""
+        """Number of tokens of the prompt and the sample together."""
         return self.prompt_tokens + len(self.sample)
 
 
 class End(enum.Enum):
-    """Why a sample left the loop; after PAUSED it is not finished."""
+    """Why a sample left the loop. A sample that is PAUSED is not finished."""
 
     STOP_ID = enum.auto()
     STOP_STRING = enum.auto()
@@ -106,13 +108,13 @@ class End(enum.Enum):
 
 
 class Decoded(NamedTuple):
-    """What a dispatch has added to a sample.
+    """Tokens that a dispatch has added to a sample.
 
     Attributes:
       task: the sample's task.
-      tokens: int32 [R], without what a stop string cuts off; the answer of an environment is not among them.
+      tokens: int32 [R], without tokens after a stop string and without the environment's answer.
       logprob: float32 [R].
-      end: why the sample has ended; None if it goes on.
+      end: reason why the sample has ended; None if it continues.
     """
 
     task: SampleTask
@@ -122,7 +124,7 @@ class Decoded(NamedTuple):
 
 
 class DecodeLoop:
-    """Decodes samples in the slots of one engine. For one thread."""
+    """Decodes samples in the slots of one engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -133,14 +135,14 @@ class DecodeLoop:
         version: int = 0,
         lock: Any = None,
     ):
-        """Takes no device memory before the first dispatch.
+        """Makes an empty loop. Device memory is first taken by `dispatch`.
 
         Args:
-          engine, params: of the model, the weights in the generation layout.
-          decode_text: token ids to text, for stop strings.
-          version: of the weights; recorded with every token.
-          lock: context manager that is held while something is dispatched, for another thread that uses the
-            same devices; None for no other thread.
+          engine, params: engine of the model, and its weights in the generation layout.
+          decode_text: function that turns token ids into text, for stop strings.
+          version: version of the weights; recorded with every token.
+          lock: context manager that is held during each dispatch, if another thread uses the same devices;
+            None if no other thread does.
         """
         self._engine = engine
         self._decode_text = decode_text
@@ -149,7 +151,7 @@ class DecodeLoop:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all samples and frees the memory of their slots."""
+        """Drops all samples and frees the memory of their slots."""
         self._scheduler = Scheduler(
             (),
             slot_sizes=self._engine.slot_sizes,
@@ -162,16 +164,16 @@ class DecodeLoop:
 
     @property
     def unfinished(self) -> bool:
-        """Whether any sample waits or runs."""
+        """Whether any sample waits or decodes."""
         return self._scheduler.unfinished
 
     def add(self, tasks: Iterable[SampleTask]) -> None:
-        """Queues samples; the first ones start first."""
+        """Queues samples; they start in this order."""
         for task in tasks:
             self._scheduler.add(SampleRequest(task, task.start))
 
     def drop(self, tasks: Collection[SampleTask]) -> None:
-        """Forgets samples that wait or run; their slots are free for the next dispatch."""
+        """Drops waiting or decoding samples; their slots are free at the next dispatch."""
         freed = [self._scheduler.cancel(task) for task in tasks]
         for task in tasks:
             self._extensions.pop(task, None)
@@ -179,10 +181,10 @@ class DecodeLoop:
             self._slots.release(running)
 
     def dispatch(self) -> list[Decoded]:
-        """Starts what can start and decodes up to W tokens in every slot.
+        """Starts waiting samples and decodes up to W tokens in every slot.
 
         Returns:
-          An entry for every running sample, in the order of their slots; none if there is nothing to do.
+          One entry per running sample, in the order of the slots; empty if nothing runs.
         """
         scheduler = self._scheduler
         if not scheduler.unfinished:
@@ -200,18 +202,18 @@ class DecodeLoop:
     # Into slots
 
     def _admit(self, admission: Admission) -> None:
-        """Prefills the batch of an admission, unless that was done before, and inserts its samples."""
+        """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
             self._prefix = self._slots.prefill([start.tokens for start in admission.sources])
         assert self._prefix is not None, "the first admission needs a prefill"
         self._insert(self._prefix, admission.slots)
 
     def _insert(self, prefix: Prefix, starts: Iterable[tuple[int, int, SampleTask]]) -> None:
-        """Puts samples into slots, all that share their settings at once.
+        """Puts samples into slots; samples with equal settings are inserted in one call.
 
         Args:
-          prefix: the sequences.
-          starts: of each sample its slot, its batch index in the prefix and its task.
+          prefix: prefilled sequences.
+          starts: slot, batch index in the prefix, and task of each sample.
         """
         alike: dict[DrawSettings, list[SlotAssignment]] = collections.defaultdict(list)
         for slot, batch_index, task in starts:
@@ -225,7 +227,7 @@ class DecodeLoop:
             self._slots.insert(prefix, assignments, settings)
 
     def _extend_answered(self, running: dict[int, SampleTask]) -> None:
-        """Appends the environment's answers to the sequences in their slots, which then decode again."""
+        """Appends the environment's answers to the sequences in their slots, so that they decode on."""
         # A slot may have moved since its turn ended.
         extensions = {
             slot: extension
@@ -238,7 +240,7 @@ class DecodeLoop:
     # Out of slots
 
     def _collect(self, running: dict[int, SampleTask], decoded: DecodedTokens) -> list[Decoded]:
-        """Adds decoded tokens to their samples, and frees the slots of the samples that ended."""
+        """Adds decoded tokens to their samples, and frees the slots of ended samples."""
         results, ended, still_active = [], [], []
         active = decoded.active.tolist()
         for slot, task in running.items():
@@ -251,7 +253,7 @@ class DecodeLoop:
             end = self._end_turn(task, stop) if turn_over else None
             results.append(Decoded(task, tokens[:kept], logprob[:kept], end))
             if turn_over and active[slot]:
-                # The device knows no stop strings and would decode on.
+                # The device does not check stop strings, so it must be told to stop decoding.
                 still_active.append(slot)
             if end is not None:
                 ended.append(slot)
@@ -261,11 +263,11 @@ class DecodeLoop:
         return results
 
     def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:
-        """Cuts the sample after the first stop string; returns how its turn was stopped, None if it was not.
+        """Cuts the sample after the first stop string; returns how its turn ended, None if it did not.
 
         Args:
           task: the sample's task.
-          newest: int32, the tokens that this dispatch has added.
+          newest: int32, tokens that this dispatch has added.
         """
         sample = task.sample
         if task.stop_strings:
@@ -278,14 +280,14 @@ class DecodeLoop:
         return End.STOP_ID if stopped else None
 
     def _end_turn(self, task: SampleTask, stop: End | None) -> End | None:
-        """Finishes the sample, or leaves it unfinished, or lets it go on after the environment's answer.
+        """Ends a turn: the sample ends, stays unfinished, or continues after the environment's answer.
 
         Args:
-          task: a sample whose slot is idle.
-          stop: how the turn was stopped; None at the limit of tokens.
+          task: task of a sample whose slot is idle.
+          stop: how the turn ended; None if it reached the token limit.
 
         Returns:
-          Why the sample has ended; None if it goes on.
+          Why the sample has ended; None if it continues.
         """
         end = stop
         if stop is None:
@@ -297,7 +299,7 @@ class DecodeLoop:
         return end
 
     def _answer(self, task: SampleTask, environment: Environment, stop: End) -> End | None:
-        """Asks the environment; None if it has answered, and the sample goes on after that."""
+        """Calls the environment; returns None if it has answered, because the sample then continues."""
         sample = task.sample
         turn = sample.tail(len(sample))
         answer = environment(Turn(task.prompt_id, sample.index, turn, sample.tokens))

@@ -16,13 +16,13 @@ from jaxrl.rollout.sampling import Truncation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """Sequences with their cache. The last token of each is not in the cache yet; the next step runs it.
+    """Sequences with their cache. The last token of each is not cached yet; the next decode step runs it.
 
     Example, the sequence 5 6 7 with C = 4: history 5 6 0 0, length 2, token 7.
 
     Attributes:
       cache: keys and values of all layers for C tokens, as the engine's `CacheKind` has them.
-      history: int32 [P, C], the cached tokens.
+      history: int32 [P, C], the tokens in the cache.
       length: int32 [P], number of cached tokens.
       token: int32 [P], the last token.
     """
@@ -34,20 +34,20 @@ class Prefix:
 
     @property
     def capacity(self) -> int:
-        """C, the number of tokens that a sequence has room for."""
+        """C, the maximum number of tokens per sequence."""
         return self.history.shape[-1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The samples that `insert` starts, with one entry per slot.
+    """The samples that `insert` starts, one entry per slot.
 
     Attributes:
-      source: int32 [n], index into the prefix, or -1 to leave the slot alone.
+      source: int32 [n], index of the sequence in the prefix; -1 leaves the slot unchanged.
       prompt_id, sample_index: int32 [n], parts of the sampling key.
-      limit: int32 [n], response tokens at which the slot stops, at most R.
-      count: int32 [n], response tokens that the prefix has already.
+      limit: int32 [n], response length at which the slot stops, at most R.
+      count: int32 [n], number of response tokens that the prefix already holds.
     """
 
     source: jax.Array
@@ -60,18 +60,19 @@ class Assignment:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """All slots, with the samples in them.
+    """All slots and the samples in them.
 
     Attributes:
-      context: the sequences.
-      key: uint32 [n, 2].
+      context: the sequences and their cache.
+      key: uint32 [n, 2], sampling key of each sample.
       temperature: float32 [n]; 0 is greedy.
-      truncation: which tokens may be drawn, fields [n].
+      truncation: limits on the tokens that can be drawn, fields [n].
       count: int32 [n], response tokens so far.
-      limit: int32 [n].
-      active: bool [n], still decoding.
-      out_count: int32 [n], tokens decoded by the last dispatch.
-      out_token: int32 [n, W]; out_logprob, out_entropy: float32 [n, W], of which `out_count` are real.
+      limit: int32 [n], response length at which the slot stops.
+      active: bool [n], whether the slot still decodes.
+      out_count: int32 [n], number of tokens that the last dispatch decoded.
+      out_token: int32 [n, W], of which the first `out_count` are valid.
+      out_logprob, out_entropy: float32 [n, W], likewise.
     """
 
     context: Prefix
@@ -93,7 +94,7 @@ class DecodeState:
 
     @property
     def capacity(self) -> int:
-        """C, the number of tokens that a slot has room for."""
+        """C, the maximum number of tokens per slot."""
         return self.context.capacity
 
     def replace(self, **changes) -> DecodeState:

@@ -1,10 +1,11 @@
-"""Samples batches of prompts offline: the backend that training and evaluation use.
+"""The offline backend: samples batches of prompts, for training and evaluation.
 
-A batch becomes samples for a `DecodeLoop`. Longest-expected samples go first, and a prompt is prefilled once
-for all its samples. After each dispatch the groups whose last sample has ended are handed out.
+It turns a batch into tasks of a `DecodeLoop`. The samples with the longest expected responses start first,
+and all samples of a prompt share one prefill. After each dispatch the groups that have just finished are
+handed out.
 
-Everything that decides comes from the arguments and from tokens, which all processes read alike. So every
-process of a run takes the same decisions.
+Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
+all processes take the same decisions.
 
 N prompts   G samples of each   B = N * G
 """
@@ -35,10 +36,10 @@ from jaxrl.types import Completions, Prompts
 
 
 class EngineBackend:
-    """An engine with its weights: the part that all backends around our engine share."""
+    """An engine with its weights. Base class of all backends that use our engine."""
 
     def __init__(self, engine: Engine, decode_text: DecodeText):
-        """Args: the compiled programs; token ids to text. Weights come with `load`."""
+        """Args: the compiled programs; a function from token ids to text. `load` brings the weights."""
         self.engine = engine
         self._decode_text = decode_text
         self._params: Params | None = None
@@ -50,7 +51,7 @@ class EngineBackend:
 
     @property
     def dtype(self) -> Any:
-        """The type of weights and activations."""
+        """The data type of weights and activations."""
         return jnp.dtype(self.engine.config.dtype)
 
     @property
@@ -60,11 +61,11 @@ class EngineBackend:
         return self._params
 
     def load(self, params: Params) -> None:
-        """Takes weights in the generation layout and drops those it had."""
+        """Takes weights in the generation layout and drops any earlier ones."""
         self._params = params
 
     def unload(self) -> Params | None:
-        """Gives the weights back; None if there are none."""
+        """Returns the weights and releases them; None if none are loaded."""
         params, self._params = self._params, None
         return params
 
@@ -73,7 +74,7 @@ class EngineBackend:
 
 
 class OfflineBackend(EngineBackend):
-    """Samples with our engine; see `backend.RolloutBackend` for the methods."""
+    """Samples with our engine; `backend.RolloutBackend` documents the methods."""
 
     def generate(
         self,
@@ -83,7 +84,7 @@ class OfflineBackend(EngineBackend):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """Samples G responses to each prompt, all to their end."""
+        """Samples G responses to each prompt until all are finished."""
         assert not options.budget_tokens, "a budget leaves samples unfinished: call `resume`"
         groups = SampleGroups(prompts, options, self._decode_text)
         for finished in self._dispatches(groups, options, expected_tokens_N):
@@ -99,10 +100,10 @@ class OfflineBackend(EngineBackend):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """Goes on with unfinished groups and samples `prompts`, until `on_group` says that there is enough.
+        """Continues unfinished groups and samples `prompts` until `on_group` returns True.
 
-        The prompt and tokens of an unfinished sample are prefilled under the present weights. `on_group` is
-        called after each dispatch.
+        The prompt and the tokens of an unfinished sample are prefilled under the current weights. `on_group`
+        is called after each dispatch.
         """
         groups = SampleGroups(prompts, options, self._decode_text, unfinished)
         for finished in self._dispatches(groups, options, expected_tokens_N):
@@ -113,7 +114,7 @@ class OfflineBackend(EngineBackend):
     def _dispatches(
         self, groups: SampleGroups, options: SamplingOptions, expected_tokens_N: np.ndarray | None
     ) -> Iterator[list[int]]:
-        """Decodes until nothing is left; yields the groups that each dispatch has finished."""
+        """Decodes until no sample is left; yields the groups that each dispatch has finished."""
         new = groups.prompts.take(range(groups.num_resumed, len(groups)))
         check_lengths(new, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(new, expected_tokens_N)
@@ -133,8 +134,8 @@ class OfflineBackend(EngineBackend):
 def _tasks(
     groups: SampleGroups, options: SamplingOptions, expected_N: np.ndarray, max_tokens: int
 ) -> Iterator[SampleTask]:
-    """The unfinished samples in the order in which they start, as the loop takes them."""
-    # Samples without tokens share their prompt's prefill.
+    """The tasks of all unfinished samples, in the order in which they start."""
+    # Samples without tokens of their own share the prefill of their prompt.
     starts = [StartSequence(tokens) for tokens in groups.prompts.tokens]
     for sample in _in_order(groups, expected_N):
         start = starts[sample.prompt]
@@ -153,12 +154,12 @@ def _tasks(
 
 
 def _in_order(groups: SampleGroups, expected_N: np.ndarray) -> list[Sample]:
-    """The unfinished samples: those of resumed groups, then the longest expected."""
+    """The unfinished samples: first those of resumed groups, then by expected length, longest first."""
 
     def rank(sample: Sample):
         if sample.prompt < groups.num_resumed:
             return (0, -len(sample))
         return (1, -expected_N[sample.prompt - groups.num_resumed])
 
-    # Sorting is stable: samples of one rank stay in their order.
+    # The sort is stable: samples of equal rank keep their order.
     return sorted((s for s in groups.samples if not s.finished), key=rank)

@@ -1,7 +1,7 @@
-"""Rollout backends by name, for `rollout.driver` of a config.
+"""The rollout backends by name, for the setting `rollout.driver`.
 
-Another backend needs a file of its own and a row here. It needs no row if the config names it as
-"package.module:function", a function with the arguments of `Build`.
+To add a backend, write a file for it and add a row here. No row is needed if the setting names a function as
+"package.module:function"; the function takes the arguments of `Build`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Build: TypeAlias = Callable[[ModelConfig, Mesh, EngineConfig, DecodeText], Rollo
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """How to build a backend, and what it does not support.
+    """How to build a backend, and the features it does not support.
 
     Attributes:
-      build: returns a backend.
-      cannot: settings that it refuses.
-      package: the package that must be installed for it; "" for none.
+      build: function that returns the backend.
+      cannot: names of the unsupported features.
+      package: package that must be installed; "" for none.
     """
 
     build: Build
@@ -66,10 +66,10 @@ DRIVERS = {
 
 
 def lookup_driver(name: str) -> Driver:
-    """The driver of a name of `DRIVERS`, or of a function "package.module:function".
+    """Returns the driver for a name of `DRIVERS`, or for a function "package.module:function".
 
     Raises:
-      UserError: there is no such driver.
+      UserError: the driver does not exist.
     """
     if ":" in name:
         return Driver(
@@ -84,11 +84,11 @@ def lookup_driver(name: str) -> Driver:
 
 
 def check_driver(name: str, wanted: frozenset[str]) -> None:
-    """Raises UserError if a driver is unknown or does not support a setting of the run.
+    """Raises UserError if a driver is unknown or lacks a feature that the run needs.
 
     Args:
-      name: the driver's name.
-      wanted: those of `PARTIAL`, `ENVIRONMENT` and `SEVERAL_PROCESSES` that the run uses.
+      name: name of the driver.
+      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT` and `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(
@@ -99,15 +99,15 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 def build_backend(
     driver: str, model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
 ) -> RolloutBackend:
-    """Builds the backend that a driver's name stands for; it has no weights yet.
+    """Builds the backend of a driver; it has no weights yet.
 
     Args:
-      driver: a name of `DRIVERS`, or "package.module:function".
+      driver: name of `DRIVERS`, or "package.module:function".
       model, mesh: the model, and the devices laid out for generation.
-      config: sizes and types of the engine.
-      decode_text: token ids to text.
+      config: sizes and data types of the engine.
+      decode_text: function that turns token ids into text.
 
     Raises:
-      UserError: there is no such driver, or its extra is not installed.
+      UserError: the driver does not exist, or its extra is not installed.
     """
     return lookup_driver(driver).build(model, mesh, config, decode_text)

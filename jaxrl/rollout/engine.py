@@ -1,6 +1,6 @@
-"""The compiled half of rollout: prefill, insert and generate over slots.
+"""The compiled programs of rollout: prefill, insert and generate over slots.
 
-The methods are those of JetStream's `engine_api.Engine`, of which nothing is imported here. One state holds
+The methods follow JetStream's `engine_api.Engine`, but this module does not import JetStream. One state holds
 n slots of capacity C. The programs:
 
     prefill    prompts -> Prefix                   once per prompt               prefill_programs.py
@@ -12,7 +12,7 @@ n slots of capacity C. The programs:
     release    stops slots                         at stop strings               slot_programs.py
 
 Example: three slots, W = 4, prompts "ab" and "xyz", two samples of the first and one of the second. "$" ends
-a response. A column is a slot; the last token of a sequence is in brackets, since it is not in the cache yet.
+a response. Each column is a slot. The last token of a sequence is in brackets because it is not cached yet.
 
     prefill(["ab", "xyz"])              prefix: a[b]  xy[z]
     insert(prefix, source = 0 0 1)      a[b]        a[b]       xy[z]         all active
@@ -21,11 +21,11 @@ a response. A column is a slot; the last token of a sequence is in brackets, sin
     generate, dispatch 2                abcdef[$]   pqlmn[o]   xyzhijku[$]   out_count 1 4 2
     resize(slot_n = 1)                  pqlmn[o]                             one slot is enough, and moves
 
-Where decoding reads all of C, `resize` keeps n and C near the work, so that a dispatch costs what its live
-slots and their lengths cost. On accelerators the kernels read each slot's own length. There n and C never
-change. Programs are compiled per size on first use; `engine_sizes.py` bounds the number of sizes.
+On CPU, decoding reads all of C. There `resize` keeps n and C small, so that a dispatch costs only what its
+live slots need. On accelerators the kernels read just the used length of each slot, so n and C never change.
+Programs are compiled per size on first use; `engine_sizes.py` bounds the number of sizes.
 
-Not covered: paged caches. Slots that share a prompt each hold a copy of its keys and values.
+Not covered: paged caches. Slots with the same prompt each hold a copy of its keys and values.
 
     n slots   P prompts of a prefill batch   T prompt tokens   W tokens of a dispatch   C capacity in tokens
 """
@@ -63,11 +63,11 @@ from jaxrl.rollout.slot_programs import SlotPrograms
 
 
 class Engine:
-    """The compiled programs of one model on one mesh. Each compiles once per size it meets.
+    """The compiled programs of one model on one mesh. Each program is compiled once per size.
 
-    The order of calls in a run: prefill some prompts, insert them into idle slots, generate until a slot
-    falls idle, read it, repeat; resize where another number of slots or longer ones are needed. On a mesh the
-    slots are shared out in equal runs, and a slot stays on its shard.
+    A run prefills some prompts, inserts them into idle slots, generates until a slot is idle, reads that
+    slot, and repeats. It resizes when it needs more, fewer or longer slots. On a mesh each shard gets an
+    equal, contiguous range of slots, and a slot stays on its shard.
 
     Attributes:
       shards: number of shards of the slots.
@@ -75,12 +75,12 @@ class Engine:
     """
 
     def __init__(self, model: ModelConfig, graph: nnx.GraphDef, mesh: Mesh, config: EngineConfig):
-        """Compiles nothing yet.
+        """Prepares the programs; nothing is compiled yet.
 
         Args:
-          model, graph: the model.
-          mesh: the devices, laid out for generation.
-          config: sizes and types.
+          model, graph: configuration and graph of the model.
+          mesh: devices, laid out for generation.
+          config: sizes and data types.
 
         Raises:
           UserError: a stop id is not in the model's vocabulary.
@@ -106,7 +106,7 @@ class Engine:
         self._compile(graph)
 
     def _compile(self, graph: nnx.GraphDef) -> None:
-        """Makes the programs, which compile when they are called."""
+        """Makes the jitted programs; each compiles at its first call."""
         config, layout = self.config, self._layout
         compute = _compute(config, self.model.num_layers, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
@@ -125,38 +125,38 @@ class Engine:
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """The number of slots at most."""
+        """The maximum number of slots."""
         return self.config.slots
 
     @property
     def max_prefill_length(self) -> int:
-        """The longest prompt in tokens."""
+        """The maximum number of prompt tokens."""
         return self.config.max_prompt_tokens
 
     def init_decode_state(self, num_slots: int = 0, capacity: int = 0) -> DecodeState:
-        """A state with every slot idle, born sharded.
+        """Returns a state with every slot idle; its arrays are created sharded.
 
         Args:
-          num_slots: n, one of `slot_sizes`; 0 is all slots.
-          capacity: C, one of `cache_sizes`; 0 is the longest.
+          num_slots: n, one of `slot_sizes`; 0 means all slots.
+          capacity: C, one of `cache_sizes`; 0 means the longest.
         """
         return self._idle(num_slots or self.slot_sizes[-1], capacity or self.cache_sizes[-1])
 
     def abstract_decode_state(self) -> DecodeState:
-        """Shapes and shardings of the largest state; nothing is allocated."""
+        """The shapes and shardings of the largest state; allocates nothing."""
         return self._layout.abstract(jax.eval_shape(self.init_decode_state))
 
     def abstract_prefix(self, shapes: Prefix) -> Prefix:
-        """Shapes and shardings of a prefix, from its shapes alone."""
+        """Adds shardings to the shapes of a prefix."""
         return self._layout.abstract(shapes)
 
     def cache_bytes(self, num_slots: int, capacity: int) -> int:
-        """Bytes of the keys and values of a state, over all devices."""
+        """The bytes of a state's keys and values, summed over all devices."""
         return cache_bytes(self._cache, num_slots, capacity)
 
 
 def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
-    """Small host arrays, replicated over `mesh`."""
+    """Copies small host arrays to all devices of `mesh`, replicated."""
     return tuple(put(a, replicated(mesh)) for a in arrays)
 
 
@@ -170,7 +170,7 @@ def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compute:
-    """How the model computes on the layout's mesh."""
+    """The `Compute` of the model on the layout's mesh."""
     mesh = layout.mesh
     return Compute(
         dtype=jnp.dtype(config.dtype),
@@ -182,7 +182,7 @@ def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compu
 
 
 def _attention(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> Attention:
-    """Attention within a prompt, as the platform has it."""
+    """The attention implementation for prefill on the platform of the mesh."""
     implementation = pick_implementation(
         platform_of(mesh), config.dtype, config.attention, softcap=model.attention_softcap
     )

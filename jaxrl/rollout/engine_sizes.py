@@ -1,4 +1,4 @@
-"""The sizes that an engine compiles its programs for: few, and close to what is needed."""
+"""The bucket sizes that an engine compiles its programs for."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from jaxrl.models.cache.interface import CacheKind
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.settings import EngineConfig
 
-# The smallest sizes worth a program of their own.
+# Compiling a program for a smaller size does not pay off.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """Sizes, each growing. Slots and batches are multiples of the number of shards.
+    """Bucket sizes, each ascending. Slots and batches are multiples of the number of shards.
 
-    Example: 16 slots in 4 shards, a prefill of 8 prompts: slots (4, 8, 16), batches (4, 8).
+    Example: 16 slots in 4 shards and a prefill of 8 prompts: slots (4, 8, 16), batches (4, 8).
 
     Attributes:
       slots: numbers of slots of a state.
       batches: numbers of sequences of a prefix.
-      prompts: tokens of one prefill program.
+      prompts: numbers of tokens of a prefill program.
       prefixes: capacities of a prefix.
       caches: capacities of a state.
     """
@@ -34,15 +34,15 @@ class EngineSizes:
 
 
 def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineSizes:
-    """The sizes for an engine whose slots are shared out over `shards`."""
-    # On accelerators one state for the whole run, allocated once: a second one would hold as much again.
+    """The bucket sizes of an engine with this cache and number of shards."""
+    # On accelerators a single state lasts for the whole run: a resize would need memory for two states.
     fixed = cache.reads_own_length
     longest = config.max_context_tokens + config.tokens_per_dispatch
     longest += -longest % cache.capacity_multiple
     prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
     slots = max(1, config.slots // shards)
     fewest = slots if fixed else max(1, config.fewest_slots // shards)
-    # Only two: each is compiled for every prompt size, and so is inserting from it.
+    # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
     prompts = max(1, config.prefill_prompts // shards)
     return EngineSizes(
         slots=tuple(n * shards for n in bucket_sizes(slots, fewest)),

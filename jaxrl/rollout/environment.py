@@ -1,4 +1,4 @@
-"""Conversations with tools: what answers a finished turn.
+"""Conversations with tools: an environment answers each finished turn of the model.
 
 prompt | sampled turn ... <stop> | tokens from the environment | sampled turn ... <stop> | end
   mask   1 1 1 1 1 1 1 1 1 1 1 1   0 0 0 0 0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1 1 1 1 1 1
@@ -20,10 +20,10 @@ class Turn:
     """A finished turn of the model.
 
     Attributes:
-      prompt_id: of `Prompts.ids_N`.
-      sample_index: which of the prompt's samples this is.
-      tokens: int32, the turn, with the stop that ended it.
-      response: int32, everything since the prompt, this turn included.
+      prompt_id: id of the prompt, from `Prompts.ids_N`.
+      sample_index: index of the sample among the prompt's samples.
+      tokens: int32, the turn, including the stop that ended it.
+      response: int32, all tokens since the prompt, including this turn.
     """
 
     prompt_id: int
@@ -32,15 +32,15 @@ class Turn:
     response: np.ndarray
 
 
-# Tokens to append, which are not trained on and after which the model goes on; None ends the sample. It runs
-# between two dispatches and must depend on the turn alone, on every process alike.
+# Returns tokens to append, after which the model continues; they are not trained on. None ends the sample.
+# It is called between two dispatches. Its result must depend on the turn alone and be equal on all processes.
 Environment = Callable[[Turn], np.ndarray | None]
 
 
 def load_environment(path: str) -> Callable[..., Any]:
-    """The user's function at `path`, which is called with a `Turn` and the tokenizer.
+    """Loads the user's function at `path`; it is called with a `Turn` and the tokenizer.
 
     Raises:
-      UserError: there is none, or it takes other arguments.
+      UserError: the function does not exist or takes other arguments.
     """
     return load_function(path, "environment", takes=("turn", "tokenizer"))

@@ -1,7 +1,7 @@
 """The program that decodes: up to W tokens in every active slot.
 
-The past is only read. The keys and values of the new tokens wait in a buffer, in which all slots write at
-the same index, and join the cache at the end. So nothing is scattered into a large array inside the loop.
+Inside the loop the past is only read. The keys and values of the new tokens go to a buffer, at the same index
+for all slots, and join the cache at the end. So the loop never scatters into the large cache arrays.
 
     n slots   W tokens of a dispatch   C capacity in tokens   D model width   V vocabulary
 """
@@ -25,11 +25,11 @@ from jaxrl.rollout.slot_programs import SlotPrograms
 
 
 class Progress(NamedTuple):
-    """The part of a state that changes within a dispatch.
+    """The part of a state that changes during a dispatch.
 
     Attributes:
-      i: int32 scalar, tokens decoded so far in every slot that is still active.
-      recent: keys and values of these tokens, a buffer of the `CacheKind`.
+      i: int32 scalar, number of tokens decoded so far in every slot that is still active.
+      recent: keys and values of these tokens, in a buffer of the `CacheKind`.
       token, active, out_count, out_token, out_logprob, out_entropy: as in `DecodeState`.
     """
 
@@ -48,9 +48,9 @@ class GenerateProgram:
     """Decodes with one model; `generate` may be traced.
 
     Attributes:
-      graph, compute: the model, and how it computes on the mesh.
-      slots: programs without the model, over the same cache.
-      stop_ids: ids that end a response.
+      graph, compute: graph of the model, and how it computes on the mesh.
+      slots: slot programs over the same cache; they do not run the model.
+      stop_ids: token ids that end a response.
     """
 
     graph: nnx.GraphDef
@@ -65,8 +65,8 @@ class GenerateProgram:
 
         Args:
           params: weights in the generation layout.
-          state: consumed. Its capacity is at least W more than the longest active sequence.
-          least_active: int32 scalar; 0 decodes as long as any slot is active.
+          state: state of the slots; consumed. Its capacity exceeds the longest active sequence by W or more.
+          least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
         """
         model: Decoder = nnx.merge(self.graph, params)
         past = self.slots.cache.decoding(model, state.context.cache, state.context.length)
@@ -83,7 +83,7 @@ class GenerateProgram:
         return self.slots.layout.place(self._end(state, progress))
 
     def _start(self, state: DecodeState) -> Progress:
-        """No tokens yet."""
+        """The progress at the start of a dispatch: no tokens yet."""
         return Progress(
             jnp.int32(0),
             self.slots.layout.place_buffer(
@@ -98,9 +98,9 @@ class GenerateProgram:
         )
 
     def _end(self, state: DecodeState, progress: Progress) -> DecodeState:
-        """The state with all tokens of a dispatch in its cache, but for the newest."""
+        """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
         start = state.context
-        # The last token of the dispatch before was run first; that of this one was not run.
+        # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], progress.out_token[:, :-1]], axis=1)
         context = self.slots.append(start, progress.recent, fed_nW, state.active)
         return state.replace(
@@ -118,7 +118,7 @@ class GenerateProgram:
     def _decode(
         self, model: Decoder, past: DecodeStep, state: DecodeState, progress: Progress
     ) -> Progress:
-        """One token more for every active slot."""
+        """Decodes one more token in every active slot."""
         i, active = progress.i, progress.active
         hidden_n1D, new = past(progress.recent, i, active).run(
             model,
@@ -150,11 +150,11 @@ class GenerateProgram:
     def _sample(
         self, logits_nV: jax.Array, state: DecodeState, progress: Progress
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Draws a token for every slot.
+        """Draws one token per slot.
 
         Returns:
-          int32 [n] tokens, and their float32 [n] log-probabilities and entropies under the tempered
-          distribution, before truncation.
+          int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution,
+          before truncation.
         """
         vocab_size = logits_nV.shape[-1]
         greedy_n = state.temperature == 0
@@ -172,11 +172,11 @@ class GenerateProgram:
 
 
 def seen_tokens(vocab_size: int, state: DecodeState, progress: Progress) -> jax.Array:
-    """Bool [n, V]: the token occurs in the slot's sequence so far."""
+    """Bool [n, V], whether the token occurs in the slot's sequence so far."""
     context = state.context
     slot_n1 = jnp.arange(state.num_slots)[:, None]
     index_1C = jnp.arange(context.capacity)[None]
-    # Unused entries point outside of the vocabulary, which JAX drops.
+    # Unused entries get an index outside of the vocabulary; JAX drops such updates.
     past_nC = jnp.where(index_1C < context.length[:, None], context.history, vocab_size)
     decoded_1W = jnp.arange(progress.out_token.shape[1])[None] < progress.i
     decoded_nW = jnp.where(decoded_1W, progress.out_token, vocab_size)

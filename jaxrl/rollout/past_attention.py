@@ -1,4 +1,4 @@
-"""Attention of a dispatch's new token to the past, by a kernel, on a mesh.
+"""Attention of new tokens to the cached past, by a kernel on a mesh.
 
 B sequences   Q query heads   K kv heads   H head size   L layers
 """
@@ -22,12 +22,12 @@ from jaxrl.models.cache.stacked_cache import PastAttention
 def past_attention(
     kernel: Callable[..., PartialAttention], mesh: Mesh, rules: Rules
 ) -> PastAttention:
-    """`kernel`, run on every device for its own slots and heads, which the compiler cannot see to.
+    """Runs `kernel` on every device for its own slots and heads; XLA cannot partition a kernel by itself.
 
     Args:
       kernel: one of `models.kernels.paged_attention.KERNELS`.
-      mesh, rules: where slots and heads lie. Layers must not be split: inside a pipeline give the kernel the
-        caches of a stage.
+      mesh, rules: the mesh, and the sharding of slots and heads on it. Layers must not be sharded: inside a
+        pipeline, pass the kernel the caches of one pipeline stage.
     """
     if mesh.size == 1:
         return kernel
@@ -42,8 +42,8 @@ def past_attention(
             num_used = max(1, num_queries // group)
             first = 0
             if num_used < num_held:
-                # Replicated kv heads, fewer than parts of the tensor axes. Held ones begin at a multiple
-                # of their number.
+                # With fewer kv heads than tensor shards, kv heads are replicated. The first kv head of a
+                # device is a multiple of the number that it holds.
                 first = jax.lax.axis_index(head_axes) * num_queries // group % num_held
             return kernel(q_BQH, cache, layer, length_B, first_head=first, num_heads=num_used)
 

@@ -1,4 +1,4 @@
-"""Programs that run the model over sequences that are known: prompts, and tokens appended to them.
+"""Programs that run the model over known sequences: prompts, and tokens appended to them.
 
 P sequences of a prefix   T tokens
 """
@@ -20,12 +20,12 @@ from jaxrl.rollout.slot_programs import SlotPrograms
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefillPrograms:
-    """Sequences to keys and values; every method may be traced.
+    """Computes keys and values of sequences; every method may be traced.
 
     Attributes:
-      graph, compute: the model, and how it computes on the mesh.
+      graph, compute: graph of the model, and how it computes on the mesh.
       attention: attention within a prompt.
-      slots: programs without the model, over the same cache.
+      slots: slot programs over the same cache; they do not run the model.
     """
 
     graph: nnx.GraphDef
@@ -34,11 +34,11 @@ class PrefillPrograms:
     slots: SlotPrograms
 
     def prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> Prefix:
-        """Runs P sequences of `length_P` tokens, padded on the right, and keeps keys and values."""
+        """Runs P sequences of `length_P` tokens, padded on the right, and returns their keys and values."""
         model: Decoder = nnx.merge(self.graph, params)
         P, T = tokens_PT.shape
         positions_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
-        # Padding sits after the prompt, so causality alone hides it from real tokens.
+        # Padding follows the prompt, so the causal mask alone hides it from real tokens.
         one_segment_PT = jnp.ones((P, T), jnp.int32)
         live_PT = positions_PT < length_P[:, None]
         new = self.slots.cache.prefill(self.attention, one_segment_PT)
@@ -52,13 +52,13 @@ class PrefillPrograms:
     ) -> Prefix:
         """Appends tokens to sequences that have room for them.
 
-        The prefix's last token is run with the new ones, and the last of these is not.
+        The model runs the prefix's last token and all new tokens but the newest (see `Prefix`).
 
         Args:
           params: weights in the generation layout.
-          prefix: consumed.
+          prefix: sequences to extend; consumed.
           tokens_PT: int32 [P, T], padded on the right.
-          length_P: int32 [P], number of new tokens; 0 leaves a sequence as it is.
+          length_P: int32 [P], number of new tokens; 0 leaves a sequence unchanged.
         """
         model: Decoder = nnx.merge(self.graph, params)
         fed_PT = jnp.concatenate([prefix.token[:, None], tokens_PT[:, :-1]], axis=1)
@@ -67,7 +67,7 @@ class PrefillPrograms:
         on_top = self.slots.cache.extend(model, prefix.cache, prefix.length)
         _, new = on_top.run(model, fed_PT, positions_PT, live_PT, self.compute)
         live_P = length_P > 0
-        # Padding may not fit, and JAX would then write at another place: make room for a moment.
+        # Padding may exceed the capacity; JAX would then shift the write backwards. So widen the cache first.
         wide = self.slots.with_capacity(prefix, prefix.capacity + fed_PT.shape[1])
         wide = self.slots.append(wide, new, fed_PT, live_P)
         prefix = self.slots.with_capacity(wide, prefix.capacity)
@@ -78,5 +78,5 @@ class PrefillPrograms:
 
 
 def _last(tokens_PT: jax.Array, length_P: jax.Array) -> jax.Array:
-    """The last real token of each sequence, the first of an empty one."""
+    """The last real token of each sequence; the first token of an empty one."""
     return jnp.take_along_axis(tokens_PT, jnp.maximum(length_P - 1, 0)[:, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""Settings of sampling training data; those of the engine are in `settings.py`."""
+"""Settings of sampling training data. `settings.py` has those of the engine."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ from jaxrl.rollout.settings import EngineSettings
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig(EngineSettings):
-    """Sampling of training data, and the engine that does it, whose settings come first.
+    """Sampling of training data.
 
     Attributes:
-      slots: as of `EngineSettings`; "auto" takes as many as fit into `memory_fraction`.
-      memory_fraction: share of a device's memory that sampling may take, weights of all roles included.
-      num_prompts: prompts of a step.
-      num_samples: G, answers to each.
-      generation_prompts: prompts of one generation batch; more than `num_prompts` over-samples.
-      max_generation_batches: how many of these a step may take to find enough groups; 0 as many as it takes.
-      keep_groups: what dynamic sampling keeps, groups with right and wrong answers ("correctness") or whose
-        scores differ ("score"), as rewards without right and wrong need it.
-      min_spread: of the latter, how far apart a group's best and worst score must be, and more.
-      if_too_few: after the last of these batches, end the run ("error") or complete the step with groups that
-        were dropped ("fill").
-      max_response_tokens: limit of a response, end-of-sequence included.
-      temperature: divides the logits, in sampling and in training.
-      top_k, top_p, min_p, min_response_tokens, repetition_penalty: which tokens may be drawn, as of
-        `rollout.sampling.Truncation`. Training keeps the probabilities of the whole distribution.
-      stop_ids: tokens that end a response besides the tokenizer's own.
-      stop_strings: texts that do.
-      environment: "path/to/file.py:function" or "package.module:function", called with a
-        `rollout.environment.Turn` and the tokenizer whenever a response ends by itself; it returns token ids
-        to append, or None. "" has none.
-      partial: a step ends once its buffer of groups is full; what is unfinished goes on in the next.
-      driver: a name of `rollout.drivers.DRIVERS`: "offline", or "jetstream" for that package's orchestrator
-        (extra `jetstream`; one process); or a function that builds a backend, "package.module:function".
+      slots: maximum number of samples decoded at the same time. "auto" chooses as many as fit into
+        `memory_fraction`.
+      memory_fraction: fraction of a device's memory available to sampling, including the weights of all
+        roles.
+      num_prompts: number of prompts per step.
+      num_samples: number of answers per prompt, G.
+      generation_prompts: number of prompts per generation batch; more than `num_prompts` over-samples.
+      max_generation_batches: maximum number of generation batches per step to find enough groups; 0 means no
+        limit.
+      keep_groups: group filter of dynamic sampling. "correctness" keeps groups with both right and wrong
+        answers; "score" keeps groups whose scores differ, for rewards without right and wrong.
+      min_spread: with "score", a group is kept only if its best and worst score differ by more than this.
+      if_too_few: what happens if the last generation batch leaves too few groups. "error" ends the run;
+        "fill" completes the step with groups that the filter dropped.
+      max_response_tokens: maximum length of a response, end-of-sequence included.
+      temperature: divisor of the logits, in sampling and in training.
+      top_k, top_p, min_p, min_response_tokens, repetition_penalty: limits on the tokens that can be drawn, as
+        in `rollout.sampling.Truncation`. Training uses the probabilities before truncation.
+      stop_ids: token ids that end a response, in addition to the tokenizer's own.
+      stop_strings: texts that end a response.
+      environment: function that answers each finished turn, "path/to/file.py:function" or
+        "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and returns token
+        ids to append, or None to end the sample. "" means no environment.
+      partial: end a step as soon as its buffer of groups is full; unfinished samples continue in the next
+        step.
+      driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
+        one process only); or "package.module:function", a function that builds a backend.
     """
 
-    # Wider than the engine's own, which is made when the number is known.
+    # Adds "auto" to the engine's type. It is resolved to a number before the engine is built.
     slots: Annotated[int, count(1)] | Literal["auto"] = 256  # pyright: ignore
     memory_fraction: Annotated[float, positive(at_most=1)] = 0.9
     num_prompts: Annotated[int, count(1)] = 32
@@ -93,12 +97,12 @@ class RolloutConfig(EngineSettings):
             )
 
     def check_partial(self, dataflow: str, *, dynamic_sampling: bool, one_step_off: bool) -> None:
-        """Raises UserError if steps that end early have nothing to end on, or another way to overlap.
+        """Raises UserError if partial rollout cannot work with the dataflow or the other settings.
 
         Args:
-          dataflow: its name.
-          dynamic_sampling: its steps are full when enough groups are mixed.
-          one_step_off: it samples the next step while this one learns.
+          dataflow: name of the dataflow.
+          dynamic_sampling: whether a step is full once enough groups pass the filter.
+          one_step_off: whether the next step is sampled while this one trains.
         """
         if self.partial and not dynamic_sampling:
             raise UserError(

@@ -1,8 +1,8 @@
-"""The samples of a call in groups, one group per prompt: what a backend fills and hands out.
+"""The samples of a call to a backend, in groups: one group per prompt.
 
 Example, G = 2, one unfinished group of an earlier call and the prompts "p", "q":
 
-    group 0   the unfinished one, its samples with the tokens that they have
+    group 0   the unfinished group; its samples keep their tokens
     group 1   p: two samples without tokens
     group 2   q: two samples without tokens
 
@@ -20,12 +20,12 @@ from jaxrl.types import Completions, Prompts
 
 
 class SampleGroups:
-    """Groups of samples, the unfinished ones of an earlier call first.
+    """Groups of samples; unfinished groups of an earlier call come first.
 
     Attributes:
-      prompts: N prompts, one for each group.
+      prompts: N prompts, one per group.
       samples: N * G samples, group by group.
-      num_resumed: number of groups that come from an earlier call.
+      num_resumed: number of groups from an earlier call.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class SampleGroups:
         decode_text: DecodeText,
         unfinished: UnfinishedGroups | None = None,
     ):
-        """Args are those of `RolloutBackend.resume`; `unfinished` is copied.
+        """Args: those of `RolloutBackend.resume`; `unfinished` is copied.
 
         Raises:
-          UserError: the unfinished groups are of another size.
+          UserError: the unfinished groups have another number of samples.
         """
         G = options.num_samples
         resumed: list[Sample] = []
@@ -52,7 +52,7 @@ class SampleGroups:
         self.samples = resumed + [Sample(n, k, options.step) for n in new for k in range(G)]
         self._num_samples = G
         self._decode_text = decode_text
-        # Texts of long responses take a while to make: once, for `hand_out` and the result.
+        # Decoding long responses to text is slow. The cache serves both `hand_out` and the result.
         self._completions: dict[int, Completions] = {}
 
     def __len__(self) -> int:
@@ -63,15 +63,15 @@ class SampleGroups:
         return self.samples[n * self._num_samples : (n + 1) * self._num_samples]
 
     def finished(self, n: int) -> bool:
-        """Whether all samples of group n are."""
+        """Whether all samples of group n are finished."""
         return all(sample.finished for sample in self.group(n))
 
     def hand_out(self, finished: Sequence[int], on_group: OnGroup | None) -> bool:
-        """Calls `on_group` with each of the finished groups; True if any call says that there is enough."""
+        """Calls `on_group` with each finished group; returns True if any call returned True."""
         return on_group is not None and any([on_group(self.completions([n])) for n in finished])
 
     def completions(self, finished: Sequence[int]) -> Completions:
-        """The finished groups at these indices."""
+        """The completions of the finished groups at these indices."""
         for n in finished:
             if n not in self._completions:
                 self._completions[n] = self._completions_of([n])
@@ -85,7 +85,7 @@ class SampleGroups:
         return completions_of(prompts, samples, self._num_samples, self._decode_text)
 
     def rollout(self) -> Rollout:
-        """Finished groups as completions, and the others as they are."""
+        """The finished groups as completions, and the unfinished groups unchanged."""
         done = [n for n in range(len(self)) if self.finished(n)]
         left = [n for n in range(len(self)) if not self.finished(n)]
         return Rollout(

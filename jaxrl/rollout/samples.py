@@ -1,4 +1,4 @@
-"""Samples on the host, from their first token to a batch of completions or on to the next step.
+"""Samples on the host, from the first token to a batch of completions or to the next step.
 
 N prompts   G samples of each   R tokens of a response
 """
@@ -15,18 +15,18 @@ import numpy as np
 
 from jaxrl.types import Completions, Prompts, TurnText
 
-# Of a token: itself, log-probability, entropy, mask and version. Of a sample: Python's objects.
+# Per token: id, log-probability, entropy, mask and version. Per sample: Python objects.
 _TOKEN_BYTES = 20
 _SAMPLE_BYTES = 1000
 
 
 def host_bytes(num_samples: int, max_response_tokens: int) -> int:
-    """Bytes of samples on the host, with responses as long as they may be."""
+    """Host bytes of samples with responses of the maximum length."""
     return num_samples * (max_response_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
 
 
 class _Piece(NamedTuple):
-    """Tokens that came together: int32, float32, float32, and two numbers that hold for all of them."""
+    """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their mask and version."""
 
     tokens: np.ndarray
     logprob: np.ndarray
@@ -40,10 +40,10 @@ class Sample:
 
     Attributes:
       prompt: index of its prompt.
-      index: which of the prompt's samples it is.
-      step: in which it was begun, and which its keys are made of for as long as it lasts.
-      finished: nothing will be added.
-      truncated: it is finished because there was no more room.
+      index: index among the samples of its prompt.
+      step: training step that started it. Its sampling keys use this step until it ends.
+      finished: whether it is complete; no more tokens are added.
+      truncated: whether it ended because it reached the length limit.
     """
 
     def __init__(self, prompt: int, index: int, step: int):
@@ -59,7 +59,7 @@ class Sample:
         return self._count
 
     def at(self, prompt: int) -> Sample:
-        """The same sample, of a prompt that stands elsewhere now."""
+        """A copy whose prompt index is `prompt`."""
         moved = Sample(prompt, self.index, self.step)
         moved.finished, moved.truncated = self.finished, self.truncated
         moved._pieces, moved._count = list(self._pieces), self._count
@@ -68,11 +68,11 @@ class Sample:
     def add_decoded(
         self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
     ) -> None:
-        """Appends what the policy of that version said."""
+        """Appends tokens that the policy of this version has decoded."""
         self._add(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
 
     def add_given(self, tokens: np.ndarray, version: int) -> None:
-        """Appends what the environment said."""
+        """Appends tokens from the environment."""
         zeros = np.zeros(len(tokens), np.float32)
         self._add(_Piece(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
 
@@ -82,7 +82,7 @@ class Sample:
             self._count += len(piece.tokens)
 
     def cut(self, count: int) -> None:
-        """Forgets everything after the first `count` tokens."""
+        """Removes all tokens after the first `count`."""
         while self._count > count:
             piece = self._pieces.pop()
             keep = max(0, len(piece.tokens) - (self._count - count))
@@ -92,7 +92,7 @@ class Sample:
             self._add(_Piece(*kept, piece.mask, piece.version))
 
     def tail(self, count: int) -> np.ndarray:
-        """The last `count` tokens of the turn that is being said, or all of them."""
+        """The last `count` tokens of the current turn, or all of them if there are fewer."""
         taken: list[np.ndarray] = []
         for piece in reversed(self._pieces):
             if piece.mask == 0 or count <= 0:
@@ -108,22 +108,22 @@ class Sample:
 
     @property
     def logprob(self) -> np.ndarray:
-        """Float32 [R], 0 where the environment spoke."""
+        """Float32 [R], 0 for tokens of the environment."""
         return self._joined(lambda p: p.logprob, np.float32)
 
     @property
     def entropy(self) -> np.ndarray:
-        """Float32 [R], 0 where the environment spoke."""
+        """Float32 [R], 0 for tokens of the environment."""
         return self._joined(lambda p: p.entropy, np.float32)
 
     @property
     def mask(self) -> np.ndarray:
-        """Float32 [R], 1 where the policy spoke."""
+        """Float32 [R], 1 for tokens of the policy, 0 for tokens of the environment."""
         return self._joined(lambda p: np.full(len(p.tokens), p.mask), np.float32)
 
     @property
     def version(self) -> np.ndarray:
-        """Int32 [R], which policy each token was drawn from: the step of its weights."""
+        """Int32 [R], policy version of each token: the training step of its weights."""
         return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
 
     def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
@@ -132,12 +132,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class UnfinishedGroups:
-    """Groups that a step did not finish, for the next one.
+    """Groups that a step left unfinished, for the next step.
 
     Attributes:
-      prompts: N of them.
-      num_samples: G.
-      samples: N * G, the finished ones too, since a group is learned from as a whole.
+      prompts: N prompts.
+      num_samples: number of samples per prompt, G.
+      samples: N * G samples, including finished ones, because training needs whole groups.
     """
 
     prompts: Prompts
@@ -145,7 +145,7 @@ class UnfinishedGroups:
     samples: tuple[Sample, ...]
 
     def record(self) -> dict[str, Any]:
-        """All of it, bit for bit, as JSON can hold it: what a checkpoint keeps."""
+        """A JSON-compatible record of all data, exact to the bit, for a checkpoint."""
         prompts, samples = self.prompts, self.samples
         arrays: dict[str, Any] = {
             "ids": prompts.ids_N,
@@ -165,7 +165,7 @@ class UnfinishedGroups:
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> UnfinishedGroups:
-        """The inverse of `record`."""
+        """Restores groups from the result of `record`."""
         with np.load(io.BytesIO(base64.b64decode(record["arrays"]))) as arrays:
             prompts = Prompts(
                 ids_N=arrays["ids"],
@@ -211,10 +211,10 @@ class Rollout:
     """The samples of a step.
 
     Attributes:
-      completions: every group whose samples are all finished, in the order of their prompts.
-      prompt_indices: which prompts these are, of the unfinished ones that came in and then those given.
-      versions: int32 for each sample of the completions, the policy version of each token.
-      unfinished: the other groups.
+      completions: all groups whose samples are all finished, in the order of their prompts.
+      prompt_indices: index of each of these prompts among the resumed prompts followed by the new ones.
+      versions: int32 array per sample of the completions: the policy version of each token.
+      unfinished: all other groups.
     """
 
     completions: Completions
@@ -229,7 +229,7 @@ def completions_of(
     num_samples: int,
     decode_text: Callable[[np.ndarray], str],
 ) -> Completions:
-    """Completions of N prompts from their N * G samples, in order."""
+    """Completions of N prompts, from their N * G samples in order."""
     tokens = tuple(sample.tokens for sample in samples)
     mask = tuple(sample.mask for sample in samples)
     texts = tuple(decode_text(t) for t in tokens)
@@ -251,7 +251,7 @@ def completions_of(
 def _turns(
     tokens: np.ndarray, mask: np.ndarray, text: str, decode_text: Callable[[np.ndarray], str]
 ) -> tuple[TurnText, ...]:
-    """The turns of a response whose text is known."""
+    """Splits a response with known text into its turns."""
     if mask.all():
         return (TurnText(True, text),)
     starts = np.flatnonzero(np.diff(mask)) + 1

@@ -1,11 +1,10 @@
-"""Sampling of one token per sequence, with noise that is the same wherever it runs.
+"""Sampling of one token per sequence, with noise that is the same on any hardware and in any order.
 
-A token is drawn by Gumbel-max: argmax(logits / temperature + noise). The noise is a function of (seed,
-step, prompt id, sample index, position, token id) and of nothing else: not of slot, batch, mesh or restart.
-The logits do depend on these, by rounding: in float32 that changes a token only where two candidates nearly
-tie, in bfloat16 it changes many samples (docs/numerics.md). Gumbel-max rather than the inverse of the
-cumulative distribution because a rounding difference can then flip a token only where two candidates nearly
-tie, not at every boundary.
+A token is drawn by Gumbel-max: argmax(logits / temperature + noise). The noise depends only on (seed, step,
+prompt id, sample index, position, token id). It does not depend on slot, batch, mesh or restart. The logits
+do depend on these, by rounding. In float32 that changes a token only where two candidates nearly tie; in
+bfloat16 it changes many samples (docs/numerics.md). The alternative, inverting the cumulative distribution,
+is less robust: there a rounding difference can change a token at every boundary between two tokens.
 
     S slots   V vocabulary
 """
@@ -22,34 +21,34 @@ import numpy as np
 
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
 
-# Logits are divided by it: what is far below leaves float32 and what is far above draws evenly.
+# Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
 GREEDY_OR_TEMPERATURE = Range(0.01, 100, or_zero=True)
 
-# What `Truncation` may be set to.
+# Allowed ranges of the fields of `Truncation`.
 TOP_K = at_least(0, at_most=MAX_VOCABULARY)
 TOP_P = between(0, 1, has_low=False)
 MIN_P = between(0, 1, has_high=False)
 MIN_TOKENS = token_count(0)
 REPETITION_PENALTY = between(0.01, 100)
 
-# Finite, so that noise of any size cannot make a NaN of it.
+# The logit of a forbidden token. It is finite, because -inf plus noise could become NaN.
 _NEVER = -1e30
-# Up to so many top-k tokens are listed; a sort of 152k tokens would cost 100 times what finding these does.
+# Largest top-k found by listing tokens; sorting 152k tokens would cost 100 times as much.
 _CANDIDATES = 256
-# Draws that are looked at before the vocabulary is read anew.
+# Number of candidates tried before the vocabulary is scanned again.
 _TRIES = 8
-# Partial sums over the vocabulary, and the width of a block of it.
+# Number of partial sums over the vocabulary, and the width of a block of it.
 _COLUMNS = 128
 
 
 def sample_keys(
     seed: jax.Array | int, step: jax.Array, prompt_ids: jax.Array, sample_indices: jax.Array
 ) -> jax.Array:
-    """One key per sample, uint32 [S, 2].
+    """Derives one key per sample, uint32 [S, 2].
 
     Args:
-      seed: of the run.
+      seed: seed of the run.
       step: int32 scalar.
       prompt_ids, sample_indices: int32 [S].
     """
@@ -65,16 +64,16 @@ def sample_keys(
 def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> jax.Array:
     """Standard Gumbel noise, float32 [S, V], for one position of each sample.
 
-    Threefry makes a key per (sample, position); the vocabulary is covered by a cheap integer hash of that
-    key and the token id, since threefry over V would cost more than the model of a small run.
+    Threefry makes one key per (sample, position). A cheap integer hash of that key and the token id covers
+    the vocabulary, because threefry over V would cost more than the model of a small run.
     """
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_S2), position_S)
     words_S2 = jax.random.key_data(keys)
     token_V = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     bits_SV = _mix(token_V[None] ^ words_S2[:, :1])
     bits_SV = _mix(bits_SV ^ words_S2[:, 1:])
-    # v uniform in (0, 1), exact near 0: -log1p(-v) is then exact where the Gumbel variable is large,
-    # which is the end that decides. The upper end is kept below 1.
+    # v is uniform in (0, 1) and exact near 0. So -log1p(-v) is exact where the Gumbel variable is large, and
+    # the large values decide the argmax. The upper end is kept below 1.
     v_SV = (bits_SV.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     v_SV = jnp.minimum(v_SV, jnp.float32(1.0 - 2.0**-24))
     return -jnp.log(-jnp.log1p(-v_SV))
@@ -89,8 +88,8 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array:
     """Int32 [S]: a draw from softmax(scaled_logits), or its argmax where the noise is zero."""
-    # XLA's argmax on CPU looks at one token after the other, and would make the noise so too: at 152k tokens
-    # this is 6 times faster. Where a logit is NaN no token is the largest, and the last one is taken.
+    # XLA's argmax on CPU is serial, and fusion would compute the noise serially too. This form is 6 times
+    # faster at 152k tokens. If a logit is NaN, no comparison is true and the last token is taken.
     V = scaled_logits_SV.shape[-1]
     sum_SV = jax.lax.optimization_barrier(scaled_logits_SV + noise_SV)
     is_largest_SV = sum_SV == sum_SV.max(axis=-1, keepdims=True)
@@ -101,15 +100,17 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Which tokens a sample may choose from, one entry per slot (or scalars, for all alike).
+    """Limits on the tokens that can be drawn, with one entry per slot (or scalars for all slots).
 
     Attributes:
-      top_k: int32, only so many of the most probable; 0 is all.
-      top_p: float32, of these the most probable that together have at least this probability; 1 is all.
-      min_p: float32, of these the ones with at least this share of the most probable one's; 0 is all.
-      min_tokens: int32, stop ids cannot be drawn before so many tokens of the response.
-      repetition_penalty: float32, the logit of a token that the sequence holds already, prompt included, is
-        divided by this if positive and multiplied if negative (Keskar et al. 2019); 1 is none.
+      top_k: int32, keep only this number of the most probable tokens; 0 keeps all.
+      top_p: float32, of these keep the most probable ones whose probabilities sum to at least this; 1 keeps
+        all.
+      min_p: float32, of these keep tokens with at least this fraction of the highest probability; 0 keeps
+        all.
+      min_tokens: int32, number of response tokens before which no stop id can be drawn.
+      repetition_penalty: float32, penalty on tokens that already occur in prompt or response: a positive
+        logit is divided by it, a negative one multiplied (Keskar et al. 2019); 1 is no penalty.
     """
 
     top_k: jax.Array
@@ -120,14 +121,14 @@ class Truncation:
 
 
 def untruncated() -> Truncation:
-    """Every token may be drawn; scalars on the host."""
+    """A truncation that allows every token; scalars on the host."""
     return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
 
 
 def truncation_of(
     *, top_k: int, top_p: float, min_p: float, min_tokens: int = 0, repetition_penalty: float = 1.0
 ) -> Truncation:
-    """The same truncation for every slot, scalars on the host.
+    """Makes one truncation for all slots; scalars on the host.
 
     Raises:
       UserError: a limit is out of its range.
@@ -150,9 +151,9 @@ def truncation_of(
 def penalize(
     scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Logits [S, V] with the repetition penalty; `seen`, bool [S, V], is called only if there is one.
+    """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one.
 
-    Scaling by the temperature first changes nothing, as the penalty keeps signs.
+    The penalty preserves signs, so it may follow the division by the temperature.
     """
 
     def penalized():
@@ -169,17 +170,17 @@ def penalize(
 def forbid(
     logits_SV: jax.Array, truncation: Truncation, position_S: jax.Array, stop_ids: Sequence[int]
 ) -> jax.Array:
-    """Logits [S, V] in which no stop id can be drawn at positions before `min_tokens`."""
+    """Logits [S, V] with stop ids forbidden at positions before `min_tokens`."""
     is_stop_V = jnp.isin(jnp.arange(logits_SV.shape[-1]), jnp.array(stop_ids, jnp.int32))
     early_S = position_S < truncation.min_tokens
     return jnp.where(early_S[:, None] & is_stop_V[None], _NEVER, logits_SV)
 
 
 def draw(logits_SV: jax.Array, noise_SV: jax.Array, truncation: Truncation) -> jax.Array:
-    """Int32 [S]: `sample_tokens` among the tokens inside the truncation.
+    """Int32 [S]: draws with `sample_tokens` among the tokens inside the truncation.
 
-    The order is that of Transformers: top-k, then top-p of what is left, then min-p. Tokens of one
-    probability stay or go together.
+    The order of limits follows Transformers: top-k, then top-p of the rest, then min-p. Tokens of equal
+    probability are all kept or all dropped.
     """
     limits = jax.tree.map(lambda x: x[:, None], truncation)
     asked = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
@@ -191,12 +192,12 @@ def draw(logits_SV: jax.Array, noise_SV: jax.Array, truncation: Truncation) -> j
 
 
 class _Draw(NamedTuple):
-    """How far the search for the token of each slot has come.
+    """Progress of the search for the token of each slot.
 
     Attributes:
       token_S1: int32, the newest candidate.
-      outside_S1: tokens of this probability or less are outside.
-      found_S1: the candidate is inside.
+      outside_S1: probability at or below which tokens are known to be outside.
+      found_S1: whether the candidate is inside the truncation.
     """
 
     token_S1: jax.Array
@@ -205,11 +206,11 @@ class _Draw(NamedTuple):
 
 
 def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) -> jax.Array:
-    """`draw` by rejection: tokens are looked at in the order of logit + noise until one is inside.
+    """`draw` by rejection: tries tokens in the order of logit + noise until one is inside.
 
-    Whether a token is inside top-p is one sum over V, of the more probable ones, where the edge of what is
-    inside would take some 30. A share of at least `top_p` of all draws is, and one that is not leaves only
-    the more probable tokens.
+    The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the boundary
+    of top-p would need some 30 sums. A first candidate is inside with probability at least `top_p`. After a
+    rejected candidate only the more probable tokens remain.
     """
     p_SV = jax.nn.softmax(logits_SV, axis=-1)
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
@@ -217,7 +218,7 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 
     def inside(p_S1: jax.Array) -> jax.Array:
         above_S1 = _sum(jnp.where(p_SV > p_S1, p_SV, 0.0))
-        # The most probable token is, however small the limit.
+        # The most probable token is always inside, however small top_p is.
         return (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
 
     def among(token_SK: jax.Array, draw: _Draw) -> _Draw:
@@ -243,7 +244,7 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
         left_SV = (p_SV > draw.outside_S1) & (p_SV >= least_S1)
         return among(_largest(jnp.where(left_SV, sum_SV, -jnp.inf)), draw)
 
-    # Where a logit is NaN no token is inside, and the last one is taken, as by `sample_tokens`.
+    # If a logit is NaN, no token is inside and the last one is taken, as in `sample_tokens`.
     is_nan_S1 = jnp.isnan(p_SV[:, :1])
     last_S1 = jnp.full(is_nan_S1.shape, p_SV.shape[-1] - 1)
     draw = among(_largest(sum_SV), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1))
@@ -251,16 +252,16 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 
 
 def _largest(x_SV: jax.Array) -> jax.Array:
-    """Indices of the largest values, the largest first, int32 [S, K].
+    """Indices of the largest values, largest first, int32 [S, K].
 
-    Found among the columns of the K blocks with the largest values, which costs little more than a maximum;
-    `top_k` of a vocabulary of 152k costs 10 times as much.
+    Searches only the columns of the K blocks with the largest maxima, which costs little more than a maximum.
+    `top_k` over a vocabulary of 152k costs 10 times as much.
     """
     S, V = x_SV.shape
     padding = ((0, 0), (0, -V % _COLUMNS))
     x_SRC = jnp.pad(x_SV, padding, constant_values=-jnp.inf).reshape(S, -1, _COLUMNS)
     _, block_SK = jax.lax.top_k(x_SRC.max(axis=-1), min(_TRIES, x_SRC.shape[1]))
-    # In their order, so that of equal values the first counts.
+    # Blocks in ascending order, so that the first of equal values comes first.
     block_SK = jnp.sort(block_SK, axis=-1)
     found_SN = jnp.take_along_axis(x_SRC, block_SK[..., None], axis=1).reshape(S, -1)
     _, index_SK = jax.lax.top_k(found_SN, min(_TRIES, V))
@@ -269,14 +270,14 @@ def _largest(x_SV: jax.Array) -> jax.Array:
 
 
 def _least(p_SV: jax.Array, limits: Truncation) -> tuple[jax.Array, jax.Array]:
-    """Of top-k and min-p the least probability inside, and the mass that top-p is a share of, [S, 1] each."""
+    """Smallest probability inside top-k and min-p, and the total mass that top-p refers to, [S, 1] each."""
     none_S1 = jnp.zeros_like(p_SV[:, :1])
 
     def top_k() -> tuple[jax.Array, jax.Array]:
         least_S1 = _kth_largest(p_SV, limits.top_k)
         return least_S1, _sum(jnp.where(p_SV >= least_S1, p_SV, 0.0))
 
-    # All tokens have 1.
+    # Without top-k the total mass is 1: all tokens count.
     by_k_S1, mass_S1 = jax.lax.cond(
         (limits.top_k > 0).any(), top_k, lambda: (none_S1, jnp.ones_like(none_S1))
     )
@@ -285,7 +286,7 @@ def _least(p_SV: jax.Array, limits: Truncation) -> tuple[jax.Array, jax.Array]:
 
 
 def _kth_largest(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
-    """The k-th largest value, float32 [S, 1], 0 where k is 0 or V and more."""
+    """The k-th largest value, float32 [S, 1]; 0 if k is 0 or at least V."""
     V = p_SV.shape[-1]
     listed = min(_CANDIDATES, V)
 
@@ -298,10 +299,10 @@ def _kth_largest(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
 
 
 def _kth_by_bisection(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
-    """The k-th largest of values that are not negative, float32 [S, 1]: some 30 sums over V."""
+    """The k-th largest of non-negative values, float32 [S, 1], by bisection: some 30 sums over V."""
     wanted_S1 = k_S1.astype(jnp.float32)
 
-    # The bits of numbers that are not negative are ordered as they are.
+    # The bit patterns of non-negative floats have the same order as the floats.
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_S1, high_S1 = bounds
         middle_S1 = low_S1 + (high_S1 - low_S1) // 2
@@ -316,7 +317,7 @@ def _kth_by_bisection(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
 
 
 def _sum(x_SV: jax.Array) -> jax.Array:
-    """Sums over the vocabulary, [S, 1], in columns: XLA on CPU adds up a row one by one."""
+    """Sums over the vocabulary, [S, 1], by columns: XLA on CPU sums a row serially."""
     S, V = x_SV.shape
     x_SV = jnp.pad(x_SV, ((0, 0), (0, -V % _COLUMNS)))
     return x_SV.reshape(S, -1, _COLUMNS).sum(axis=1).sum(axis=-1, keepdims=True)

@@ -1,10 +1,10 @@
-"""Decides which sample runs in which slot, and when. Plain Python: no device, no clock, no chance.
+"""Decides which sample runs in which slot, and when. Plain Python: deterministic, without device or clock.
 
-Sample requests are served in the order in which they are added. Those that start from the same sequence
-share its prefill. Sequences are prefilled in full batches, each once, ahead of the slots that will take
-them. The order depends only on the requests and on the lengths of their samples.
+Sample requests are served in the order in which they are added. Requests that start from the same sequence
+share its prefill. Sequences are prefilled once each, in full batches, before slots are free for them. The
+order depends only on the requests and on the lengths of their samples.
 
-Slots are shared out over shards in equal runs. A sample keeps its shard: `resize` moves it within.
+Each shard owns an equal, contiguous range of slots. A sample stays on its shard; `resize` moves it within.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SampleRequest:
     """One sample that waits for a slot.
 
     Attributes:
-      owner: identifies the sample; hashable and unique.
-      source: identifies the sequence it starts from; hashable.
+      owner: identifier of the sample; hashable and unique.
+      source: identifier of the sequence that it starts from; hashable.
     """
 
     owner: Any
@@ -35,9 +35,9 @@ class Admission:
     """Samples that start now, all from one prefill batch.
 
     Attributes:
-      sources: the sequences of the batch.
-      needs_prefill: True for a new batch; False for the batch of the admission before.
-      slots: for each started sample (slot, batch index in `sources`, owner).
+      sources: sequences of the batch.
+      needs_prefill: True for a new batch; False if it is the batch of the previous admission.
+      slots: (slot, batch index in `sources`, owner) of each started sample.
     """
 
     sources: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Admission:
 
 
 class Scheduler:
-    """A queue of sample requests, and slots in which they run."""
+    """A queue of sample requests, and the slots in which they run."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Scheduler:
         prefill_batch: int,
         shards: int = 1,
     ):
-        """Starts without slots: `resize` makes the first.
+        """Starts with no slots; `resize` creates the first.
 
         Args:
-          requests: the first of the queue, in order of service.
-          slot_sizes: allowed numbers of slots, growing, all multiples of `shards`.
-          prefill_batch: most sources of one prefill.
-          shards: number of shards that the slots are shared out over.
+          requests: initial queue, in order of service.
+          slot_sizes: allowed numbers of slots, ascending, all multiples of `shards`.
+          prefill_batch: maximum number of sources per prefill.
+          shards: number of shards of the slots.
         """
         self._queue = collections.deque(requests)
         self._slot_sizes = tuple(slot_sizes)
@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def running(self) -> dict[int, Any]:
-        """Slot -> owner."""
+        """The owner of each slot in use."""
         owners = (owner for shard in self._shards for owner in shard)
         return {slot: owner for slot, owner in enumerate(owners) if owner is not None}
 
@@ -94,9 +94,9 @@ class Scheduler:
     def enough_active(self) -> int:
         """The number of active slots at which a dispatch should end early.
 
-        While requests wait, an eighth of the slots may fall idle before the host refills them. After that a
-        dispatch ends when the next smaller number of slots is enough. Always below the number of running
-        samples, so that a dispatch decodes at least one token.
+        While requests wait, up to an eighth of the slots may become idle before the host refills them. Once
+        the queue is empty, a dispatch ends when the next smaller number of slots suffices. The result is
+        below the number of running samples, so that a dispatch decodes at least one token.
         """
         if self._queue:
             least = self.num_slots - max(1, self.num_slots // 8)
@@ -105,7 +105,7 @@ class Scheduler:
         return least if len(self.running) > least else 0
 
     def resize(self) -> list[int] | None:
-        """Chooses the number of slots for the work at hand.
+        """Chooses the number of slots for the current samples and requests.
 
         Returns:
           For each new slot the old slot whose sample moves there, counted within its shard, or -1 for an idle
@@ -141,7 +141,7 @@ class Scheduler:
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
     def _free_slots(self) -> collections.deque[int]:
-        """Free slots, alternating over the shards, the emptiest first."""
+        """The free slots, alternating between shards, the emptiest shard first."""
         size = len(self._shards[0])
         each = [[i for i, owner in enumerate(shard) if owner is None] for shard in self._shards]
         ranked = sorted(
@@ -152,7 +152,7 @@ class Scheduler:
         return collections.deque(s * size + i for _, s, i in ranked)
 
     def _next_batch(self) -> dict[Any, int]:
-        """The next sources of the queue, each with its batch index."""
+        """The next sources of the queue and their batch indices."""
         batch: dict[Any, int] = {}
         for request in self._queue:
             if request.source not in batch:
@@ -171,7 +171,7 @@ class Scheduler:
         return owners
 
     def cancel(self, owner: Any) -> int | None:
-        """Forgets a request; returns the slot that it frees, or None if it was still queued.
+        """Drops a request; returns the slot that it frees, or None if it was still queued.
 
         Raises:
           KeyError: the request is neither queued nor running.

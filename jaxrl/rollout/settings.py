@@ -1,4 +1,4 @@
-"""Settings of the engine: what a user chooses, and what the caller adds to it."""
+"""Settings of the engine: those of the user, and those that the calling code adds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl.checks import (
     token_count,
 )
 
-# What "auto" stands for.
+# Values that "auto" resolves to.
 _UNROLLED_LAYERS = 8
 _SHORT_RESPONSE = 64
 _SMALLEST_BUCKET = 32
@@ -25,22 +25,24 @@ _SMALLEST_BUCKET = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of an engine that a user chooses. Configs that have an engine inherit these settings.
+    """Settings of an engine that a user chooses. Configs with an engine inherit them.
 
     Attributes:
-      slots: S, samples decoded side by side at most.
-      smallest_bucket: fewest slots that a decode program is compiled for, however few are in use. The more,
-        the fewer programs are compiled, and the slower the last samples of a batch are decoded. "auto" is all
-        slots where responses have at most 64 tokens, else 32.
-      prefill_prompts: P, prompts of one prefill.
-      prefill_chunk_tokens: prompts are prefilled so many tokens at a time; 0 is all at once.
-      tokens_per_dispatch: W, tokens decoded between two looks of the host.
-      dtype: of weights and activations.
-      kv_dtype: of the cache of keys and values; "" is `dtype`, int8 has a scale per token and head.
-      unroll: layers per iteration of the layer scan. With all of them decoding has no scan, and every layer
-        its own arrays, its cache for good and its weights for a dispatch: on CPU, where a scan copies both to
-        use them, that is twice as fast. "auto" is all of up to 8 layers on CPU, else 1.
-      decode_attention: to the past, "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
+      slots: maximum number of samples decoded at the same time.
+      smallest_bucket: smallest number of slots that a decode program is compiled for. A larger value compiles
+        fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
+        have at most 64 tokens, else 32.
+      prefill_prompts: number of prompts per prefill.
+      prefill_chunk_tokens: maximum number of prompt tokens per prefill program; longer prompts are prefilled
+        in chunks. 0 prefills each prompt at once.
+      tokens_per_dispatch: number of tokens decoded before the host checks the slots again.
+      dtype: data type of weights and activations.
+      kv_dtype: data type of the KV cache; "" means `dtype`. int8 stores a scale per token and head.
+      unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
+        and each layer has separate arrays. That is twice as fast on CPU, where a scan copies weights and
+        cache. "auto" is all layers for models of up to 8 layers on CPU, else 1.
+      decode_attention: kernel for attention to the cache, "auto" or one of
+        `models.kernels.paged_attention.IMPLEMENTATIONS`.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -57,23 +59,23 @@ class EngineSettings:
         check_fields(self)
 
     def engine_settings(self, **changes: Any) -> dict[str, Any]:
-        """These settings alone, with the given ones changed, whatever a config has besides them."""
+        """The settings of this class alone, with `changes` applied, without those of subclasses."""
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineSettings)}
         return settings | changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """Everything that the compiled programs depend on, besides the model and its mesh.
+    """All settings that the compiled programs depend on, besides the model and its mesh.
 
     Example: `EngineConfig(**config.rollout.engine_settings(), max_prompt_tokens=..., ...)`.
 
     Attributes:
-      max_prompt_tokens: T.
-      max_response_tokens: R, end-of-sequence included.
-      context_tokens: of a prompt and its response together; 0 is T + R.
-      stop_ids: ids that end a response.
-      attention: of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
+      max_prompt_tokens: maximum number of prompt tokens, T.
+      max_response_tokens: maximum number of response tokens, R, end-of-sequence included.
+      context_tokens: maximum number of tokens of a prompt and its response together; 0 means T + R.
+      stop_ids: token ids that end a response.
+      attention: attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]
@@ -83,31 +85,31 @@ class EngineConfig(EngineSettings):
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
     def layers_per_iteration(self, num_layers: int, platform: str | None) -> int:
-        """`unroll`, resolved for a model and the platform of its mesh."""
+        """The value of `unroll` for a model and the platform of its mesh."""
         if self.unroll != "auto":
             return self.unroll
-        # Programs grow with their layers, and so does the time to compile them.
+        # An unrolled program takes longer to compile for each layer.
         return num_layers if platform == "cpu" and num_layers <= _UNROLLED_LAYERS else 1
 
     @property
     def fewest_slots(self) -> int:
-        """`smallest_bucket`, resolved for the length of the responses."""
+        """The value of `smallest_bucket` for the length of the responses."""
         if self.smallest_bucket != "auto":
             return self.smallest_bucket
-        # To compile programs for the few slots of a tail takes longer than the tails of short responses.
+        # With short responses, compiling programs for few slots takes longer than they save.
         return self.slots if self.max_response_tokens <= _SHORT_RESPONSE else _SMALLEST_BUCKET
 
     @property
     def cache_dtype(self) -> Any:
-        """Type of the cache."""
+        """Data type of the KV cache."""
         return jnp.dtype(self.kv_dtype or self.dtype)
 
     @property
     def max_context_tokens(self) -> int:
-        """The longest sequence."""
+        """The maximum length of a sequence."""
         return self.context_tokens or self.max_prompt_tokens + self.max_response_tokens
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of one prefill program."""
+        """The maximum number of tokens of one prefill program."""
         return self.prefill_chunk_tokens or self.max_context_tokens

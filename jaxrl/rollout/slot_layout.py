@@ -1,7 +1,7 @@
-"""Where slots and their sequences lie on a mesh.
+"""The sharding of slots and their sequences on a mesh.
 
-A layout names the logical axes of every array that leads with slots, pins arrays to the devices that these
-axes mean, and runs functions on every device for its own slots.
+A layout knows the logical axes of every array whose first dimension is slots. It pins arrays to the devices
+of these axes, and runs functions on every device for the device's own slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardin
 from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 
-# Logical axes of a prefix whose cache is None.
+# Logical axes of a prefix without a cache.
 PREFIX_AXES: Any = Prefix(*cast(Any, (None, ("batch", "length"), ("batch",), ("batch",))))
 
 
@@ -30,16 +30,16 @@ class NewTokens(NamedTuple):
 
 
 class SlotLayout:
-    """Places states, prefixes and arrays with one entry per slot. It holds no arrays."""
+    """Places states, prefixes and arrays with one entry per slot. Holds no arrays."""
 
     def __init__(self, mesh: Mesh, cache: CacheKind):
-        """Args: the devices, laid out for generation; the kind of the sequences' cache."""
+        """Args: the devices, laid out for generation; the kind of the KV cache."""
         self.mesh = mesh
         self.constrain = constraint(mesh, GENERATE_RULES)
         self._cache = cache
 
     def axes_of(self, tree: Any) -> Any:
-        """Logical axes of every leaf of a state or prefix, or of a tree of arrays with one entry per slot."""
+        """Logical axes of every leaf of a state, a prefix, or a tree of arrays with one entry per slot."""
         if isinstance(tree, DecodeState):
             rest = tree.replace(context=None)
             return slots_first(rest).replace(context=self.axes_of(tree.context))
@@ -54,11 +54,11 @@ class SlotLayout:
         return jax.tree.map(self.constrain, tree, self.axes_of(tree))
 
     def place_buffer(self, buffer: Cache) -> Cache:
-        """Pins the cache's buffer of a dispatch to its devices."""
+        """Pins the buffer for a dispatch's new keys and values to its devices."""
         return jax.tree.map(self.constrain, buffer, self._cache.axes(buffer))
 
     def abstract(self, shapes: Any) -> Any:
-        """A state or prefix of shapes, with its shardings."""
+        """Adds shardings to the shapes of a state or prefix."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -71,9 +71,9 @@ class SlotLayout:
         """Calls `function(tree, *others)` on every device with the device's own slots.
 
         Args:
-          function: returns a tree with the structure and axes of `tree`.
+          function: function that returns a tree with the structure and axes of `tree`.
           tree, others: states, prefixes, or arrays with one entry per slot.
-          whole: a last argument, of which every device gets all slots; None is no such argument.
+          whole: last argument, passed to every device with all slots; None omits it.
         """
         given = (tree, *others) if whole is None else (tree, *others, whole)
         if self.mesh.size == 1:
@@ -94,5 +94,5 @@ class SlotLayout:
 
 
 def slots_first(tree: Any) -> Any:
-    """Logical axes of arrays whose first dimension counts slots."""
+    """Logical axes of arrays whose first dimension is slots."""
     return jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), tree)

@@ -28,11 +28,11 @@ from jaxrl.rollout.slot_layout import PREFIX_AXES, NewTokens, SlotLayout, slots_
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotPrograms:
-    """See above; every method may be traced.
+    """The programs listed above; every method may be traced.
 
     Attributes:
-      cache: the kind of the cache.
-      layout: where slots lie.
+      cache: kind of the KV cache.
+      layout: sharding of the slots.
       tokens_per_dispatch: W.
     """
 
@@ -74,9 +74,9 @@ class SlotPrograms:
         """Starts samples in the assigned slots.
 
         Args:
-          prefix: the sequences; its capacity is at most that of the state.
-          state: consumed.
-          assignment: which sequence goes into which slot.
+          prefix: prefilled sequences; its capacity is at most that of the state.
+          state: state of the slots; consumed.
+          assignment: sequence of each slot that starts.
           seed, step, temperature, truncation: scalars, the same for all of these samples.
         """
         new_n = assignment.source >= 0
@@ -104,12 +104,12 @@ class SlotPrograms:
     def extract(
         self, state: DecodeState, slot_P: jax.Array, length_P: jax.Array, token_P: jax.Array
     ) -> Prefix:
-        """Copies the sequences of some slots, or the beginnings of them, to extend and insert them again.
+        """Copies sequences, or their beginnings, out of slots, to extend and insert them again.
 
         Args:
-          state: not consumed.
+          state: state of the slots; not consumed.
           slot_P: int32 [P], the same number of slots from every shard, each counted within its shard.
-          length_P, token_P: length and last token of the result, as in `Prefix`.
+          length_P, token_P: length and last token of each resulting sequence, as in `Prefix`.
         """
 
         def take(context: Prefix, slot_P):
@@ -120,10 +120,10 @@ class SlotPrograms:
         return dataclasses.replace(context, length=length_P, token=token_P)
 
     def resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:
-        """Moves the sequences in use to a state of other slots and capacity.
+        """Moves the sequences in use to a state with another number of slots or capacity.
 
         Args:
-          state: not consumed, since its arrays have other shapes.
+          state: state of the slots; not consumed, because the new arrays have other shapes.
           slot_n: int32 [n'], for each new slot the old slot whose sequence moves there, counted within its
             shard, or -1 for an idle slot.
           capacity: C', at least W more than the longest sequence of an active slot.
@@ -138,7 +138,7 @@ class SlotPrograms:
     def append(
         self, context: Prefix, new: Cache, tokens_nW: jax.Array, live_n: jax.Array
     ) -> Prefix:
-        """Writes W tokens to cache and history behind the sequences of live slots. No length changes."""
+        """Writes W tokens to cache and history after the sequences of live slots. Lengths do not change."""
 
         def append(context: Prefix, new: NewTokens, live_n):
             start_n = context.length
@@ -151,17 +151,17 @@ class SlotPrograms:
         return self.layout.on_own_slots(append, context, NewTokens(new, tokens_nW), live_n)
 
     def with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
-        """The prefix with room for `capacity` tokens, more or fewer than before."""
+        """The prefix with a capacity of `capacity` tokens, larger or smaller than before."""
         history = slot_moves.with_capacity(prefix.history, PREFIX_AXES.history, capacity)
         cache = self.cache.resize(prefix.cache, capacity)
         return dataclasses.replace(prefix, cache=cache, history=history)
 
     def widen(self, prefix: Prefix, *, capacity: int) -> Prefix:
-        """`with_capacity` as a program of its own."""
+        """Runs `with_capacity` as a separate program."""
         return self.layout.place(self.with_capacity(prefix, capacity))
 
     def _copied(self, tree: Any, source_n: jax.Array, other: Any) -> Any:
-        """A state or prefix with slot i replaced by slot source_n[i] of `other`, unless that is negative."""
+        """A copy in which slot i is slot source_n[i] of `other`, or unchanged if source_n[i] is negative."""
         if isinstance(tree, DecodeState):
             rest, others = tree.replace(context=None), other.replace(context=None)
             copied = slot_moves.copied(rest, slots_first(rest), others, source_n)

@@ -1,10 +1,10 @@
-"""The slots of an engine, with host arrays in and host arrays out.
+"""The slots of an engine, with host arrays as inputs and results.
 
-    prefilled(engine, params, sequences) -> Prefix     runs host sequences and keeps their keys and values
+    prefilled(engine, params, sequences) -> Prefix     runs host sequences, returns their keys and values
     Slots(engine, params)                              the decode state: insert, extend, generate, release
 
-The caller decides which sample is in which slot. Two callers may share an engine from two threads. On a mesh
-all devices must then get their programs in one order, so each holds the same lock while it dispatches.
+The caller decides which sample is in which slot. Two threads may use the same engine. On a mesh all devices
+must receive their programs in the same order, so both threads must hold the same lock while they dispatch.
 
     n slots   P sequences of a prefill   T tokens   W tokens of a dispatch
 """
@@ -27,18 +27,18 @@ from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation, untruncated
 
-# Settings that stay on the devices: most requests differ only in their prompts and seeds.
+# Number of settings cached on the devices: most requests differ only in their prompts and seeds.
 _KEPT_SETTINGS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawSettings:
-    """How the tokens of a sample are drawn. Samples with equal settings are inserted together.
+    """How the tokens of a sample are drawn. Samples with equal settings are inserted in one call.
 
     Attributes:
-      seed, step: with a prompt's id and a sample's index they determine the sample.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars.
+      seed, step: parts of the sampling key, besides the prompt's id and the sample's index.
+      temperature: sampling temperature; 0 is greedy.
+      truncation: limits on the tokens that can be drawn, as scalars.
     """
 
     seed: int = 0
@@ -48,14 +48,14 @@ class DrawSettings:
 
 
 class SlotAssignment(NamedTuple):
-    """A sample that starts or goes on in a slot.
+    """A sample that starts or continues in a slot.
 
     Attributes:
-      slot: the slot.
+      slot: index of the slot.
       batch_index: index of its sequence in the prefix.
       prompt_id, sample_index: parts of its sampling key.
-      max_tokens: tokens of its response at which the slot stops.
-      response_tokens: tokens of its response that the prefix holds already.
+      max_tokens: response length at which the slot stops.
+      response_tokens: number of response tokens that the prefix already holds.
     """
 
     slot: int
@@ -70,9 +70,9 @@ class Extension(NamedTuple):
     """Tokens to append to the sequence in a slot.
 
     Attributes:
-      length: tokens of the sequence without them.
-      last: the last token of the sequence without them.
-      tokens: int32 [T], the new tokens.
+      length: number of tokens of the sequence before.
+      last: last token of the sequence before.
+      tokens: int32 [T], new tokens.
     """
 
     length: int
@@ -80,7 +80,7 @@ class Extension(NamedTuple):
     tokens: np.ndarray
 
 
-# The fields of `DrawSettings` as `Engine.insert` takes them, on the devices.
+# The fields of `DrawSettings` on the devices, in the form that `Engine.insert` takes.
 DeviceSettings: TypeAlias = tuple[Any, ...]
 
 
@@ -88,10 +88,10 @@ class DecodedTokens(NamedTuple):
     """The result of a dispatch, on the host.
 
     Attributes:
-      active: bool [n], True for slots that would decode on.
+      active: bool [n], whether the slot still decodes.
       num_tokens: int32 [n], number of decoded tokens.
-      token: int32 [n, W], of which the first `num_tokens` are real.
-      logprob, entropy: float32 [n, W].
+      token: int32 [n, W], of which the first `num_tokens` are valid.
+      logprob, entropy: float32 [n, W], likewise.
     """
 
     active: np.ndarray
@@ -101,22 +101,22 @@ class DecodedTokens(NamedTuple):
     entropy: np.ndarray
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The decoded tokens of a slot, their log-probabilities and entropies."""
+        """The decoded tokens of a slot, with their log-probabilities and entropies."""
         n = self.num_tokens[slot]
         return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
-    """Prefills sequences, the long ones in chunks.
+    """Prefills sequences; long ones in chunks.
 
     Args:
-      engine, params: of the model.
-      sequences: int32, at least one and at most the largest prefill batch, none empty or too long.
+      engine, params: engine and weights of the model.
+      sequences: int32 arrays, none empty or too long; at least one and at most the largest prefill batch.
     """
     chunk = engine.config.chunk_tokens
     P = round_up(engine.batch_sizes, len(sequences))
     longest = max(len(s) for s in sequences)
-    # An unused entry of the batch holds one token, which nobody reads.
+    # An unused batch entry holds one token, because prefill accepts no empty sequence; it is never read.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
     prefix = engine.prefill(params, *_padded(engine, heads))
     if longest <= chunk:
@@ -129,7 +129,7 @@ def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -
 def _extended(
     engine: Engine, params: Params, prefix: Prefix, parts: Sequence[np.ndarray]
 ) -> Prefix:
-    """The prefix with each part appended to its sequence, chunk by chunk."""
+    """Appends each part to its sequence, chunk by chunk; returns the new prefix."""
     chunk = engine.config.chunk_tokens
     for start in range(0, max(len(part) for part in parts), chunk):
         now = [part[start : start + chunk] for part in parts]
@@ -138,7 +138,7 @@ def _extended(
 
 
 def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
-    """Tokens [P, T] of the smallest size that holds all parts, and their lengths [P]."""
+    """Tokens [P, T], padded to the smallest size that holds all parts, and their lengths [P]."""
     T = round_up(engine.prompt_sizes, max(len(part) for part in parts))
     tokens_PT = np.zeros((len(parts), T), np.int32)
     for row, part in zip(tokens_PT, parts, strict=True):
@@ -159,7 +159,7 @@ def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignme
 
 
 def settings_on_device(engine: Engine, settings: DrawSettings) -> DeviceSettings:
-    """`settings` on the devices. Keep the result, since sending takes a while."""
+    """Sends `settings` to the devices. The transfer is slow, so callers should reuse the result."""
     scalars = host_inputs(
         engine.mesh,
         np.uint32(settings.seed),
@@ -177,12 +177,12 @@ def insert(
     assignments: Sequence[SlotAssignment],
     settings: DeviceSettings,
 ) -> DecodeState:
-    """`Engine.insert` of samples that share their settings; `state` is consumed."""
+    """Calls `Engine.insert` for samples with equal settings; `state` is consumed."""
     return engine.insert(prefix, state, on_device(engine, state.num_slots, assignments), *settings)
 
 
 class Slots:
-    """A decode state that grows and shrinks with its work. For one thread."""
+    """A decode state that grows and shrinks with its samples. Not thread-safe."""
 
     def __init__(
         self,
@@ -190,33 +190,33 @@ class Slots:
         params: Params,
         lock: contextlib.AbstractContextManager | None = None,
     ):
-        """Takes no device memory before `make_room`.
+        """Starts with no state; `make_room` allocates it.
 
         Args:
-          engine, params: of the model.
-          lock: context manager that is held while something is dispatched; None for no other thread.
+          engine, params: engine and weights of the model.
+          lock: context manager that is held during each dispatch; None if no other thread uses the devices.
         """
         self.engine = engine
         self._params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
         self._state: DecodeState | None = None
-        # A cache of a method refers to its owner. It would keep the decode state, which may be most of a
-        # device's memory, until Python looks for cycles.
+        # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
+        # may fill most of a device's memory, would then survive until Python's cycle collection.
         self._settings = functools.lru_cache(_KEPT_SETTINGS)(
             functools.partial(settings_on_device, engine)
         )
 
     def clear(self) -> None:
-        """Forgets all slots and frees their memory."""
+        """Drops all slots and frees their memory."""
         self._state = None
 
     def make_room(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
         """Resizes the state for another dispatch.
 
         Args:
-          num_slots: of `Scheduler.num_slots`.
-          moves: the result of `Scheduler.resize`.
-          longest: tokens of the longest sequence that is in a slot or comes into one.
+          num_slots: value of `Scheduler.num_slots`.
+          moves: result of `Scheduler.resize`.
+          longest: number of tokens of the longest sequence in a slot or about to enter one.
         """
         engine = self.engine
         capacity = round_up(engine.cache_sizes, longest + engine.config.tokens_per_dispatch)
@@ -236,7 +236,7 @@ class Slots:
             self._state = engine.resize(state, slot_n, capacity=capacity)
 
     def _taken_state(self) -> DecodeState:
-        """The state, for a program that consumes it; there is none if that fails."""
+        """Takes the state out for a program that consumes it. If that fails, no state is left."""
         state, self._state = self._state, None
         assert state is not None, "make_room comes first"
         return state
@@ -252,7 +252,7 @@ class Slots:
         assignments: Sequence[SlotAssignment],
         settings: DrawSettings,
     ) -> None:
-        """Starts samples that share their settings."""
+        """Starts samples that have the same settings."""
         state = self._taken_state()
         with self._lock:
             on_devices = self._settings(settings)
@@ -261,13 +261,13 @@ class Slots:
     def extend(
         self, extensions: Mapping[int, Extension]
     ) -> Iterator[tuple[Prefix, dict[int, int]]]:
-        """Appends tokens to sequences in slots, of which only the new tokens are run.
+        """Appends tokens to sequences in slots; the model runs only the new tokens.
 
         Args:
-          extensions: slot -> its new tokens.
+          extensions: new tokens by slot.
 
         Yields:
-          A prefix to insert into these slots again, and for its batch indices in use the slot of each.
+          A prefix to insert into these slots again, and the slot of each of its batch indices in use.
         """
         if not extensions:
             return
@@ -275,7 +275,7 @@ class Slots:
         assert state is not None, "there are no slots"
         per_shard = engine.batch_sizes[-1] // engine.shards
         slots_per_shard = state.num_slots // engine.shards
-        # A prefix takes the same number of sequences from every shard.
+        # `extract` takes the same number of sequences from every shard.
         waiting: list[list[int]] = [[] for _ in range(engine.shards)]
         for slot in extensions:
             waiting[slot // slots_per_shard].append(slot)

@@ -14,8 +14,8 @@ import numpy as np
 
 
 def tokens_to_search(newest: int, stop_strings: Sequence[str]) -> int:
-    """The number of last tokens that hold every stop string which ends in the `newest` last ones."""
-    # A token spells at least one byte of the text; special tokens spell none and are not counted.
+    """Number of last tokens to search, so that every stop string ending in the `newest` ones is found."""
+    # Each token spells at least one byte of text. Special tokens spell none; they are not counted.
     return newest + max((len(s.encode()) for s in stop_strings), default=0)
 
 
@@ -25,16 +25,16 @@ def end_of_stop(
     stop_strings: Sequence[str],
     decode_text: Callable[[np.ndarray], str],
 ) -> int | None:
-    """The number of tokens up to the end of the first stop string; None if there is none.
+    """Number of tokens up to the end of the first stop string; None if there is none.
 
-    The tokens are decoded once. Only if their text has a stop string, bisection finds where it ends. That
-    holds for text that more tokens only make longer, as whole characters are.
+    The tokens are decoded once. Only if their text contains a stop string, bisection finds the token where it
+    ends. Bisection needs text that only grows with more tokens, which holds for whole characters.
 
     Args:
       tokens: int32, the last `tokens_to_search` of a turn, or all of them.
       newest: number of last tokens that were not searched before.
       stop_strings: texts, none empty.
-      decode_text: token ids to text.
+      decode_text: function that turns token ids into text.
     """
 
     def has_stop(end: int) -> bool:

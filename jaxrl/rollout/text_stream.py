@@ -1,4 +1,4 @@
-"""Text of a response while it grows: whole characters only, and nothing of a stop string."""
+"""Streams the text of a growing response: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-# A decoder writes this for bytes that are no character, or not yet.
+# Decoders write this replacement character for incomplete or invalid bytes.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# A character has at most four bytes; what is still broken after so many tokens stays so.
+# A character has at most four bytes. If it is still incomplete after so many tokens, it is invalid.
 _MAX_OPEN = 8
-# Decoding starts anew from a few tokens back, since what a token spells can depend on its neighbours.
+# Decoding restarts a few tokens back, because the text of a token can depend on its neighbours.
 _LONGEST_WINDOW, _KEPT = 12, 4
 
 
 class TextStream:
     """Turns the tokens of one response into text, a few tokens at a time.
 
-    The stream does not decide where a response ends (`stop_strings` does). It holds back text that is a stop
-    string, or may become one, until more tokens or the end of the response tell.
+    The stream does not decide where a response ends (`stop_strings` does). It holds back text that is or may
+    become a stop string, until more tokens arrive or the response ends.
     """
 
     def __init__(self, decode_text: Callable[[np.ndarray], str], stop: Sequence[str] = ()):
-        """Args: token ids to text; texts that end the response and are not shown."""
+        """Args: a function from token ids to text; texts that end the response and are not shown."""
         self._decode_text = decode_text
         self._stop = tuple(stop)
         self._window: list[int] = []
@@ -34,7 +34,7 @@ class TextStream:
         """Takes the next tokens.
 
         Returns:
-          The text of each token, "" where it completes no character yet, and the text that can be shown now.
+          The text of each token ("" while a character is incomplete), and the text that can be shown now.
         """
         pieces = tuple(self._spell(int(token)) for token in tokens)
         self._pending += "".join(pieces)
@@ -43,10 +43,10 @@ class TextStream:
         return pieces, text
 
     def end(self, *, at_stop_string: bool = False) -> str:
-        """The text not shown yet, at the end of a response.
+        """The remaining text at the end of a response.
 
         Args:
-          at_stop_string: the response ends with a stop string, which is not shown.
+          at_stop_string: whether the response ends with a stop string, which is not shown.
         """
         if at_stop_string:
             found = (self._pending.find(stop) for stop in self._stop)
@@ -71,7 +71,7 @@ class TextStream:
         return self._decode_text(np.array(tokens, np.int32))
 
     def _held(self) -> int:
-        """Length of the end of the pending text that is a stop string or may become one."""
+        """Length of the end of the pending text that is, or may become, a stop string."""
         for at in range(len(self._pending) if self._stop else 0):
             rest = self._pending[at:]
             if any(rest.startswith(stop) or stop.startswith(rest) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""A user's environment: what answers the turns of conversations, in training and in evaluations."""
+"""Loads a user's environment, which answers turns of conversations in training and evaluation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from jaxrl.rollout.environment import Environment, Turn, load_environment
 
 
 class Tokenizer(Protocol):
-    """What the user's function gets, as far as it is looked at here."""
+    """The part of a tokenizer that is used here; the user's function gets the whole object."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids that exist."""
+        """Number of token ids."""
         ...
 
 
 def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
     """The environment at `path`, "package.module:function" or "path/to/file.py:function"; None for "".
 
-    The first process alone asks it, as tools need not answer twice alike. It raises UserError where the
-    answer is no list of token ids; what the user's function raises passes through, with a note of its path.
+    Only the first process calls the user's function and sends the answer to the others, because a tool may
+    answer differently each time. The environment raises UserError if the answer is not a list of token ids.
+    Exceptions of the user's function pass through, with a note of its path.
 
     Raises:
       UserError: the function cannot be loaded.

@@ -1,7 +1,7 @@
-"""An HTTP server on a thread of its own, that no client can hold up.
+"""An HTTP server on its own thread, with limits that protect it from slow or numerous clients.
 
-Connections are bounded in their number and in the time without a request on them, answers in the time that a
-client takes to read them. There is no encryption: it is for this machine, or for a proxy that has some.
+The server limits the number of connections, the time a connection may stay without a request, and the time a
+client may take to read an answer. It has no encryption: use it on one machine or behind a proxy with TLS.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxrl.errors import UserError
 from jaxrl.serving.openai.calls import ApiError
 
-# A connection is closed on which no request has arrived for so long, its headers complete; and one whose
-# client does not take what is sent to it.
+# A connection is closed if no complete request headers arrive within this time, or if its client does not
+# read what is sent to it.
 _IDLE_TIMEOUT_S = 15.0
 _WRITE_TIMEOUT_S = 60.0
-# For sending what has been said.
+# Time for sending the remaining answers at shutdown.
 _LAST_WORDS_S = 5
-# Files that a server has open beside its connections.
+# Open files of a server besides its connections.
 _OTHER_FILES = 256
 
 
 class _Connection(H11Protocol):
-    """A connection with deadlines; uvicorn's own waits for ever for a request that has begun to arrive.
+    """A connection with deadlines. uvicorn itself waits without limit for a request that has begun to arrive.
 
-        opened, or answered --> request's headers complete: idle_timeout_s, however many bytes come meanwhile
-        sending --> taken by the client: write_timeout_s
+        opened, or answered --> headers complete: idle_timeout_s, even if bytes keep arriving
+        sending --> read by the client: write_timeout_s
 
-    The application has a deadline of its own for the body.
+    The application has its own deadline for the body.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            # Without waiting for its request: the connections in use are what there is too much of.
+            # Refused before its request is read, because connections are the scarce resource.
             transport.write(_too_many(self._max_connections))
             transport.close()
         self._set_deadline("request", self._idle_timeout_s)
@@ -67,12 +67,12 @@ class _Connection(H11Protocol):
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
-        # A new cycle begins when the headers of a request are complete.
+        # uvicorn makes a new cycle object when the headers of a request are complete.
         if self.cycle is not before and not self.cycle.response_complete:
             self._drop_deadline("request")
 
     def on_response_complete(self) -> None:
-        # Before what has arrived meanwhile is looked at, which may be the next request.
+        # Must come before buffered bytes are parsed: they may hold the next request.
         self._set_deadline("request", self._idle_timeout_s)
         super().on_response_complete()
 
@@ -91,7 +91,7 @@ class _Connection(H11Protocol):
 
     def _set_deadline(self, name: str, seconds: float) -> None:
         self._drop_deadline(name)
-        # Closing would wait until everything is sent, and here that may be never.
+        # `close` would wait until everything is sent, which may never happen; so abort.
         self._deadlines[name] = self.loop.call_later(seconds, self.transport.abort)
 
     def _drop_deadline(self, name: str) -> None:
@@ -100,7 +100,7 @@ class _Connection(H11Protocol):
 
 
 def _too_many(max_connections: int) -> bytes:
-    """The whole response to a connection that is one too many."""
+    """The full HTTP response to a connection above the limit."""
     error = ApiError(
         503, f"all {max_connections} connections of this server are in use; come again later"
     )
@@ -113,10 +113,10 @@ def _too_many(max_connections: int) -> bytes:
 
 
 def _allow_open_files(number: int) -> None:
-    """Raises this process's limit of open files to `number`, where it is lower.
+    """Raises this process's limit of open files to at least `number`.
 
     Raises:
-      UserError: the system does not let it.
+      UserError: the system does not allow it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= number:
@@ -130,10 +130,10 @@ def _allow_open_files(number: int) -> None:
 
 
 class HttpServer:
-    """An ASGI application served from a thread of its own.
+    """Serves an ASGI application from its own thread.
 
     Attributes:
-      port: it listens on.
+      port: port that it listens on.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class HttpServer:
 
         Args:
           app: the application.
-          host, port: where to listen; port 0 takes a free one.
-          max_connections: that are open at a time; further ones are answered with 503 at once.
-          idle_timeout_s: how long a connection may be open without a request, its headers complete.
-          write_timeout_s: how long a client may leave what is sent to it.
+          host, port: address to listen on; port 0 chooses a free port.
+          max_connections: maximum number of open connections; further ones get status 503 at once.
+          idle_timeout_s: maximum time in seconds until the headers of a request are complete.
+          write_timeout_s: maximum time in seconds for a client to read what is sent to it.
 
         Raises:
-          UserError: the port cannot be had, or not so many connections.
+          UserError: the port is not available, or the system does not allow so many connections.
         """
         _allow_open_files(max_connections + _OTHER_FILES)
         protocol = functools.partial(
@@ -191,7 +191,7 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends. Responses that are complete are sent; close the driver first, so that all are."""
+        """Stops the server after sending complete responses. Close the driver first, to complete them all."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

@@ -1,6 +1,6 @@
-"""JetStream's gRPC service around our engine: its servicer and its messages, on a port of ours.
+"""JetStream's gRPC service around our engine: JetStream's servicer and messages on a server of ours.
 
-What it takes to run the package today is listed in `rollout.jetstream.package`.
+`rollout.jetstream.package` lists the workarounds that the package needs today.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from jaxrl.serving.request_checks import check_request
 
 
 class TextDriver(JetStreamDriver):
-    """JetStream's driver for requests of clients: checked, with text in the answer where text came in."""
+    """JetStream's driver for client requests. It checks them, and answers texts with text."""
 
     def __init__(self, engine: engine_adapter.JetStreamEngine):
-        """Starts the threads; `stop` must be called, or the process does not end."""
+        """Starts the threads. Without a call of `stop` the process does not end."""
         self._adapter = engine
         self._numbers = itertools.count()
         super().__init__(engine)
@@ -49,11 +49,11 @@ class TextDriver(JetStreamDriver):
         """Queues a request.
 
         Args:
-          request: its content is a text or a list of token ids.
+          request: request whose content is a text or a list of token ids.
 
         Raises:
           UserError: the request can never be served.
-          DriverStopped: the driver takes no requests.
+          DriverStopped: the driver no longer accepts requests.
         """
         content: Any = request.prefill_content
         add_text = None
@@ -68,7 +68,7 @@ class TextDriver(JetStreamDriver):
     def _work_of(self, tokens: np.ndarray, max_tokens: int) -> engine_adapter.Work:
         engine = self._adapter.engine
         if max_tokens == engine.config.max_response_tokens:
-            # The number of requests that name none: as many tokens as there is room for.
+            # JetStream's default if a request names no limit; here it means the remaining room.
             max_tokens = min(max_tokens, engine.config.max_context_tokens - len(tokens))
         check_request(engine, tokens, max_tokens)
         return engine_adapter.Work(
@@ -77,18 +77,18 @@ class TextDriver(JetStreamDriver):
 
 
 class _Texts:
-    """The texts of a request's samples while they grow."""
+    """The texts of a request's samples as they grow."""
 
     def __init__(self, decode_text: Callable[[np.ndarray], str]):
         self._streams = collections.defaultdict(lambda: TextStream(decode_text))
 
     def add(self, samples: Sequence[ReturnSample], complete: np.ndarray) -> None:
-        """Gives samples the text of their tokens; `complete` says which of them have ended."""
+        """Sets the text of each sample's new tokens; `complete` marks the samples that have ended."""
         for index, (sample, ended) in enumerate(zip(samples, complete, strict=True)):
             text = self._streams[index].add(sample.token_ids)[1]
             if ended:
                 text += self._streams[index].end()
-            # By characters, so that nothing reads "<0x41>" in an answer as JetStream's way to write a byte.
+            # Sent as characters: JetStream would read the text "<0x41>" as its notation for a byte.
             sample.text = list(text)
 
 
@@ -98,11 +98,11 @@ def start_driver(
     tokenizer: Tokenizer,
     lock: contextlib.AbstractContextManager,
 ) -> TextDriver:
-    """JetStream's driver for a server; it samples greedily, since its requests have no settings.
+    """Starts JetStream's driver for a server. It samples greedily, because its requests have no settings.
 
     Args:
-      engine, params, tokenizer: of the model.
-      lock: held while something is dispatched, for another driver of the same devices.
+      engine, params, tokenizer: engine, weights and tokenizer of the model.
+      lock: context manager that is held during each dispatch, for another driver of the same devices.
     """
     of_text = engine_adapter.Tokenizer(tokenizer.encode, tokenizer.decode, tokenizer.stop_ids)
     adapter = engine_adapter.JetStreamEngine(engine, params, of_text, DrawSettings(), lock=lock)
@@ -110,7 +110,7 @@ def start_driver(
 
 
 class _Orchestrator(orchestrator.LLMOrchestrator):
-    """JetStream's servicer, with gRPC's own status for what goes wrong."""
+    """JetStream's servicer, with standard gRPC status codes for errors."""
 
     def __init__(self, driver: JetStreamDriver, max_tokens: int):
         super().__init__(driver)
@@ -119,7 +119,7 @@ class _Orchestrator(orchestrator.LLMOrchestrator):
     async def Decode(
         self, request: Any, context: grpc.aio.ServicerContext | None = None
     ) -> AsyncIterator[Any]:
-        """Streams the response to one prompt; `max_tokens` of 0 is the server's limit."""
+        """Streams the response to one prompt; `max_tokens` = 0 means the server's limit."""
         assert context is not None, "this servicer is for servers"
         if request.WhichOneof("content") is None:
             await context.abort(
@@ -128,7 +128,7 @@ class _Orchestrator(orchestrator.LLMOrchestrator):
         request.max_tokens = request.max_tokens or self._max_tokens
         try:
             async for response in super().Decode(request, context):
-                # The last dispatch of a sample may have given none.
+                # The last dispatch of a sample may have decoded no token.
                 if any(s.token_ids or s.text for s in response.stream_content.samples):
                     yield response
         except UserError as error:
@@ -140,12 +140,12 @@ class _Orchestrator(orchestrator.LLMOrchestrator):
 
 
 class GrpcServer:
-    """JetStream's gRPC service on a thread of its own.
+    """JetStream's gRPC service on its own thread.
 
-    Unlike `jetstream.core.server_lib.JetStreamServer` it listens on a given address, and reports its port.
+    Unlike `jetstream.core.server_lib.JetStreamServer` it listens on a given address and reports its port.
 
     Attributes:
-      port: it listens on.
+      port: port that it listens on.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class GrpcServer:
         """Starts serving.
 
         Args:
-          driver: answers the requests; it is the server's from now on.
-          host, port: where to listen; port 0 takes a free one.
-          max_tokens: of a request that names none.
-          max_message_bytes: larger requests are refused.
-          max_requests: that may be open at once; more are refused.
+          driver: driver that answers the requests; the server owns it from now on.
+          host, port: address to listen on; port 0 chooses a free port.
+          max_tokens: maximum number of tokens if a request names none.
+          max_message_bytes: maximum size of a request; larger ones are refused.
+          max_requests: maximum number of open requests; more are refused.
 
         Raises:
-          UserError: the port cannot be had.
+          UserError: the port is not available.
         """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -192,7 +192,7 @@ class GrpcServer:
     ) -> int:
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=max_requests,
-            # By default a second server would share the port in silence.
+            # Without this option a second server could silently share the port.
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", max_message_bytes),
@@ -206,12 +206,12 @@ class GrpcServer:
         return port
 
     def stop(self, grace_s: float) -> None:
-        """Takes no requests any more, and ends after those that are open or after `grace_s`.
+        """Refuses new requests, and stops once the open ones end, at the latest after `grace_s` seconds.
 
-        Stops the driver too.
+        Also stops the driver.
         """
         self._call(self._server.stop(grace_s))
-        # Before the loop that its threads send their results to.
+        # The driver goes first: its threads send results to the event loop, so the loop must still run.
         self._driver.stop()
         self._end_loop()
 

@@ -1,4 +1,4 @@
-"""A directory of a model as an engine with weights, for sequences as long as its devices have room for."""
+"""Loads a model directory into an engine, with sequence limits that fit the memory of its devices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
 
-# Share of a device's memory that weights and caches may take; the rest is for temporaries of programs.
+# Fraction of a device's memory for weights and caches; the rest is for temporaries of programs.
 _MEMORY_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model, ready to sample from."""
+    """A model that is ready to sample."""
 
     engine: Engine
     params: Params
@@ -36,14 +36,14 @@ class Loaded:
 
 
 def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded:
-    """Reads a model onto its devices.
+    """Loads a model onto its devices.
 
     Args:
-      config: the server.
-      devices: to choose from; all by default.
+      config: settings of the server.
+      devices: devices to choose from; None means all.
 
     Raises:
-      UserError: something is missing, broken, or does not fit.
+      UserError: a file is missing or broken, or the model does not fit.
     """
     directory = pathlib.Path(config.model)
     model_directory.check_is_directory(directory)
@@ -73,7 +73,7 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
 
 
 class Lengths(NamedTuple):
-    """Tokens of the longest prompt, of the longest response, and of both together."""
+    """Maximum numbers of tokens of a prompt, of a response, and of both together."""
 
     prompt: int
     response: int
@@ -81,16 +81,17 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) -> Lengths:
-    """The longest sequences of a server.
+    """Determines the sequence limits of a server.
 
     Args:
-      config: its limits are taken as they are; without them a prompt and its response share the context.
-      context: tokens that the model has positions for.
-      fitting: returns the tokens for which there is memory where all slots are at their longest. Called where
-        no limit is given.
+      config: settings of the server. Its limits are used as given; without them a prompt and its response
+        share the context.
+      context: number of tokens that the model has positions for.
+      fitting: function that returns how many tokens per slot fit into memory if all slots are full. It is
+        called only if no limit is given.
 
     Raises:
-      UserError: the limits leave the model's context.
+      UserError: the limits exceed the model's context.
     """
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     if not prompt and not response:
@@ -121,12 +122,12 @@ def _engine_config(
 
 
 def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any) -> int:
-    """Tokens for which every slot has room beside the weights; not positive where these do not fit.
+    """Number of tokens per slot that fit beside the weights; not positive if the weights do not fit.
 
     Args:
-      config: of the server.
-      engine: of the model, of any lengths.
-      shapes, where: of the weights.
+      config: settings of the server.
+      engine: engine of the model, with any sequence limits.
+      shapes, where: shapes and shardings of the weights.
     """
     weights = sum(
         math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
@@ -138,6 +139,6 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
         for leaf in jax.tree.leaves(state.context.cache)
     )
     free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
-    # HTTP's cache and, while it grows, the one before; JetStream's, which never grows.
+    # HTTP's cache, its predecessor while it grows, and JetStream's cache, which never grows.
     caches = 3 if config.grpc else 2
     return free * state.capacity // (caches * cache)

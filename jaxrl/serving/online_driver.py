@@ -1,11 +1,11 @@
-"""Serves requests that come at any time, each with its own settings; text streams back per dispatch.
+"""Serves requests that arrive at any time, each with its own settings; streams text after each dispatch.
 
     submit --> waiting --> [decode loop: queue --> slot] --> Delta, Delta, ... --> listener
-               cancel                    cancel
+                cancel                   cancel
 
 One thread feeds the decode loop (`rollout.decode_loop`) and calls the listeners. Any thread may submit and
-cancel. A sample's key is made of its request's seed and its index, so an answer does not depend on the
-other requests. If a dispatch fails, the requests in the loop fail with it and those that wait are served.
+cancel. A sampling key depends only on the request's seed and the sample's index, so an answer does not depend
+on other requests. If a dispatch fails, the requests in the loop fail; waiting ones are still served.
 
 W tokens of a dispatch   R tokens of a delta
 """
@@ -43,15 +43,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Samples that continue one prompt, all with the same settings.
+    """One prompt and the samples to draw for it, all with the same settings.
 
     Attributes:
       prompt: int32 [T].
       num_samples: number of samples.
-      max_tokens: most tokens of each sample, end-of-sequence included.
-      seed: with a sample's index it determines the sample; 0 to 2**31 - 1.
-      temperature: 0 is greedy.
-      truncation: which tokens may be drawn, as scalars.
+      max_tokens: maximum number of tokens per sample, end-of-sequence included.
+      seed: seed of the sampling keys, 0 to 2**31 - 1.
+      temperature: sampling temperature; 0 is greedy.
+      truncation: limits on the tokens that can be drawn, as scalars.
       stop: texts that end a sample and are not shown.
     """
 
@@ -72,12 +72,11 @@ class Delta:
 
     Attributes:
       index: index of the sample in its request.
-      tokens: int32 [R], the token that ended the sample included.
-      logprob: float32 [R], the log-probability of each token under the sampler's distribution, temperature
-        applied, before truncation.
-      pieces: the text of each of the R tokens; "" for a part of a character and for special tokens.
-      text: the text to show now; it lags behind the pieces while a stop string may have begun.
-      finish: "stop" or "length" if this is the sample's end, else "".
+      tokens: int32 [R], including the token that ended the sample.
+      logprob: float32 [R], log-probability of each token under the tempered distribution before truncation.
+      pieces: text of each of the R tokens; "" for an incomplete character and for special tokens.
+      text: text to show now; it lags behind the pieces while a stop string may have begun.
+      finish: "stop" or "length" if the sample has ended, else "".
     """
 
     index: int
@@ -88,13 +87,13 @@ class Delta:
     finish: str
 
 
-# Called in the dispatching thread: deltas of all samples, in order for each, or one error and then nothing.
-# It must return at once and not raise.
+# Called on the driver's thread, with the deltas of each sample in order, or with one error as the last event.
+# It must return at once and must not raise.
 Listener: TypeAlias = Callable[[Delta | ServingError], None]
 
 
 class _Answer(NamedTuple):
-    """The request that a sample belongs to, and the sample's text."""
+    """The request of a sample, and the sample's text."""
 
     ticket: int
     text: TextStream
@@ -102,14 +101,14 @@ class _Answer(NamedTuple):
 
 @dataclasses.dataclass
 class _OpenRequest:
-    """A request that somebody listens to, with the number of its samples that have not ended."""
+    """A request with a listener, and the number of its samples that have not ended."""
 
     listener: Listener
     unfinished: int
 
 
 class OnlineDriver:
-    """Serves requests from a thread of its own until it is closed."""
+    """Serves requests from its own thread until it is closed."""
 
     def __init__(
         self,
@@ -123,24 +122,24 @@ class OnlineDriver:
         """Starts the thread.
 
         Args:
-          engine, params: of the model, the weights in the generation layout.
-          decode_text: token ids to text.
-          max_waiting: most samples that wait for a slot; more are refused.
-          lock: context manager that is held while something is dispatched, for another driver of the same
-            devices; None for no other driver.
+          engine, params: engine of the model, and its weights in the generation layout.
+          decode_text: function that turns token ids into text.
+          max_waiting: maximum number of samples that wait for a slot; more are refused.
+          lock: context manager that is held during each dispatch, if another driver uses the same devices;
+            None if no other driver does.
         """
         self._engine = engine
         self._decode_text = decode_text
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
-        # Shared with other threads, under the condition.
+        # Shared between threads; guarded by the condition.
         self._changed = threading.Condition()
         self._waiting: dict[SampleTask, None] = {}
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._closing = False
         self._stopping = False
-        # The thread's own.
+        # Used only by the driver's thread.
         self._loop = DecodeLoop(engine, params, decode_text, lock=lock)
         self._in_loop: dict[SampleTask, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
@@ -154,12 +153,12 @@ class OnlineDriver:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def load(self) -> tuple[int, int]:
-        """The number of samples that wait, and of those in the decode loop."""
+        """The numbers of waiting samples and of samples in the decode loop."""
         return len(self._waiting), len(self._in_loop)
 
     def check(self, request: Request) -> None:
@@ -184,20 +183,20 @@ class OnlineDriver:
 
         Args:
           request: the request.
-          listener: is called with the answer, dispatch by dispatch.
+          listener: function called with the answer, dispatch by dispatch.
 
         Returns:
           A ticket, for `cancel`.
 
         Raises:
           UserError: the request can never be served.
-          Overloaded: too many samples wait.
-          Stopped: the driver is closed or has broken down.
+          Overloaded: too many samples are waiting.
+          Stopped: the driver is closed or has failed.
         """
         return self.submit_all([(request, listener)])[0]
 
     def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
-        """Queues all of several requests or none of them; see `submit`."""
+        """Queues either all of the requests or none of them; see `submit`."""
         for request, _ in requests:
             self.check(request)
         wanted = sum(request.num_samples for request, _ in requests)
@@ -219,15 +218,15 @@ class OnlineDriver:
         return tickets
 
     def _tasks(self, ticket: int, request: Request) -> Iterator[SampleTask]:
-        """The samples of a request, as the loop takes them."""
+        """The tasks of a request's samples, for the decode loop."""
         start = StartSequence(request.prompt)
         settings = DrawSettings(temperature=request.temperature, truncation=request.truncation)
         for index in range(request.num_samples):
             yield SampleTask(
                 Sample(0, index, settings.step),
                 start,
-                # The seed takes the place of a prompt's id. So requests that differ in their seeds alone have
-                # the same settings, and are inserted together.
+                # The seed replaces the prompt's id. So requests that differ only in their seeds have equal
+                # settings and are inserted in one call.
                 prompt_id=request.seed,
                 settings=settings,
                 max_tokens=request.max_tokens,
@@ -243,7 +242,7 @@ class OnlineDriver:
                 self._changed.notify_all()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests. Those not answered within `grace_s` seconds get `Stopped`."""
+        """Refuses new requests. Requests not answered within `grace_s` seconds get `Stopped`."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._open, grace_s)
@@ -259,17 +258,17 @@ class OnlineDriver:
                 try:
                     self._feed()
                     self._pass_on(self._loop.dispatch())
-                # Errors of the device, such as too little memory. The slots may be lost.
+                # Device errors, such as out of memory. They may have destroyed the slots.
                 except jax.errors.JaxRuntimeError as error:
                     failure = ServingError(f"the engine has failed: {_first_line(error)}")
                     _LOG.error("%s", failure)
                     self._fail_loop(failure)
         finally:
-            # Whatever the reason, nobody is left waiting.
+            # Whatever ended the thread, every open request gets an error.
             self._end()
 
     def _wait_for_work(self) -> bool:
-        """Waits until there is work; False when it is time to stop."""
+        """Waits until there is work; returns False when the driver must stop."""
         with self._changed:
             while not (self._stopping or self._waiting or self._cancelled or self._in_loop):
                 self._changed.wait()
@@ -282,7 +281,7 @@ class OnlineDriver:
             self._forget_waiting(cancelled)
             dropped = [task for task in self._in_loop if task.owner.ticket in cancelled]
             self._leave(dropped)
-            # Only a few samples queue for slots in the loop: dropping one means to search for it.
+            # Only few samples are queued inside the loop, because dropping one searches the queue.
             room = 2 * self._engine.max_concurrent_decodes - len(self._in_loop)
             added = list(itertools.islice(self._waiting, max(0, room)))
             for task in added:
@@ -300,7 +299,7 @@ class OnlineDriver:
                 del self._waiting[task]
 
     def _pass_on(self, results: Sequence[Decoded]) -> None:
-        """Tells the listeners what a dispatch has decoded."""
+        """Sends the results of a dispatch to the listeners."""
         self._leave(result.task for result in results if result.end is not None)
         broken: dict[int, Decoded] = {}
         for result in results:
@@ -312,7 +311,7 @@ class OnlineDriver:
             self._refuse_broken(ticket, result.task.num_tokens - len(result.tokens))
 
     def _refuse_broken(self, ticket: int, num_tokens: int) -> None:
-        """Ends a request whose log-probabilities are not finite after so many tokens."""
+        """Ends a request whose log-probabilities became non-finite after `num_tokens` tokens."""
         error = NotFinite(
             f"the model's log-probabilities are not finite after a sequence of {num_tokens} tokens, so "
             "there is nothing to sample from; look for NaN or infinity in its weights, or try dtype float32"
@@ -324,7 +323,7 @@ class OnlineDriver:
             self._cancelled.append(ticket)
 
     def _notify(self, ticket: int, event: Delta | ServingError) -> None:
-        """Calls the listener of a request, and forgets the request after its last event."""
+        """Calls the listener of a request; forgets the request after its last event."""
         with self._changed:
             opened = self._open.get(ticket)
             if opened is None:  # cancelled
@@ -339,12 +338,12 @@ class OnlineDriver:
         opened.listener(event)
 
     def _fail_loop(self, error: ServingError) -> None:
-        """Fails the requests with samples in the loop, and starts afresh with those that wait."""
+        """Fails all requests with samples in the loop, and restarts with the waiting ones."""
         tickets = dict.fromkeys(task.owner.ticket for task in self._in_loop)
         self._in_loop.clear()
         self._loop.clear()
         with self._changed:
-            # A request fails as a whole.
+            # One failed sample fails its whole request.
             self._forget_waiting(tickets)
         for ticket in tickets:
             self._notify(ticket, error)

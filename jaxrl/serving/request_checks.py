@@ -9,12 +9,12 @@ from jaxrl.rollout.engine import Engine
 
 
 def check_request(engine: Engine, prompt: np.ndarray, max_tokens: int) -> None:
-    """Raises UserError unless the engine can continue a prompt by so many tokens.
+    """Raises UserError unless the engine can continue a prompt by `max_tokens` tokens.
 
     Args:
       engine: the engine.
       prompt: token ids, int [T].
-      max_tokens: most tokens of the response.
+      max_tokens: maximum number of response tokens.
     """
     config, model = engine.config, engine.model
     longest, most = config.max_prompt_tokens, config.max_response_tokens

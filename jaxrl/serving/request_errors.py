@@ -1,4 +1,4 @@
-"""Reasons why a request was not answered that its sender cannot help; for the others there is `UserError`."""
+"""Errors of requests that are not the sender's fault. Errors of the sender are `UserError`s."""
 
 
 class ServingError(RuntimeError):
@@ -6,12 +6,12 @@ class ServingError(RuntimeError):
 
 
 class Overloaded(ServingError):
-    """Too many samples wait already; the sender may try again later."""
+    """Too many samples are waiting; the sender may try again later."""
 
 
 class Stopped(ServingError):
-    """The driver answers no more requests."""
+    """The driver no longer answers requests."""
 
 
 class NotFinite(ServingError):
-    """The model's log-probabilities are not finite: its weights are broken, or break on this prompt."""
+    """The model's log-probabilities are not finite: its weights are broken, or overflow on this prompt."""

@@ -2,8 +2,8 @@
 
     python launch/serve.py --model DIR [--http_port 8000] [--grpc_port 9000 | --http_only]
 
-DIR is a Hugging Face directory; what a run has trained becomes one by launch/convert.py --from run. It
-listens on this machine alone unless --host says otherwise. SIGTERM and Ctrl-C let open requests end.
+DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
+listens only on this machine unless --host is given. After SIGTERM or Ctrl-C it finishes open requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.serving.server import serve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves as the program's name and its arguments say; returns the exit status."""
+    """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
     parser = _parser(program)
     args = parser.parse_args(arguments)

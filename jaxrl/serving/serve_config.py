@@ -1,4 +1,4 @@
-"""Settings of a server, and of the engine behind it."""
+"""Settings of a server and its engine."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from jaxrl.rollout.settings import EngineSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(EngineSettings):
-    """A server, and the engine behind it, whose other settings are those of `EngineSettings`.
+    """Settings of a server and its engine; `EngineSettings` documents the inherited ones.
 
     Attributes:
-      model: Hugging Face directory.
-      name: what requests call the model; "" is the directory's name.
+      model: Hugging Face directory of the model.
+      name: model name that requests must use; "" means the directory's name.
       host: address to listen on.
-      http_port, grpc_port: ports; 0 takes a free one.
-      grpc: serve JetStream's gRPC too.
-      slots: samples decoded side by side.
-      prefill_prompts: prompts of one prefill.
-      max_prompt_tokens, max_response_tokens: longest prompt and response; 0 is what the model's context and
-        the memory of the devices leave (`lengths_of`).
-      tokens_per_dispatch: tokens decoded between two looks of the host, which is how often text is sent.
-      mesh: "p-t-d" of the devices, the first of those that are here.
-      dtype: of weights and activations; "auto" is float32 on CPUs, which are slower in bfloat16, and bfloat16
-        on accelerators.
-      max_waiting: samples that may wait for a slot; more are refused.
-      max_body_bytes: of a request.
-      max_connections: that may be open to the HTTP endpoint.
-      grace_s: how long open requests may go on after SIGTERM.
+      http_port, grpc_port: ports to listen on; 0 chooses a free port.
+      grpc: whether JetStream's gRPC service runs too.
+      slots: maximum number of samples decoded at the same time.
+      prefill_prompts: number of prompts per prefill.
+      max_prompt_tokens, max_response_tokens: maximum lengths of prompt and response; 0 uses all that the
+        model's context and the memory of the devices allow.
+      tokens_per_dispatch: number of tokens decoded between two pieces of streamed text.
+      mesh: mesh of the devices as "p-t-d"; it uses the first devices of this machine.
+      dtype: data type of weights and activations. "auto" is bfloat16 on accelerators and float32 on CPUs,
+        which are slower in bfloat16.
+      max_waiting: maximum number of samples that wait for a slot; more are refused.
+      max_body_bytes: maximum size of a request in bytes.
+      max_connections: maximum number of open HTTP connections.
+      grace_s: seconds that open requests may continue after SIGTERM.
     """
 
     model: Annotated[str, PATH]
@@ -41,16 +41,16 @@ class ServeConfig(EngineSettings):
     grpc_port: Annotated[int, between(0, 65_535)] = 9000
     grpc: bool = True
     slots: Annotated[int, count(1)] = 64
-    # Few requests at a time are the rule, and the last of them are waited for.
+    # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
     smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
-    # What a layer makes of all of a long prompt at once may not fit.
+    # The activations of a long prompt may not fit if it is prefilled at once.
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 8
     mesh: str = "1-1-1"
-    # Wider than the engine's own, which is made when the devices are known.
+    # Adds "auto" to the engine's type. It is resolved once the devices are known.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     max_waiting: Annotated[int, count(1)] = 10_000
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 1 << 20
@@ -59,5 +59,5 @@ class ServeConfig(EngineSettings):
 
     @property
     def model_name(self) -> str:
-        """The name by which requests call the model."""
+        """The model name that requests must use."""
         return self.name or pathlib.Path(self.model).resolve().name

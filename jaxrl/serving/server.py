@@ -1,9 +1,9 @@
-"""Serving a model: what `launch/serve.py` calls.
+"""Runs the servers of a model; `launch/serve.py` calls it.
 
     weights, engine --+-- online driver -- OpenAI-compatible HTTP
                       +-- JetStream's driver -- JetStream's gRPC
 
-Both answer from the same weights and take turns on the devices.
+Both drivers share the weights and take turns on the devices.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jaxrl.serving.serve_config import ServeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A server that answers.
+    """A server that is running.
 
     Attributes:
-      driver: of the HTTP endpoint.
-      http_port: it listens on.
-      grpc_port: of the gRPC service, None without one.
-      context_tokens: of a prompt and its response together.
+      driver: driver of the HTTP endpoint.
+      http_port: port of the HTTP endpoint.
+      grpc_port: port of the gRPC service; None without one.
+      context_tokens: maximum number of tokens of a prompt and its response together.
     """
 
     driver: OnlineDriver
@@ -43,13 +43,13 @@ class Running:
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGTERM or Ctrl-C, then lets open requests end.
+    """Serves until SIGTERM or Ctrl-C, then finishes open requests.
 
     Returns:
-      The exit status: 0, or 1 if the driver has broken down.
+      The exit status: 0, or 1 if the driver has failed.
 
     Raises:
-      UserError: the model cannot be served, an extra is not installed, or a port cannot be had.
+      UserError: the model cannot be served, an extra is not installed, or a port is not available.
     """
     _require_extras(config)
     ended = threading.Event()
@@ -79,12 +79,12 @@ def serve(config: ServeConfig) -> int:
 
 @contextlib.contextmanager
 def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
-    """A server that answers as long as the context lasts.
+    """Runs the servers inside a `with` block.
 
-    One sample is drawn before it listens, so that a model that does not fit is noticed at once.
+    It draws one sample before it listens. So a model that does not fit is reported at once.
 
     Raises:
-      UserError: a port cannot be had, or memory does not suffice.
+      UserError: a port is not available, or memory does not suffice.
     """
     lock = threading.Lock()
     with contextlib.ExitStack() as stack:
@@ -153,7 +153,7 @@ def _start_http(
         app, host=config.host, port=config.http_port, max_connections=config.max_connections
     )
     stack.callback(server.stop)
-    # First of all, so that whoever is still waiting then gets an answer.
+    # First, so that open requests still get an answer while the HTTP server runs.
     stack.callback(driver.close, config.grace_s)
     return server.port
 
@@ -164,7 +164,7 @@ def _start_grpc(
     from jaxrl.serving import jetstream_grpc
 
     driver = jetstream_grpc.start_driver(loaded.engine, loaded.params, loaded.tokenizer, lock)
-    # For the case that there will be no server to do it.
+    # Stops the driver if no server was started that would do it.
     stack.callback(driver.stop)
     server = jetstream_grpc.GrpcServer(
         driver,

@@ -1,6 +1,6 @@
-"""Our engine as JetStream's contract has it, `jetstream.engine.engine_api.Engine`.
+"""Adapts our engine to JetStream's contract, `jetstream.engine.engine_api.Engine`.
 
-W tokens of a dispatch   n slots   C columns of a token
+W tokens of a dispatch   n slots   C columns per token
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jaxrl.rollout.slots import DrawSettings, SlotAssignment, insert, prefilled,
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A prompt and what else the engine should know of its request.
+    """A prompt and the settings of its request.
 
     Attributes:
       tokens: int32 [T].
-      max_tokens: of each sample.
-      prompt_id: enters the samples' keys.
-      first_sample: index of the first of the samples; the others follow.
+      max_tokens: maximum number of tokens per sample.
+      prompt_id: part of the sampling keys.
+      first_sample: index of the first sample; the others follow.
     """
 
     tokens: np.ndarray
@@ -43,7 +43,7 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkPrefix:
-    """Keys and values of a prompt, and its request; fields as of `Work`."""
+    """Keys and values of a prompt, and its request; the fields are those of `Work`."""
 
     prefix: Prefix
     max_tokens: int = dataclasses.field(metadata={"static": True})
@@ -52,7 +52,7 @@ class WorkPrefix:
 
 
 class Tokenizer(tokenizer_api.Tokenizer):
-    """Two functions as JetStream's tokenizer. It neither pads nor adds tokens."""
+    """Wraps an encode and a decode function as JetStream's tokenizer. It neither pads nor adds tokens."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Tokenizer(tokenizer_api.Tokenizer):
         self._stop_ids = tuple(stop_ids)
 
     def encode(self, s: str, **kwargs) -> tuple[np.ndarray, int]:
-        """Token ids, int32 [T], and T; how JetStream would pad them is ignored."""
+        """Token ids, int32 [T], and T. JetStream's padding arguments are ignored."""
         tokens = self._encode_text(s)
         return tokens, len(tokens)
 
@@ -75,31 +75,32 @@ class Tokenizer(tokenizer_api.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
-        """Ids that end a response and are not passed on."""
+        """Ids that end a response and are not part of the output."""
         return set(self._stop_ids)
 
     @property
     def pad_id(self) -> int:
-        """Padding is never seen by the model."""
+        """Id of padding; the model never sees it."""
         return 0
 
     @property
     def eos_id(self) -> int:
-        """The first of the ids that end a response, 0 if there is none."""
+        """The first of the stop ids, 0 if there is none."""
         return next(iter(self._stop_ids), 0)
 
     @property
     def bos_id(self) -> int:
-        """A prompt's own business; nothing is put before it."""
+        """Not used: BOS, if any, is already part of the prompt."""
         return self.eos_id
 
 
 class JetStreamEngine(engine_api.Engine):
-    """Our engine as JetStream's contract has it. A dispatch gives up to W tokens, its "speculations".
+    """Our engine under JetStream's contract. A dispatch returns up to W tokens, JetStream's "speculations".
 
-    Its slot is a run of `samples_per_slot` of ours, all of one prompt. With `columns` a token is followed by
-    the bits of further values of the state, so that they travel with it. The tokenizer must then have no stop
-    ids, since bits may look like one; a sample ends where nothing is valid any more.
+    One of JetStream's slots stands for `samples_per_slot` consecutive slots of ours, all with the same
+    prompt. With `columns` each token is followed by the bits of float values of the state, so that they reach
+    the host with it. Such bits can look like a stop id. The tokenizer must then have no stop ids, and a
+    sample ends where no entry is valid.
     """
 
     def __init__(
@@ -113,15 +114,16 @@ class JetStreamEngine(engine_api.Engine):
         columns: Sequence[str] = (),
         lock: contextlib.AbstractContextManager | None = None,
     ):
-        """Takes no memory; the decode state comes with the first insert.
+        """Makes the adapter. Device memory for the decode state is first taken by `insert`.
 
         Args:
-          engine, params, tokenizer: of the model.
-          settings: of all requests.
-          samples_per_slot: divides the engine's slots; so many of these are one of JetStream's.
-          columns: float32 fields [n, W] of the decode state.
-          lock: held while something is dispatched; for another driver of the same devices. JetStream's own
-            threads need one too: on a mesh all devices must get programs in one order.
+          engine, params, tokenizer: engine, weights and tokenizer of the model.
+          settings: sampling settings of all requests.
+          samples_per_slot: number of our slots per JetStream slot; divides the number of our slots.
+          columns: names of float32 fields [n, W] of the decode state that accompany the tokens.
+          lock: context manager that is held during each dispatch. It is needed if another driver uses the
+            devices, and on a mesh because JetStream dispatches from several threads: all devices must get
+            their programs in the same order.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -134,11 +136,11 @@ class JetStreamEngine(engine_api.Engine):
         (self._none_active,) = host_inputs(engine.mesh, np.int32(0))
 
     def load_params(self, *args, **kwargs) -> Params:
-        """The weights that were given."""
+        """The weights given to the constructor."""
         return self._params
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState | None:
-        """None: `insert` makes a state when there is something to put into it."""
+        """None: `insert` allocates the state when it is needed."""
         return None
 
     def prefill(
@@ -149,13 +151,13 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Any,
         true_length: int,
     ) -> WorkPrefix:
-        """Keys and values of one prompt.
+        """Computes the keys and values of one prompt.
 
         Args:
           params: the weights.
-          existing_prefix: None; JetStream's driver never has one.
+          existing_prefix: always None; JetStream's driver does not use it.
           padded_tokens: int [T'], padded on the right, or a `Work`.
-          true_length: T, of which `Work` has no need.
+          true_length: T, number of real tokens; not used for a `Work`.
         """
         assert existing_prefix is None, "prefixes are not extended"
         work = padded_tokens
@@ -184,7 +186,7 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: Params, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Decodes up to W tokens in every slot that is active."""
+        """Decodes up to W tokens in every active slot."""
         with self._lock:
             state = self.engine.generate(params, decode_state, self._none_active)
             data = self._packed(state)
@@ -198,7 +200,7 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def _pack(self, state: DecodeState) -> jax.Array:
-        """Tokens, validity and lengths side by side, int32 [n, 2 * W * C + 1], for one copy to the host."""
+        """Joins tokens, validity and lengths to int32 [n, 2 * W * C + 1], for a single copy to the host."""
         bits = [
             jax.lax.bitcast_convert_type(getattr(state, name), jnp.int32) for name in self._columns
         ]
@@ -210,38 +212,38 @@ class JetStreamEngine(engine_api.Engine):
         return jnp.concatenate(parts, axis=1)
 
     def get_prefix_destination_sharding(self) -> Any:
-        """Where a prefix goes before it is inserted."""
+        """The sharding of a prefix before it is inserted."""
         return replicated(self.engine.mesh)
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:  # pyright: ignore
-        """Nothing: `build_tokenizer` needs no file."""
+        """An empty message: `build_tokenizer` needs no file."""
         return tokenizer_pb2.TokenizerParameters()  # pyright: ignore
 
     def build_tokenizer(self, metadata: Any) -> Tokenizer:
-        """The tokenizer that was given."""
+        """The tokenizer given to the constructor."""
         return self.tokenizer
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """JetStream's slots."""
+        """The number of JetStream's slots."""
         return self.engine.slot_sizes[-1] // self.samples_per_slot
 
     @property
     def samples_per_slot(self) -> int:
-        """The engine's slots in one of JetStream's."""
+        """The number of our slots per JetStream slot."""
         return self._samples_per_slot
 
     @property
     def max_prefill_length(self) -> int:
-        """Longest prompt in tokens."""
+        """The maximum number of prompt tokens."""
         return self.engine.max_prefill_length
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """Where the engine runs."""
+        """The devices of the engine."""
         return self.engine.mesh
 
     @property
     def colocated_cpus(self) -> None:
-        """Not known."""
+        """Not supported."""
         return None

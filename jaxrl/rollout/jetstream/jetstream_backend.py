@@ -30,13 +30,13 @@ from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
-# Fields of the decode state that travel with a token.
+# Fields of the decode state that accompany each token.
 FIELDS = ("out_logprob", "out_entropy")
 _COLUMNS = 1 + len(FIELDS)
 
 
 class CollectedSamples:
-    """The channel of a request whose sender waits for the whole answer: tokens, each followed by `FIELDS`."""
+    """Channel of a request whose sender waits for all tokens; each token is followed by `FIELDS`."""
 
     def __init__(self):
         self._done = threading.Event()
@@ -44,24 +44,24 @@ class CollectedSamples:
         self._error: Exception | None = None
 
     def add_result(self, samples: list[ReturnSample]) -> None:
-        """Takes the samples of a dispatch."""
+        """Receives the samples of a dispatch."""
         self._parts.append(samples)
 
     def cancelled(self) -> bool:
-        """False: the sender waits."""
+        """Always False: the sender waits."""
         return False
 
     def close(self) -> None:
-        """All samples are complete."""
+        """Marks all samples as complete."""
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:
-        """Ends the answer with an error."""
+        """Ends the request with an error."""
         self._error = error
         self._done.set()
 
     def wait(self) -> list[np.ndarray]:
-        """Waits for the samples; returns int32 [R, C] of each, or raises the error of `set_exception`."""
+        """Waits for the samples; returns int32 [R, C] for each, or raises the error of `set_exception`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -73,10 +73,10 @@ class CollectedSamples:
 
 
 class JetStreamBackend(EngineBackend):
-    """Gives the same samples as `rollout.driver.OfflineBackend`, by JetStream's driver.
+    """Samples with JetStream's driver; the samples equal those of `rollout.driver.OfflineBackend`.
 
-    It keeps all slots at full length, and decodes past stop strings, which it searches afterwards. Several
-    hosts, environments and unfinished samples are not supported.
+    It keeps all slots at full length. It also decodes past stop strings and searches for them afterwards. It
+    does not support several hosts, environments and unfinished samples.
     """
 
     def generate(
@@ -87,7 +87,7 @@ class JetStreamBackend(EngineBackend):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """See `RolloutBackend.generate`; groups are handed out in the order in which they have begun.
+        """See `RolloutBackend.generate`. Groups are handed out in the order in which they started.
 
         Raises:
           UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
@@ -99,7 +99,7 @@ class JetStreamBackend(EngineBackend):
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
         groups = SampleGroups(prompts, options, self._decode_text)
-        # Closed whatever `on_group` raises, since it has threads.
+        # `on_group` may raise. The driver must be stopped even then, because it has threads.
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
             for n, columns in sampled:
                 for sample, columns_RC in zip(groups.group(n), columns, strict=True):
@@ -108,7 +108,7 @@ class JetStreamBackend(EngineBackend):
         return groups.completions(range(len(groups)))
 
     def _fill(self, sample: Sample, columns_RC: np.ndarray, options: SamplingOptions) -> None:
-        """Gives a sample its tokens, up to its first stop."""
+        """Adds the tokens up to the first stop to a sample."""
         tokens_R = columns_RC[:, 0]
         logprob_R, entropy_R = (
             np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T
@@ -129,7 +129,7 @@ class JetStreamBackend(EngineBackend):
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """Raises UserError: JetStream samples to the end."""
+        """Raises UserError: JetStream cannot leave samples unfinished."""
         raise UserError(
             "rollout.driver=jetstream with rollout.partial: JetStream cannot leave a sample unfinished; use "
             "the driver of our own"
@@ -138,7 +138,7 @@ class JetStreamBackend(EngineBackend):
     def _sampled(
         self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
     ) -> Generator[tuple[int, list[np.ndarray]]]:
-        """Yields prompt after prompt, with [R, C] of each of its samples."""
+        """Yields the index of each prompt with the [R, C] arrays of its samples."""
         per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
         adapter = JetStreamEngine(
             self.engine,

@@ -1,4 +1,4 @@
-"""JetStream's own driver, an orchestrator of threads, around our engine; see `package` for what it takes."""
+"""JetStream's driver (an orchestrator of threads) around our engine; see `package` for the workarounds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Work
 from jaxrl.rollout.jetstream.package import LOG, ReturnSample, orchestrator, tokenizer_api
 
-# Called with the samples of a request as a dispatch has left them, and with which of them are complete.
+# Called with the samples of a request after a dispatch, and with the indices of the complete ones.
 AddText: TypeAlias = Callable[[Sequence[ReturnSample], np.ndarray], None]
 
 
 class DriverFailed(RuntimeError):
-    """The engine has failed, and a request was not answered."""
+    """The engine has failed, so a request was not answered."""
 
 
 class DriverStopped(DriverFailed):
-    """The driver takes no requests any more; its cause is the engine's error if that has failed."""
+    """The driver no longer accepts requests; `__cause__` is the engine's error if the engine has failed."""
 
 
 class JetStreamDriver(orchestrator.Driver):
-    """JetStream's driver of one engine, which prefills and decodes in turn.
+    """JetStream's driver of one engine; it alternates between prefill and decode.
 
-    If one of its threads fails, every open request gets `DriverFailed`, later ones are refused, and `stop`
-    ends the other threads.
+    If one of its threads fails, every open request gets `DriverFailed`, later requests are refused, and
+    `stop` ends the other threads.
     """
 
     def __init__(self, engine: JetStreamEngine):
-        """Starts the threads; `stop` must be called, or the process does not end."""
+        """Starts the threads. Without a call of `stop` the process does not end."""
         self._engine = engine
         self._guard = threading.Lock()
         self._channels: dict[int, Any] = {}
@@ -47,15 +47,15 @@ class JetStreamDriver(orchestrator.Driver):
         )
 
     def stop(self) -> None:
-        """Ends all threads; open requests get `DriverStopped`."""
+        """Stops all threads; open requests get `DriverStopped`."""
         super().stop()
         self._close_channels(DriverStopped("the server has stopped before the answer was complete"))
 
     def submit(self, work: Work, channel: Any) -> None:
-        """Queues a request, whose results the channel gets as token ids.
+        """Queues a request; its channel receives the results as token ids.
 
         Raises:
-          DriverStopped: the driver takes no requests.
+          DriverStopped: the driver no longer accepts requests.
         """
         content: Any = work
         self._queue(
@@ -66,7 +66,7 @@ class JetStreamDriver(orchestrator.Driver):
 
     def _queue(self, request: orchestrator.ActiveRequest, add_text: AddText | None = None) -> None:
         """Queues a request whose content is a `Work`; see `submit`."""
-        # Otherwise the detokenize thread would decode token by token.
+        # Without this the detokenize thread would decode token by token.
         request.is_client_side_tokenization = True
         channel = request.return_channel
         pass_on = functools.partial(self._pass_on, request, channel, add_text)
@@ -91,7 +91,7 @@ class JetStreamDriver(orchestrator.Driver):
         is_bos: bool,
         max_prefill_length: int,
     ) -> tuple[Any, int]:
-        """Returns the prompt as it is: the engine has its own sizes, and no BOS is added."""
+        """Returns the prompt unchanged: the engine pads to its own sizes, and no BOS is added."""
         work: Any = request.prefill_content
         return work, len(work.tokens)
 
@@ -102,14 +102,14 @@ class JetStreamDriver(orchestrator.Driver):
         add_text: AddText | None,
         samples: list[ReturnSample],
     ) -> None:
-        """Takes the place of `ActiveRequest.enqueue_samples`; runs in the detokenize thread."""
+        """Replaces `ActiveRequest.enqueue_samples`; runs in the detokenize thread."""
         complete = request.complete
         assert complete is not None, "it is set when the request gets its slot"
         if add_text is not None:
             add_text(samples, complete)
         channel.add_result(samples)
         if channel.cancelled():
-            # JetStream looks next at whether all are complete, and then the slot is free.
+            # JetStream frees the slot once all samples are marked complete, which it checks next.
             complete[:] = True
         if complete.all():
             with self._guard:
@@ -130,8 +130,8 @@ class JetStreamDriver(orchestrator.Driver):
     def _guarded(self, body: Callable[[int], None], idx: int) -> None:
         try:
             body(idx)
-        # Of every kind: JetStream's threads answer what is raised with SIGKILL. Nothing is hidden by this,
-        # since the error goes to everybody who waits for a result.
+        # Catches every exception: JetStream kills the process (SIGKILL) if one leaves a thread. Nothing is
+        # hidden, because everybody who waits for a result gets the error.
         except Exception as error:
             failure = DriverFailed(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error

@@ -1,16 +1,16 @@
-"""JetStream's package, made importable; nothing else in this project imports it.
+"""Makes JetStream's package importable; nothing else in this project imports it directly.
 
-    package                  what is taken of it, and what it takes to run it today
+    package                  imports JetStream's modules and works around their problems
     engine_adapter           our engine as a `jetstream.engine.engine_api.Engine`
     orchestrator_driver      JetStream's own driver: threads for prefill, transfer, generate and detokenize
-    jetstream_backend        a rollout backend, driven by that driver; one host only
+    jetstream_backend        a rollout backend on that driver; one host only
     serving.jetstream_grpc   JetStream's servicer and messages
 
-JetStream is archived: google-jetstream 0.2.2 is its last release and was written for jax 0.4. All that it
-takes to run it is in these files, each with its reason:
+JetStream is archived. Its last release, google-jetstream 0.2.2, was written for jax 0.4. These workarounds
+make it run today:
 
-    seqio, hence TensorFlow, is imported for tokenizers that we do not use    a stub, while importing
-    the root logger is set to DEBUG and prints to stdout                      put back after importing
+    seqio, hence TensorFlow, is imported for tokenizers that we do not use    a stub during the import
+    the root logger is set to DEBUG and prints to stdout                      restored after the import
     `logging.info` on every step, which installs handlers by itself           a logger of its own
     `jax.tree_map` is gone from jax                                           `_delete_arrays`
     an exception in a thread is answered with SIGKILL                         `JetStreamDriver._guarded`
@@ -22,8 +22,9 @@ takes to run it is in these files, each with its reason:
     cancelled requests decode to their end                                    `JetStreamDriver._pass_on`
     the server listens on all interfaces, on a port that it does not report   `GrpcServer`
 
-Not covered: JetStream's driver knows no settings per request, and keeps a state of full size; for both see
-`serving.online_driver`. On several hosts its threads would dispatch in different orders and hang.
+Not covered: JetStream's driver has no settings per request, and its state always has full size.
+`serving.online_driver` has neither limit. On several hosts JetStream's threads would dispatch in different
+orders and hang.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from jaxrl.errors import UserError
 
 @contextlib.contextmanager
 def _importable() -> Iterator[None]:
-    """JetStream can be imported: without TensorFlow, and without side effects on logging."""
+    """Makes JetStream importable without TensorFlow and without side effects on logging."""
     if importlib.util.find_spec("jetstream") is None:
         raise UserError(
             "JetStream is not installed; install jaxrl with its extra: pip install 'jaxrl[jetstream]'"
@@ -67,8 +68,8 @@ def _importable() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-# A process that closes what it has inherited, as that of a grader in a sandbox, would be aborted by gRPC,
-# which looks after its own in every child. None of ours goes on with gRPC.
+# gRPC registers fork handlers that check its file descriptors in every child. A child that closes all
+# inherited descriptors, such as a sandboxed grader, would be aborted. None of our children use gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 with _importable():
     import grpc
@@ -92,7 +93,7 @@ LOG = logging.getLogger("jetstream")
 
 
 def _delete_arrays(tree: Any) -> None:
-    """Frees the memory of a prefix that has been inserted."""
+    """Frees the memory of a prefix after it was inserted."""
     for leaf in jax.tree.leaves(tree):
         leaf.delete()
 

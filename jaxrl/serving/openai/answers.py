@@ -1,10 +1,9 @@
-"""The answers of the online driver in OpenAI's words: deltas in, JSON out.
+"""Converts the online driver's deltas to OpenAI's answers: deltas in, JSON out.
 
     POST /v1/completions        choices have `text`
     POST /v1/chat/completions   choices have `message`, or `delta` in the events of a stream
 
-Log-probabilities are those of the tempered distribution before truncation, which is what training compares
-with.
+Log-probabilities are those of the tempered distribution before truncation, the same that training uses.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from jaxrl.serving.openai.protocol import (
     Usage,
 )
 
-Head = dict[str, Any]  # the id, time and model that all parts of an answer have
+Head = dict[str, Any]  # id, time and model, the same in all parts of an answer
 
 
 class Choice:
-    """One sample, as it grows.
+    """One sample as it grows.
 
     Attributes:
-      text: so far.
-      num_tokens: so far.
-      finish: why it has ended, None before.
+      text: text so far.
+      num_tokens: number of tokens so far.
+      finish: reason why it has ended; None before.
     """
 
     def __init__(self):
@@ -60,7 +59,7 @@ class Choice:
         self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
 
     def take(self) -> tuple[str, list[tuple[str, float]], int]:
-        """All that is new since the last call: text, (token, log-probability)s, and where they begin."""
+        """What is new since the last call: text, (token, log-probability) pairs, and their text offset."""
         text, tokens, start = self.text, self._tokens, self._spelled
         self.text, self._tokens = "", []
         self._spelled += sum(len(piece) for piece, _ in tokens)
@@ -68,25 +67,25 @@ class Choice:
 
 
 class CompletionForm:
-    """Answers of POST /v1/completions."""
+    """Builds answers of POST /v1/completions."""
 
     prefix = "cmpl-"
 
     def whole(
         self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
     ) -> Completion:
-        """All choices, which have ended."""
+        """The answer with all choices, which must have ended."""
         taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
         return Completion(**head, choices=taken, usage=usage)
 
     def event(
         self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
     ) -> Completion:
-        """The new part of a choice."""
+        """The event with the new part of a choice."""
         return Completion(**head, choices=[self._choice(index, choice, logprobs)])
 
     def usage_event(self, head: Head, usage: Usage) -> Completion:
-        """The number of tokens alone."""
+        """The event with the token counts."""
         return Completion(**head, choices=[], usage=usage)
 
     def _choice(self, index: int, choice: Choice, logprobs: bool) -> CompletionChoice:
@@ -109,21 +108,21 @@ def _completion_logprobs(tokens: Sequence[tuple[str, float]], start: int) -> Com
 
 
 class ChatForm:
-    """Answers of POST /v1/chat/completions."""
+    """Builds answers of POST /v1/chat/completions."""
 
     prefix = "chatcmpl-"
 
     def whole(
         self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
     ) -> ChatCompletion:
-        """All choices, which have ended."""
+        """The answer with all choices, which must have ended."""
         taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
         return ChatCompletion(**head, choices=taken, usage=usage)
 
     def event(
         self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
     ) -> ChatCompletionChunk:
-        """The new part of a choice."""
+        """The event with the new part of a choice."""
         text, tokens, _ = choice.take()
         new = ChatChunkChoice(
             index=index,
@@ -134,7 +133,7 @@ class ChatForm:
         return ChatCompletionChunk(**head, choices=[new])
 
     def usage_event(self, head: Head, usage: Usage) -> ChatCompletionChunk:
-        """The number of tokens alone."""
+        """The event with the token counts."""
         return ChatCompletionChunk(**head, choices=[], usage=usage)
 
     def _choice(self, index: int, choice: Choice, logprobs: bool) -> ChatChoice:
@@ -160,7 +159,7 @@ Form = CompletionForm | ChatForm
 
 
 class Answer:
-    """The choices of a call, put together from deltas; its parts come as JSON."""
+    """The choices of a call, assembled from deltas; returns whole answers and events as JSON."""
 
     def __init__(self, call: Call, form: Form, model: str):
         self._call = call
@@ -175,21 +174,21 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return all(choice.finish for choice in self._choices)
 
     def add(self, index: int, delta: Delta) -> None:
-        """Appends to a choice."""
+        """Appends a delta to a choice."""
         self._choices[index].add(delta)
 
     def whole(self) -> str:
-        """The answer, when it is complete."""
+        """The whole answer, once it is complete."""
         logprobs = self._call.logprobs
         answer = self._form.whole(self._head, self._choices, self._usage(), logprobs=logprobs)
         return answer.model_dump_json()
 
     def event(self, index: int) -> str:
-        """The new part of a choice."""
+        """The event with the new part of a choice."""
         first = index not in self._begun
         self._begun.add(index)
         choice, logprobs = self._choices[index], self._call.logprobs
@@ -197,7 +196,7 @@ class Answer:
         return event.model_dump_json(exclude=None if self._call.include_usage else {"usage"})
 
     def usage_event(self) -> str:
-        """The event that tells the number of tokens."""
+        """The event with the token counts."""
         return self._form.usage_event(self._head, self._usage()).model_dump_json()
 
     def _usage(self) -> Usage:

@@ -1,9 +1,9 @@
-"""OpenAI's requests as calls of the online driver: JSON objects in, its `Request`s out.
+"""Converts OpenAI's requests to requests of the online driver: JSON objects in, `Request`s out.
 
     POST /v1/completions        prompt: text, token ids, or a list of either
     POST /v1/chat/completions   messages through the model's chat template
 
-`protocol` says what a body may hold; here it meets the model: its name, its tokenizer, its longest sequences.
+`protocol` checks the form of a body. This module checks it against the model: name, tokenizer, lengths.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Json = dict[str, Any]
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, as far as requests need one."""
+    """The methods of a tokenizer that requests need."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Int32 [T] ids of a text, nothing added."""
+        """Int32 [T] ids of a text, without added tokens."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -44,19 +44,19 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
-        """Int32 [T] ids of a conversation, up to where the answer begins; UserError if it cannot.
+        """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
 
-        `variables` are further ones of the chat template, such as enable_thinking.
+        `variables` are additional variables of the chat template, such as enable_thinking.
         """
         ...
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape.
+    """An error answer in OpenAI's format.
 
     Attributes:
-      status: of HTTP.
-      body: the JSON object.
+      status: HTTP status.
+      body: JSON object.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str = ""):
@@ -74,13 +74,13 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A client's request, understood.
+    """A client's request, parsed.
 
     Attributes:
-      requests: to the driver, one per prompt, with the same number of samples.
-      stream: the answer is to come in events.
-      include_usage: its last event tells the number of tokens.
-      logprobs: it is to have log-probabilities.
+      requests: requests to the driver, one per prompt, all with the same number of samples.
+      stream: whether the answer is sent as events.
+      include_usage: whether the last event has the token counts.
+      logprobs: whether the answer has log-probabilities.
     """
 
     requests: tuple[Request, ...]
@@ -90,24 +90,24 @@ class Call:
 
     @property
     def num_choices(self) -> int:
-        """Samples of all prompts; choice i is sample i % n of prompt i // n."""
+        """Number of samples of all prompts; choice i is sample i % n of prompt i // n."""
         return sum(request.num_samples for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each once."""
+        """Number of tokens of all prompts, each prompt counted once."""
         return sum(len(request.prompt) for request in self.requests)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for, and the model that it must name.
+    """Limits of a request, and the name of the model.
 
     Attributes:
-      model: the name requests must give.
-      max_tokens: of a sample.
-      max_context_tokens: of a prompt and a sample of it together.
-      max_choices: samples of one request.
+      model: model name that requests must give.
+      max_tokens: maximum number of tokens per sample.
+      max_context_tokens: maximum number of tokens of a prompt and its sample together.
+      max_choices: maximum number of samples per request.
     """
 
     model: str
@@ -116,23 +116,23 @@ class Limits:
     max_choices: int = 128
 
     def max_tokens_after(self, prompt: np.ndarray) -> int:
-        """The default of a chat: as much as there is room for."""
+        """The default number of tokens for a chat: all the room after the prompt."""
         return min(self.max_tokens, self.max_context_tokens - len(prompt))
 
 
-# What OpenAI's completions give that do not say; a chat goes on to the server's limit.
+# OpenAI's default number of tokens for completions. Chats default to the server's limit.
 _DEFAULT_COMPLETION_TOKENS = 16
-# Twice what tokens of prose have.
+# Characters per token; twice the value of English prose.
 _CHARS_PER_TOKEN = 8
-# Below it the most probable token is the only one; logits divided by it would leave the range of float32.
+# Temperatures below count as greedy: division by them would overflow float32.
 _LOWEST_TEMPERATURE = 1e-5
 
 
 def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
-    """The body of POST /v1/completions.
+    """Parses the body of POST /v1/completions.
 
     Raises:
-      ApiError, UserError: what is asked for is not here, or is not well formed.
+      ApiError, UserError: the body is malformed or asks for something that is not supported.
     """
     request = _checked(CompletionRequest, body, limits)
     for prompt in request.prompts:
@@ -149,10 +149,10 @@ def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
 
 
 def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
-    """The body of POST /v1/chat/completions.
+    """Parses the body of POST /v1/chat/completions.
 
     Raises:
-      ApiError, UserError: what is asked for is not here, or is not well formed.
+      ApiError, UserError: the body is malformed or asks for something that is not supported.
     """
     request = _checked(ChatRequest, body, limits)
     messages = [{"role": message.role, "content": message.text} for message in request.messages]
@@ -162,7 +162,7 @@ def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     if max_tokens is None:
         max_tokens = request.max_tokens
     if max_tokens is None:
-        # A prompt that leaves no room is refused for itself, by the driver.
+        # A prompt that leaves no room is refused later, by the driver, with a better message.
         max_tokens = max(1, limits.max_tokens_after(prompt))
     return _call(request, [prompt], max_tokens, limits, logprobs=request.logprobs)
 
@@ -177,7 +177,7 @@ def _checked(kind: type[RequestType], body: Json, limits: Limits) -> RequestType
 
 
 def check_model(name: str, limits: Limits) -> None:
-    """Raises ApiError, with status 404, unless it is the name of the server's model."""
+    """Raises ApiError with status 404 if `name` is not the server's model."""
     if name != limits.model:
         raise ApiError(
             404,
@@ -197,7 +197,7 @@ def _call(
 ) -> Call:
     _check_sizes(request, prompts, max_tokens, limits)
     truncation = truncation_of(
-        # Some clients write -1 for all.
+        # Some clients send -1 to disable top_k.
         top_k=max(request.top_k, 0),
         top_p=request.top_p,
         min_p=request.min_p,
@@ -222,7 +222,7 @@ def _call(
 
 
 def _check_length(text: str, tokenizer: Tokenizer, limits: Limits) -> None:
-    """Refuses a text whose beginning alone is too long, before all of it is tokenised."""
+    """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
     reach = _CHARS_PER_TOKEN * limits.max_context_tokens
     if len(text) > reach and len(tokenizer.encode(text[:reach])) > limits.max_context_tokens:
         raise ApiError(
@@ -265,5 +265,5 @@ def _check_sizes(
 
 
 def error_of(error: UserError) -> ApiError:
-    """A request that can never be served."""
+    """The ApiError for a request that can never be served."""
     return ApiError(400, str(error))

@@ -3,8 +3,8 @@
     GET  /health, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
 
-A body is bounded in size and in the time it takes to arrive. A client that goes away ends its requests, and
-their slots are free. There is no authentication: it is for this machine, or for a proxy that has some.
+Bodies are limited in size and in arrival time. If a client disconnects, its requests end and their slots are
+freed. There is no authentication: use it on one machine or behind a proxy with authentication.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from jaxrl.serving.openai.calls import (
 from jaxrl.serving.openai.protocol import Model, ModelList
 from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
 
-# A body that takes longer to arrive is given up.
+# A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
-# What nginx writes into its log for a client that has gone; nobody reads the response.
+# nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
 Reader: TypeAlias = Callable[[Json, Tokenizer, Limits], Call]
 
 
 class _Inbox:
-    """Deltas of a call, brought from the driver's thread to the server's loop; closing it ends the call."""
+    """Passes the deltas of a call from the driver's thread to the event loop; closing it ends the call."""
 
     def __init__(self, driver: OnlineDriver, call: Call):
         self._driver = driver
@@ -62,27 +62,27 @@ class _Inbox:
     def _listener(self, first: int) -> Callable[[Delta | ServingError], None]:
         def listen(event: Delta | ServingError) -> None:
             item = event if isinstance(event, ServingError) else (first + event.index, event)
-            # The loop is closed only when the server has stopped and nobody reads any more.
+            # The loop is closed only after the server has stopped, so nobody reads any more.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
         return listen
 
     async def get(self) -> tuple[int, Delta]:
-        """The next delta and the choice it belongs to; raises ServingError if there will be none."""
+        """The next delta with the index of its choice; raises ServingError if the call has failed."""
         item = await self._events.get()
         if isinstance(item, ServingError):
             raise item
         return item
 
     def close(self) -> None:
-        """Ends what is not answered yet."""
+        """Cancels the requests that are not answered yet."""
         for ticket in self._tickets:
             self._driver.cancel(ticket)
 
 
 class _Events(StreamingResponse):
-    """Server-sent events that close their inbox, however they end."""
+    """Server-sent events that always close their inbox, even after a disconnect."""
 
     def __init__(self, inbox: _Inbox, events: AsyncIterator[str]):
         super().__init__(
@@ -100,13 +100,13 @@ class _Events(StreamingResponse):
 def build_app(
     driver: OnlineDriver, tokenizer: Tokenizer, limits: Limits, *, max_body_bytes: int
 ) -> Starlette:
-    """The endpoint as an ASGI application.
+    """Makes the endpoint as an ASGI application.
 
     Args:
-      driver: answers the requests.
-      tokenizer: of the model.
-      limits: of requests.
-      max_body_bytes: larger bodies are refused.
+      driver: driver that answers the requests.
+      tokenizer: tokenizer of the model.
+      limits: limits of requests.
+      max_body_bytes: maximum size of a body; larger ones are refused.
     """
 
     async def health(request: Request) -> Response:
@@ -128,7 +128,7 @@ def build_app(
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
             body = await _body_of(request, max_body_bytes)
-            # A long text or a slow template shall not hold up the answers of others.
+            # On another thread: a long text or a slow template must not delay other answers.
             call = await asyncio.to_thread(read, body, tokenizer, limits)
             inbox = _Inbox(driver, call)
             result = Answer(call, form, limits.model)
@@ -145,7 +145,7 @@ def build_app(
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
-            # A name may have slashes, as those of published models do.
+            # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", endpoint(read_completion, CompletionForm()), methods=["POST"]),
             Route("/v1/chat/completions", endpoint(read_chat, ChatForm()), methods=["POST"]),
@@ -155,14 +155,14 @@ def build_app(
             UserError: _refuse,
             ServingError: _refuse,
             HTTPException: _refuse,
-            # Starlette logs these with their traceback, after answering.
+            # Starlette logs such an exception with its traceback after sending the answer.
             Exception: _refuse,
         },
     )
 
 
 async def _body_of(request: Request, max_bytes: int) -> Json:
-    """The JSON object of a request."""
+    """Reads the body of a request as a JSON object."""
     too_large = ApiError(
         413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
     )
@@ -182,7 +182,7 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
         raise ApiError(_CLIENT_GONE, "the client has gone") from error
     try:
         body = json.loads(content)
-    # A deeply nested body exhausts the parser's stack.
+    # A deeply nested body raises RecursionError in the parser.
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON ({error})") from error
     if not isinstance(body, dict):
@@ -203,7 +203,7 @@ async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncItera
             answer.add(index, delta)
             yield _event(answer.event(index))
     except ServingError as error:
-        # The status has been sent; OpenAI's client raises what it finds here.
+        # The status was already sent, so the error goes into an event; OpenAI's client raises it.
         yield _event(json.dumps(_as_api_error(error).body))
         return
     if call.include_usage:
@@ -220,7 +220,7 @@ def _event(body: str) -> str:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client goes away."""
+    """Returns the result of `work`; cancels it if the client disconnects."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

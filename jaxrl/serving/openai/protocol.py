@@ -1,18 +1,18 @@
-"""OpenAI's requests and answers as types: what a body may hold, and what is sent back.
+"""OpenAI's requests and answers as types.
 
     POST /v1/completions        CompletionRequest -> Completion, whole or in pieces
     POST /v1/chat/completions   ChatRequest -> ChatCompletion, or ChatCompletionChunks
     GET  /v1/models             ModelList; /v1/models/NAME: Model
     an error                    ErrorResponse
 
-The description of a request's field says what must be there. A field without one asks for what is not here;
-it is taken if it asks for nothing, since clients send their defaults. `null` stands for the default, as with
-OpenAI. Beyond OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty` and
-`chat_template_kwargs`, as other servers have them.
+The field descriptions of the request types define what a valid body holds. An unsupported field is accepted
+only at its default, because clients send their defaults. `null` means the default, as with OpenAI. Besides
+OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty` and `chat_template_kwargs`,
+named as in other servers.
 
-Not covered: what depends on the model (its name, its tokens, its longest prompt), and the ranges of `top_p`
-and its like, which the sampler checks. OpenAI's own package has no checks of requests, and brings the whole
-client with it.
+Not checked here: everything that depends on the model (its name, its tokens, its longest prompt), and the
+ranges of sampling settings such as `top_p`, which the sampler checks. OpenAI's own package is not used: it
+does not check requests, and it brings the whole client.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ FinishReason = Literal["stop", "length"]
 
 
 class InvalidRequest(Exception):
-    """A body that is not a request.
+    """A body that is not a valid request.
 
     Attributes:
-      param: the field, as `messages[0].content`.
+      param: path of the field, such as `messages[0].content`.
     """
 
     def __init__(self, message: str, param: str):
@@ -55,7 +55,7 @@ class InvalidRequest(Exception):
 
 
 def _check_encodes(text: str) -> str:
-    # JSON can hold half of a surrogate pair, which no tokenizer takes.
+    # JSON can contain half of a surrogate pair, which no tokenizer accepts.
     text.encode()
     return text
 
@@ -68,12 +68,12 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 _Text = Annotated[str, AfterValidator(_check_encodes)]
 _Stop = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-# A whole number of JSON can be too large for any type; these hold what the sampler has.
+# JSON integers have no limit; these types have the range of the sampler's.
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9, allow_inf_nan=False)]
 _Int32 = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 _Int64 = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 _NUMBER, _INT32 = "a number below 1e9", "an integer of 32 bits"
-# A long list of wrong items is refused with the first of them.
+# Report only the first wrong item of a long list.
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _EmptyList = Annotated[list[Any], Field(max_length=0)]
@@ -81,14 +81,14 @@ _EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class _RequestPart(BaseModel):
-    """An object of a request: no number is taken for a text, no field is overlooked."""
+    """An object of a request. Numbers are not converted to text, and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _given_fields(cls, body: Any) -> Any:
-        """Leaves out nulls; refuses the first field that is not known, of however many."""
+        """Removes nulls; refuses the first unknown field."""
         if not isinstance(body, dict):
             return body
         for name, value in body.items():
@@ -102,7 +102,7 @@ class _RequestPart(BaseModel):
 
     @classmethod
     def _means_nothing(cls, value: Any) -> bool:
-        """Whether an unknown field may have this value."""
+        """Whether this value of an unsupported field can be ignored."""
         return False
 
 
@@ -113,7 +113,7 @@ class StreamOptions(_RequestPart):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content; what else it has, such as hints for a cache, is not read."""
+    """A part of a message's content. Its other fields, such as cache hints, are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -132,12 +132,12 @@ class Message(_RequestPart):
 
     @classmethod
     def _means_nothing(cls, value: Any) -> bool:
-        # Clients send answers back as they came, with empty lists of tool calls and annotations.
+        # Clients send answers back unchanged, with empty lists of tool calls and annotations.
         return not value
 
     @property
     def text(self) -> str:
-        """The content, its parts joined."""
+        """The content, with its parts joined."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -148,7 +148,7 @@ class _TextFormat(_RequestPart):
 
 
 class _Request(_RequestPart):
-    """Fields of both kinds of requests."""
+    """Fields of both kinds of request."""
 
     model: str = Field(description="the name of a model")
     max_tokens: _Int32 | None = Field(default=None, description=_INT32)
@@ -170,7 +170,7 @@ class _Request(_RequestPart):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="an object")
 
-    # They change nothing of an answer.
+    # Accepted and ignored: they do not affect an answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -178,7 +178,7 @@ class _Request(_RequestPart):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    # Not here.
+    # Not supported; accepted only at their defaults.
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
@@ -219,7 +219,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One of each text or list of ids."""
+        """The prompts, each a text or a list of ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         texts = [item for item in self.prompt if isinstance(item, str)]
@@ -246,10 +246,10 @@ RequestType = TypeVar("RequestType", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestType:
-    """The request that a JSON object is.
+    """Parses a JSON object as a request.
 
     Raises:
-      InvalidRequest: it is none, or asks for what is not here.
+      InvalidRequest: it is malformed or asks for something that is not supported.
     """
     try:
         return kind.model_validate(body)
@@ -258,7 +258,7 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
 
 
 def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
-    """The first of the errors, in terms of the request."""
+    """Converts the first of pydantic's errors to an `InvalidRequest`."""
     found = error.errors(include_url=False)[0]
     location, context = found["loc"], found.get("ctx", {})
     if found["type"] == "unknown_field":
@@ -269,7 +269,7 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
         for part in (StreamOptions, Message, kind)
         for name, field in part.model_fields.items()
     }
-    # What follows the names of fields are branches of a union, of which only the whole is reported.
+    # After the field names pydantic lists branches of a union; only the union as a whole is reported.
     known = list(itertools.takewhile(lambda p: isinstance(p, int) or p in rules, location))
     while isinstance(known[-1], int):
         known.pop()
@@ -288,13 +288,13 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """messages[0].content"""
+    """Formats a location as in messages[0].content."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return _short("".join(parts).removeprefix("."))
 
 
 def _short(text: str) -> str:
-    # The name of a field that nobody knows can hold anything, half of a surrogate pair too.
+    # The name of an unknown field can contain anything, including half of a surrogate pair.
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -303,7 +303,7 @@ def _short(text: str) -> str:
 
 
 class Usage(BaseModel):
-    """Numbers of tokens; every prompt counts once, however many choices it has."""
+    """Token counts. Every prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -320,7 +320,7 @@ class _Answer(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the sampled tokens, and where their texts begin."""
+    """Log-probabilities of the sampled tokens, and their text offsets."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -329,7 +329,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """A sample, or what is new of it."""
+    """A sample, or its new part in an event."""
 
     index: int
     text: str
@@ -338,7 +338,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(_Answer):
-    """The answer of POST /v1/completions, or an event of it."""
+    """The answer of POST /v1/completions, or one event of it."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -369,7 +369,7 @@ class AssistantMessage(BaseModel):
 
 
 class MessageDelta(BaseModel):
-    """The new part of a message of the model; its role is there once."""
+    """The new part of the model's message; only the first one has the role."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
     content: str
@@ -408,13 +408,13 @@ class ChatCompletionChunk(_Answer):
 
 
 class Model(BaseModel):
-    """A model that answers."""
+    """The model that the server serves."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jaxrl"
-    max_model_len: int  # as vLLM has it, for clients that want to know beforehand
+    max_model_len: int  # as in vLLM, for clients that query the limit
 
 
 class ModelList(BaseModel):
@@ -425,7 +425,7 @@ class ModelList(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """An error, and the field of the request it is about."""
+    """An error, and the field of the request that caused it."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -434,6 +434,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of an answer that is an error, and the last event of a stream that breaks off."""
+    """The body of an error answer, and the last event of a stream that fails."""
 
     error: ErrorDetail

@@ -1,7 +1,7 @@
-"""Variables that a client hands to the model's chat template: `chat_template_kwargs`, as vLLM calls them.
+"""Checks `chat_template_kwargs` (vLLM's name): variables that a client passes to the model's chat template.
 
-The template runs in a sandbox whatever it is given (`data.chat`). What is checked here is that a client does
-not take the place of the server, and that its values come through JSON as they are.
+The template always runs in a sandbox (`data.chat`). The checks here keep a client from overriding the
+server's own variables, and ensure that the values are plain JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jaxrl.data.chat import RESERVED_VARIABLES
 
 MAX_VARIABLES, MAX_NAME_CHARACTERS, MAX_DEPTH = 64, 64, 8
 
-# The server has no tools and no documents; if it gets them they will be fields of their own.
+# The server supports no tools and no documents. If it ever does, they will be fields of their own.
 _OF_THE_SERVER = RESERVED_VARIABLES | {"tools", "documents"}
-# eos_token and the like: they are the model's.
+# eos_token and the like: they belong to the model.
 _SPECIAL_TOKEN = "_token"
 
 VARIABLES_RULE = (
@@ -25,10 +25,10 @@ VARIABLES_RULE = (
 
 
 def variables_fault(variables: Mapping[str, Any]) -> str | None:
-    """Which rule a client's variables break; None if none.
+    """The rule that a client's variables break; None if they are valid.
 
     Args:
-      variables: as JSON had them.
+      variables: variables as parsed from JSON.
     """
     if len(variables) > MAX_VARIABLES:
         return f"there are {len(variables)}; give at most {MAX_VARIABLES}"
@@ -47,7 +47,7 @@ def variables_fault(variables: Mapping[str, Any]) -> str | None:
 
 def _value_fault(value: Any) -> str | None:
     level = [value]
-    # Level by level: a value can be nested deeper than functions call each other.
+    # Iterative: values can be nested deeper than Python's recursion limit.
     for _ in range(MAX_DEPTH + 1):
         objects = [item for item in level if isinstance(item, dict)]
         texts = [item for item in level if isinstance(item, str)]
