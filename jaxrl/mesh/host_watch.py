@@ -94,17 +94,17 @@ class Peers:
     def __init__(self, process: int, num_processes: int, now_s: float):
         others = (i for i in range(num_processes) if i != process)
         unseen = {i: Heartbeat(i, "unknown", -1, "never seen") for i in others}
-        self._signs = unseen
+        self._last = unseen
         self._since_s = dict.fromkeys(unseen, now_s)
 
-    def note(self, signs: Sequence[Heartbeat], now_s: float) -> None:
+    def note(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
         """Records the heartbeats in the store."""
-        for sign in signs:
-            if sign.process in self._signs and sign != self._signs[sign.process]:
+        for new in heartbeats:
+            if new.process in self._last and new != self._last[new.process]:
                 # A failed process keeps the time of its failure, whatever it still sends.
-                if sign.state != self._signs[sign.process].state or sign.state == _RUNNING:
-                    self._since_s[sign.process] = now_s
-                self._signs[sign.process] = sign
+                if new.state != self._last[new.process].state or new.state == _RUNNING:
+                    self._since_s[new.process] = now_s
+                self._last[new.process] = new
 
     def lost(self, now_s: float, *, silent_s: float, failed_s: float) -> str:
         """A description of a lost process; "" if none is lost.
@@ -114,19 +114,19 @@ class Peers:
           silent_s: seconds without a heartbeat after which a process is lost.
           failed_s: seconds that the others wait for a process that has failed.
         """
-        for process, sign in self._signs.items():
+        for process, last in self._last.items():
             age_s = now_s - self._since_s[process]
-            where = f"process {process} (host {sign.host}, {sign.phase})"
-            if sign.state == _RUNNING and age_s > silent_s:
+            where = f"process {process} (host {last.host}, {last.phase})"
+            if last.state == _RUNNING and age_s > silent_s:
                 return f"{where} has given no sign of life for {age_s:.0f} s"
-            if sign.state == _FAILED and age_s > failed_s:
+            if last.state == _FAILED and age_s > failed_s:
                 return f"{where} has ended with an error, of which its own output tells"
         return ""
 
     @property
     def all_gone(self) -> bool:
         """Whether no other process is running."""
-        return all(sign.state != _RUNNING for sign in self._signs.values())
+        return all(last.state != _RUNNING for last in self._last.values())
 
 
 class HostWatch:

@@ -8,7 +8,7 @@ NUM_SEQUENCES, ROWS, TOKENS = 7, 4, 12
 
 
 def packed_inputs(logprob, old_logprob, advantage, mask, segment_ids) -> dict[str, np.ndarray]:
-    """What losses of `policy_losses.POLICY_LOSSES` take, by name."""
+    """Inputs of the losses in `policy_losses.POLICY_LOSSES`, by name."""
     return {
         "logprob": logprob,
         "old_logprob": old_logprob,

@@ -28,7 +28,7 @@ def test_every_policy_loss_takes_arrays_that_there_are(name):
     check_inputs(POLICY_LOSSES[name], INPUTS, name)
 
 
-def test_an_array_that_nobody_computes_is_refused():
+def test_an_unknown_array_is_refused():
     def loss(logprob, teacher_logprob_BT, *, coef):
         """Takes what there is not."""
 

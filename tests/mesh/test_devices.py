@@ -14,7 +14,7 @@ SIZES = {"data": 4, "fsdp": 2, "tensor_gen": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """What the order looks at; `mesh_utils` takes any object with these."""
+    """The attributes that determine the order; `mesh_utils` accepts any object with them."""
 
     id: int
     slice_index: int

@@ -1,4 +1,4 @@
-"""Signs of life between processes: who is lost is told, soon, by all others, and nobody else is."""
+"""Heartbeats between processes: all others soon name a lost process, and no process is named wrongly."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def test_a_process_that_was_never_seen_is_lost_too():
 
 
 class Store(dict):
-    """What JAX's client does with its service."""
+    """A store with the interface of JAX's distributed client."""
 
     def key_value_set(self, key, value, allow_overwrite=False):
         assert allow_overwrite or key not in self
@@ -131,7 +131,7 @@ def test_a_fault_keeps_its_traceback_and_is_told_to_the_other(capfd):
     assert "error: process 1 (host" in error and "has ended with an error" in error
 
 
-def test_what_a_user_can_mend_passes_through(capfd):
+def test_a_user_error_passes_through(capfd):
     ends = []
     with pytest.raises(UserError), watch_of(Store(), 1, ends):
         raise UserError("a setting")

@@ -108,7 +108,7 @@ def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens, kind)
 
 
 @BLOCK_TOKENS
-def test_branches_see_what_they_go_on_from(block_tokens):
+def test_tree_segments_see_their_prefix(block_tokens):
     """As if each were alone with it: outputs, gradients and the sum of what the shared part gets."""
     rng = np.random.default_rng(0)
     shared, ends = 4, (7, 9, 13)

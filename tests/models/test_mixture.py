@@ -71,7 +71,7 @@ def test_experts_equal_their_twin(apply, inputs):
 
 @both_ways
 def test_parts_of_the_experts_sum_to_all_of_them(apply, inputs):
-    """What expert parallelism relies on: each owner adds what its own experts give."""
+    """Expert parallelism relies on this: the outputs of separate groups of experts add up to the whole."""
     whole = apply(*inputs, named(*WEIGHTS))
     parts = [
         apply(*inputs, named(*(w[e : e + 2] for w in WEIGHTS)), first_expert=e) for e in (0, 2)

@@ -1,4 +1,4 @@
-"""What adapters and mixtures of experts change about an actor, and what they do not."""
+"""An actor with adapters, and an actor with a mixture of experts, behave like a plain one."""
 
 import dataclasses
 import functools

@@ -99,7 +99,7 @@ def test_eight_devices_compute_what_one_does(in_full, products, layout):
 
 
 @pytest.mark.parametrize("products", KINDS)
-def test_adapters_learn_beside_frozen_products_in_8_bits(products):
+def test_adapters_learn_with_frozen_8_bit_matmuls(products):
     actor = actor_of(products, ADAPTERS)
     actor.init()
     _, before = lora.split(jax.device_get(actor.state.params))

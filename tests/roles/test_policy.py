@@ -559,7 +559,7 @@ def test_the_state_counts_steps_and_reports_the_rate():
 
 
 def test_starting_from_weights_forgets_the_optimiser_and_the_step():
-    """What the next stage of a training does."""
+    """Starts from the weights of an earlier training stage."""
     actor = fresh(optim=ADAM)
     params, _ = step(actor, packed(sequences(), TWO_UPDATES))
     actor.start_from(actor.state.params)
