@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.mesh.pools import read_placement
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
