@@ -18,14 +18,13 @@ from memory import drop_compiled_programs
 from jaxrl.types import Completions, Prompts, Scored
 
 # Compiling is most of what these tests do, and tiny arrays gain nothing from optimised code. The fusion
-# emitters take half of the compile time; from JAX 0.11 on there is no way around them. Of programs as
-# small as these each part that LLVM is given by itself costs more than it saves, and so does inlining before.
+# emitters take half of the compile time; from JAX 0.11 on there is no way around them. A program
+# as small as these is not worth being split into parts that LLVM compiles side by side.
 _UNKNOWN_TO_LIBTPU = "--xla_cpu_use_fusion_emitters=false"
 _QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_llvm_force_inline_before_split=false",
     *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))

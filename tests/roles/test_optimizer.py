@@ -421,7 +421,13 @@ def test_moments_of_8_bits_lie_as_their_weights():
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments"), [("adamw", "int8"), ("adamw", "bfloat16"), ("muon", "int8")]
+    ("kind", "moments"),
+    [
+        ("adamw", "int8"),
+        ("muon", "bfloat16"),
+        pytest.param("adamw", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("muon", "int8", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
     config = dataclasses.replace(CONFIG, kind=kind, moments=moments)
