@@ -16,7 +16,7 @@ from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.planner.compiled.trace import abstract_batch, product_flops, trace_learning
+from jaxrl.planner.compiled.trace import abstract_batch, product_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
@@ -84,7 +84,9 @@ def traced(model: ModelConfig, tokens: int = T) -> int:
         seed=0,
     )
     state, shape = actor.abstract_state(), PackedShape(1, 1, R, tokens)
-    return product_flops(trace_learning(actor, state, abstract_batch(actor, shape), SUPERVISED))
+    update = actor.update_program((SUPERVISED,))
+    batches = (abstract_batch(actor, shape),)
+    return product_flops(jax.make_jaxpr(update)(state, batches, None).jaxpr)
 
 
 def counted(model: ModelConfig, tokens: int = T) -> float:
