@@ -7,9 +7,10 @@
     B  update, decode, executable, demo
 
 Each part is meant to end within nine minutes on one GPU; a check that would begin after `--limit_s` is left
-out and says so. Each is tried for itself: one that fails is a line with its error. Only jax, flax, optax and
-numpy are needed, no network and no files; the demo is left out where it lacks a package. On CPU, or with
---small, shapes are small and kernels are interpreted: so the script is tried without an accelerator.
+out and says so. Each is tried for itself: one that fails is a line with its error. Only jax, flax, optax,
+pydantic and numpy are needed, no network and no files; the demo is left out where it lacks a package. On
+CPU, or with --small, shapes are small and kernels are interpreted: so the script is tried without an
+accelerator.
 
 Lines have `check`, `ok` and `seconds`; what else is in them is said at each function. Errors are the largest
 difference to float32 by XLA, against the largest of its values.

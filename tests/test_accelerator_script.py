@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # What a machine with jax, flax, optax and numpy alone does not have.
 WITHOUT = """
 import runpy, sys
-for name in ("grain", "ml_collections", "tokenizers", "jinja2", "pydantic", "safetensors", "jetstream"):
+for name in ("grain", "ml_collections", "tokenizers", "jinja2", "safetensors", "jetstream"):
     sys.modules[name] = None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

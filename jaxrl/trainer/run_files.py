@@ -29,6 +29,7 @@ from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
+_AUTO = repr("auto")
 # Problems whose answers the report shows before and after.
 _REPORT_SAMPLES = 8
 # Evaluations whose answers the report shows.
@@ -61,7 +62,10 @@ def check_folder(config: Config) -> None:
         return
     now = _parse(format_config(config))
     changed = [
-        f"{key}: {before.get(key)} -> {now[key]}" for key in now if now[key] != before.get(key)
+        f"{key}: {before.get(key)} -> {now[key]}"
+        for key in now
+        # The file has the choice of the program in the place of "auto".
+        if now[key] not in (before.get(key), _AUTO)
     ]
     if changed:
         logger.warning("this run was started with other settings: %s", "; ".join(changed))

@@ -10,11 +10,11 @@ import pathlib
 import platform
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
+from processes import started
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders, graders
@@ -508,12 +508,9 @@ SIGNALS = {
 @pytest.fixture
 def bystander():
     """A process of ours outside, in a session of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-    )
-    yield process
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with started([command], start_new_session=True) as (process,):
+        yield process
 
 
 def against(process, attempt):
@@ -600,13 +597,9 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
         f"SANDBOXES[{sandbox.name!r}]().run('import time\\n"
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
     )
-    process = subprocess.Popen([sys.executable, "-c", waiter], env=os.environ)
-    try:
+    with started([[sys.executable, "-c", waiter]]) as (process,):
         (child, *_) = wait_for(lambda: programs_of(process.pid), "a program")
         time.sleep(0.5)
-    finally:
-        process.kill()
-        process.wait()
     wait_for(lambda: not pathlib.Path(f"/proc/{child}").exists() or is_dead(child), "its end")
 
 
