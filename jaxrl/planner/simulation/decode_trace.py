@@ -2,9 +2,8 @@
 
 There are two ways to make a trace, both without a model:
 
-    quick_trace     samples enter slots as these become free, one replica stands for all; fast enough for a
-    search replayed_trace  the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep,
-    dispatch by
+    quick_trace     samples enter slots as these become free, one replica stands for all; fast, for searches
+    replayed_trace  the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
                     dispatch, with its early ends, its refills and its smaller programs at the end
 
 `quick_trace` has no dispatches and refills a slot at once, so it predicts slightly shorter times.
@@ -30,7 +29,7 @@ _MOST_STRETCHES = 512
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTrace:
-    """Decoding as a sequence of stretches; in each, the samples in flight on the busiest replica are the same.
+    """Decoding as a sequence of stretches; in each, the busiest replica has the same samples.
 
     Attributes:
       steps: float64 [stretches], decoding steps of each stretch.
