@@ -1,4 +1,4 @@
-"""Which values a setting may take, declared where its type and its default are:
+"""Ranges of settings, declared beside their types and defaults:
 
     lr: Annotated[float, positive(at_most=10)] = 1e-6
     clip: Annotated[float, positive(or_inf=True)] = 0.5
@@ -6,16 +6,16 @@
     weights: Annotated[str, PATH] = ""
     stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
 
-A settings dataclass calls `check_fields` first of all in its `__post_init__`; keywords of a function are
-held against its signature by `algos.registry.check_options`. NaN never passes, an infinity only where
-`or_inf` says that it is meant. Every range ends: what no machine could be asked for is a slip of the pen, and
-is refused before a library allocates it.
+Each settings dataclass first calls `check_fields` in its `__post_init__`. `algos.registry.check_options`
+checks keyword arguments against a function's signature. NaN is never valid; infinity is valid only with
+`or_inf`. Every range is bounded: a value that no machine can provide is a typing error, and it is refused
+before a library allocates memory for it.
 
-pydantic reads the types, and its errors become our one line. Importing it and building the adapters of all
-settings takes 0.15 s of processor time; its own messages have several lines and no remedy. It is strict here:
-by default it takes "1" for a number and True for 1.
+pydantic checks the types, and its errors are turned into our one line; its own messages have several lines
+and no remedy. Importing it and building the adapters of all settings takes 0.15 s of processor time. It runs
+in strict mode: by default it accepts "1" as a number and True as 1.
 
-Not covered: what two settings mean together, which each dataclass checks by itself.
+Each dataclass checks combinations of its settings by itself.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ MAX_VOCABULARY = 10**7
 
 
 class Rule:
-    """What a value must keep besides its type, as metadata of Annotated."""
+    """A condition on a value besides its type, used as metadata of Annotated."""
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with `value`, with the remedy; None if nothing is."""
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
         raise NotImplementedError
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -76,20 +76,20 @@ class Rule:
 
     def _kept(self, value: Any) -> Any:
         if fault := self.fault(value):
-            # Braces in a fault would be read as a template.
+            # pydantic would read braces in the message as template fields.
             raise PydanticCustomError(_RULE, "{fault}", {"fault": fault})
         return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Range(Rule):
-    """Numbers from `low` to `high`.
+    """Accepts numbers from `low` to `high`.
 
     Attributes:
-      low, high: the ends.
-      has_low, has_high: they belong to it.
-      or_inf: so does infinity, which turns a limit off.
-      or_zero: so does 0, which means something else than a small number.
+      low, high: bounds.
+      has_low, has_high: whether the bounds themselves are valid.
+      or_inf: whether infinity is valid too; it turns a limit off.
+      or_zero: whether 0 is valid too, with a special meaning.
     """
 
     low: float
@@ -100,8 +100,8 @@ class Range(Rule):
     or_zero: bool = False
 
     def fault(self, value: float) -> str | None:
-        """What is wrong with `value`, with the remedy; None if nothing is."""
-        # Comparisons with NaN are false, so it is asked for by name, and first.
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
+        # Comparisons with NaN are false, so NaN is tested first.
         if value != value:
             return f"is not a number; use {self}"
         if (value == math.inf and self.or_inf) or (value == 0 and self.or_zero):
@@ -134,12 +134,12 @@ SEED = Range(0, 2**31 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(Rule):
-    """Some values, and no others."""
+    """Accepts only the listed values."""
 
     choices: tuple[Any, ...]
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with `value`, with the remedy; None if nothing is."""
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
         if value in self.choices:
             return None
         return f"is not one of {', '.join(map(str, self.choices))}"
@@ -147,18 +147,18 @@ class OneOf(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class PathRule(Rule):
-    """Texts that a file system takes for a path, and that leave room for the names of files in it.
+    """Accepts valid file system paths that leave room for the names of files inside.
 
     Attributes:
-      max_bytes: of a path; the system takes 4,095, and a run adds the names of its own files.
-      max_name_bytes: of each name in it, which is the system's limit.
+      max_bytes: maximum length of a path; the system allows 4,095 bytes, and a run appends file names.
+      max_name_bytes: maximum length of each component, as limited by the system.
     """
 
     max_bytes: int = 3500
     max_name_bytes: int = 255
 
     def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, with the remedy; None if nothing is."""
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
         if "\0" in value:
             return "has a NUL character, which no path has; name another path"
         names = [len(name.encode("utf-8", "surrogatepass")) for name in value.split("/")]
@@ -179,22 +179,22 @@ PATH = PathRule()
 
 @dataclasses.dataclass(frozen=True)
 class Text(Rule):
-    """Text that can be printed.
+    """Accepts printable text.
 
     Attributes:
-      at_most: characters.
-      lines: it may have several lines, and blanks at its ends.
+      at_most: maximum number of characters.
+      lines: whether line feeds, and blanks at the ends, are valid.
     """
 
     at_most: int
     lines: bool = False
 
     def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, with the remedy; None if nothing is."""
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
         if len(value) > self.at_most:
             return f"is longer than {self.at_most:,} characters; shorten it"
         allowed = value.replace("\n", "").replace("\t", "") if self.lines else value
-        # A lone surrogate, a NUL and other control characters are not printable, a blank is.
+        # `isprintable` is False for lone surrogates, NUL and other control characters; True for blanks.
         odd = next(
             (c for c in allowed if not (c.isprintable() or (self.lines and c.isspace()))), None
         )
@@ -213,12 +213,12 @@ PROSE = Text(100_000, lines=True)
 
 
 def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
-    """Numbers from `low` on."""
+    """Numbers of at least `low`."""
     return Range(low, at_most, or_inf=or_inf)
 
 
 def above(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
-    """Numbers above `low`, which is none of them."""
+    """Numbers above `low`, excluding it."""
     return Range(low, at_most, has_low=False, or_inf=or_inf)
 
 
@@ -233,49 +233,49 @@ def finite(*, at_most: float = LARGEST) -> Range:
 
 
 def between(low: float, high: float, *, has_low: bool = True, has_high: bool = True) -> Range:
-    """Numbers from `low` to `high`, with the ends unless they are excluded."""
+    """Numbers from `low` to `high`; the bounds are included by default."""
     return Range(low, high, has_low=has_low, has_high=has_high)
 
 
 def one_of(*choices: Any) -> OneOf:
-    """Some values, and no others; Literal where they need not be computed."""
+    """The listed values only. Use Literal if they need not be computed."""
     return OneOf(choices)
 
 
 def coefficient() -> Range:
-    """What a term is multiplied by; 0 leaves it out."""
+    """Factors of a term; 0 removes the term."""
     return at_least(0, at_most=MAX_COEFFICIENT)
 
 
 def positive_coefficient(*, or_inf: bool = False) -> Range:
-    """Bounds and factors, which are above 0."""
+    """Bounds and factors above 0."""
     return positive(at_most=MAX_COEFFICIENT, or_inf=or_inf)
 
 
 def score() -> Range:
-    """Rewards and their weights, of either sign."""
+    """Rewards and their weights, positive or negative."""
     return finite(at_most=MAX_COEFFICIENT)
 
 
 def steps(low: int) -> Range:
-    """Numbers of steps, of a run or between two events of it."""
+    """Numbers of steps: the length of a run, or an interval between events."""
     return at_least(low, at_most=MAX_STEPS)
 
 
 def token_count(low: int) -> Range:
-    """Lengths in tokens, of a prompt, a response, a row."""
+    """Lengths in tokens, of a prompt, a response or a row."""
     return at_least(low, at_most=MAX_TOKENS)
 
 
 def count(low: int) -> Range:
-    """Numbers of things that exist side by side."""
+    """Numbers of objects that exist at the same time."""
     return at_least(low, at_most=MAX_COUNT)
 
 
 def check_fields(settings: Any) -> None:
-    """Raises UserError for the first field of a dataclass that is not as its annotation says.
+    """Raises UserError for the first field of a dataclass that breaks its annotation.
 
-    The message has the field, the value, the rule and the remedy; the config door adds the group.
+    The message has the field, the value, the rule and the remedy; `config_tree` adds the group's name.
     """
     for name, annotation in annotations_of(type(settings)).items():
         check_value(name, getattr(settings, name), annotation)
@@ -283,32 +283,31 @@ def check_fields(settings: Any) -> None:
 
 @functools.cache
 def annotations_of(cls: type) -> dict[str, Any]:
-    """The annotation of each field of a dataclass, rules included."""
+    """The annotation of each field of a dataclass, including rules."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def check_value(name: str, value: Any, annotation: Any) -> Any:
-    """Returns `value` as the type that `annotation` names: a tuple for a list, a float for a whole number.
+    """Checks a value; returns it with lists converted to tuples, and integers to floats, as annotated.
 
-    Nothing else is converted. Any, dataclasses and other classes are not looked into.
+    Nothing else is converted. The contents of Any, dataclasses and other classes are not checked.
 
     Args:
-      name: of the setting, for the message.
-      value: of it.
-      annotation: bool, int, float, str, Literal, tuple[...] or dict[str, ...] of these, unions of these, each
-        with rules as the metadata of Annotated.
-
+      name: name of the setting, for the message.
+      value: value of the setting.
+      annotation: bool, int, float, str, Literal, tuple[...] or dict[str, ...] of these, or unions of these,
+        each with rules as metadata of Annotated.
     Raises:
       UserError: the value is of another type, or breaks a rule.
     """
     if not _is_checked(annotation):
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # of NumPy
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy scalars
     try:
         adapter = _adapter(annotation)
-    except TypeError:  # metadata of a user's that has no hash
+    except TypeError:  # unhashable metadata in a user's annotation
         adapter = _adapter.__wrapped__(annotation)
     try:
         return adapter.validate_python(_as_tuple(value, annotation))
@@ -318,7 +317,7 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
 
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter:
-    # Lax, pydantic would read "1" as a number and True as 1.
+    # strict: otherwise pydantic accepts "1" as a number and True as 1.
     return TypeAdapter(annotation, config=ConfigDict(strict=True))
 
 
@@ -326,10 +325,10 @@ _PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
 
 
 def _is_checked(annotation: Any) -> bool:
-    """Whether an annotation is made of plain types alone.
+    """Whether an annotation consists of plain types only.
 
-    Dataclasses check their fields themselves. Of functions of a user's an annotation may be missing, a text
-    that names nothing here, or any class.
+    Dataclasses check their own fields. In a user's function an annotation may be missing, an unresolvable
+    string, or any class.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
@@ -342,7 +341,7 @@ def _is_checked(annotation: Any) -> bool:
 
 
 def _as_tuple(value: Any, annotation: Any) -> Any:
-    """Lists as tuples where a tuple is wanted: recipes write both."""
+    """Converts a list to a tuple if the annotation is a tuple, because recipes use both."""
     kinds = [annotation, *typing.get_args(annotation)]
     wanted = any(tuple in (kind, typing.get_origin(kind)) for kind in kinds)
     if not wanted or not isinstance(value, list | tuple):
@@ -351,8 +350,8 @@ def _as_tuple(value: Any, annotation: Any) -> Any:
 
 
 def _line(name: str, value: Any, annotation: Any, errors: Sequence[Any]) -> str:
-    """What pydantic found, in one line: where, the value, the rule or the types that were expected."""
-    # A rule that a value of the right type breaks says more than the types that it is not of.
+    """Formats pydantic's errors as one line: setting, value, and the broken rule or the expected types."""
+    # A broken rule of the right type is more helpful than the list of other types.
     broken = [error for error in errors if error["type"] == _RULE]
     first = broken[0] if broken else errors[0]
     where, at = _place(name, value, first["loc"])
@@ -360,12 +359,12 @@ def _line(name: str, value: Any, annotation: Any, errors: Sequence[Any]) -> str:
         return f"{where} {shown(at)} {first['msg']}"
     expected = dict.fromkeys(_expected(error, annotation) for error in errors)
     if at is value and types.NoneType in typing.get_args(annotation):
-        expected["None"] = None  # which pydantic does not list
+        expected["None"] = None  # pydantic does not report it
     return f"{where} = {shown(at)}: expected {' or '.join(expected)}"
 
 
 def _place(name: str, value: Any, loc: Sequence[Any]) -> tuple[str, Any]:
-    """The name and the value inside of a tuple or a table; a location has the members of unions besides."""
+    """Name and value inside a tuple or dict; skips the union members in pydantic's location."""
     for part in loc:
         if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
             name, value = f"{name}[{part}]", value[part]
@@ -385,7 +384,7 @@ def _expected(error: Any, annotation: Any) -> str:
     return _EXPECTED[kind] if kind in _EXPECTED else error["msg"].removeprefix("Input should be ")
 
 
-# Words for pydantic's kinds of errors.
+# Our words for pydantic's kinds of errors.
 _EXPECTED = {
     "bool_type": "True or False",
     "int_type": "a whole number",
@@ -400,12 +399,12 @@ _RULE = "rule"
 
 
 def check_path(name: str, value: str | os.PathLike[str]) -> None:
-    """Raises UserError unless an argument of a command keeps `PATH`; the name is for the message."""
+    """Raises UserError if an argument of a command is not a valid `PATH`; `name` is for the message."""
     check_value(name, os.fspath(value), typing.Annotated[str, PATH])
 
 
 def is_a(value: Any, kind: type) -> bool:
-    """Whether `value` is of a plain type: a bool is no number here, and an int is a float."""
+    """Whether `value` has a plain type: a bool is not a number, and an int is also a float."""
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
@@ -413,13 +412,13 @@ def is_a(value: Any, kind: type) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number that a float can hold; any object may be asked."""
+    """Whether `value` is a number that a float can hold; accepts any object."""
     return is_a(value, float) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:
-    """`value` as a message shows it: as written, or its beginning where that is long."""
-    # Python writes no number of more than 4,300 digits.
+    """Formats `value` for a message; long values are cut."""
+    # Python refuses to print integers of more than 4,300 digits.
     if isinstance(value, int) and value.bit_length() > 400:
         return f"of about {int(value.bit_length() * math.log10(2)):,} digits"
     text = repr(value)

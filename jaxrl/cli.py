@@ -1,7 +1,7 @@
-"""Every command of jaxrl: `jaxrl train ...` is `python launch/train.py ...`.
+"""The command `jaxrl`: `jaxrl train ...` is the same as `python launch/train.py ...`.
 
-A command is a function that takes the program's name and its arguments, as in `sys.argv`, and returns the
-exit status. It is imported when it is asked for: a list of all of them need not wait for JAX.
+Each command is a function that takes the program's name and its arguments, as in `sys.argv`, and returns the
+exit status. It is imported only when it is called, so that `jaxrl --help` does not wait for JAX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxrl.errors import EXIT_USER_ERROR
 
 
 class Command(NamedTuple):
-    """Where a command is, as "module:function", and a line about it."""
+    """The location of a command as "module:function", and its description."""
 
     function: str
     about: str
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: program name and arguments; `sys.argv` if None.
 
     Returns:
-      The exit status: the command's own, 0 after --help, 2 without a command that there is.
+      The exit status: the status of the command, 0 after --help, 2 if the command is missing or unknown.
     """
     program, *arguments = sys.argv if argv is None else argv
     program = pathlib.Path(program).name

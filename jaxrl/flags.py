@@ -1,17 +1,17 @@
 """Command-line flags and help texts made from dataclasses of settings.
 
-A setting stands in one place: its type, range and default in the annotation of a field, its help text under
-"Attributes:" in the docstring of the class.
+Each setting is declared once: the annotation of a field has its type, range and default, and "Attributes:" in
+the class docstring has its help text.
 
     class ServeConfig:                              jaxrl serve --help
         '''...                                        --http_port HTTP_PORT
-        Attributes:                                                 port; 0 takes a free one (default: 8000)
-          http_port: port; 0 takes a free one.
+        Attributes:                                                 port; 0 chooses a free one (default: 8000)
+          http_port: port; 0 chooses a free one.
         '''
         http_port: Annotated[int, between(0, 65_535)] = 8000
 
-`add_flags` declares a flag for every field, `settings_of` makes the dataclass from what was parsed, which
-checks its ranges itself. Recipes and `--config.NAME=VALUE` are `config.command_line`.
+`add_flags` declares a flag for every field. `settings_of` makes the dataclass, which checks its own ranges,
+from the parsed arguments. `config.command_line` reads recipes and `--config.NAME=VALUE`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENTRY = re.compile(r"^  (\w[\w, ]*): ?(.*)$")
 
 @functools.cache
 def help_of(cls: type) -> dict[str, str]:
-    """The help text of every field of a dataclass, from "Attributes:" of its docstring and its bases'."""
+    """The help text of every field of a dataclass, from "Attributes:" in its docstring and its bases'."""
     texts = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -61,15 +61,15 @@ def add_flags(
     only: Container[str] | None = None,
     without: Container[str] = (),
 ) -> None:
-    """Adds a flag for every field of a dataclass, and of the dataclasses in it.
+    """Adds a flag for every field of a dataclass, including fields of nested dataclasses.
 
-    A field without a default is required. A field that is False by default is a switch.
+    A field without a default is required. A bool field with default False becomes a switch.
 
     Args:
-      parser: an ArgumentParser, or a group of one.
-      cls: the dataclass.
-      only: names of the fields that get a flag; None is all.
-      without: names of fields that get none.
+      parser: an ArgumentParser, or an argument group of one.
+      cls: dataclass of the settings.
+      only: names of the fields that get a flag; None means all.
+      without: names of the fields that get no flag.
     """
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -97,12 +97,12 @@ def add_flags(
 
 
 def settings_of(cls: type[Settings], args: argparse.Namespace, **given: Any) -> Settings:
-    """The dataclass that a parsed command line describes.
+    """Makes the dataclass from a parsed command line.
 
     Args:
-      cls: as given to `add_flags`.
-      args: what was parsed.
-      **given: fields that have no flag of their name.
+      cls: dataclass given to `add_flags`.
+      args: parsed arguments.
+      **given: values of fields without a flag.
 
     Raises:
       UserError: a value is out of its range.
@@ -133,7 +133,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
 
 def _literal(text: str) -> Any:
-    """A Python value such as ("a", "b"), {"a": 1} or True; text that is none as it is."""
+    """A Python value such as ("a", "b"), {"a": 1} or True; text that is not a literal stays text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -9,8 +9,8 @@ A call that fails costs its own result, a `WorkerFault`. The pool replaces the p
 enforces the limits of a call: a timer ends the process after its processor time, which a busy machine does
 not use up, and allocations beyond its memory fail. This is no sandbox: the functions are trusted code.
 
-A worker starts from nothing. A fork would copy locks that other threads hold. `multiprocessing`'s "spawn"
-would run the user's script again, which fails unless it guards `__main__`.
+A worker is a new interpreter. A fork would copy locks that other threads hold. `multiprocessing`'s "spawn"
+would run the user's script again, which fails unless the script guards `__main__`.
 
 Why no library? Measured with four workers, November 2026:
 
@@ -52,22 +52,22 @@ from typing import Any
 from jaxrl.errors import UserError
 
 _LOOK_EVERY_S = 0.1
-# A process that has closed its pipe is gone a little later.
+# A process that has closed its pipe exits a little later.
 _LAST_MOMENTS_S = 1.0
 _PROGRAM = f"from {__name__} import main; main()"
 _DONE, _REFUSED, _FAILED = "done", "refused", "failed"
 
 
 class Interrupted(Exception):
-    """The caller did not want to wait any longer."""
+    """The caller has stopped waiting for the result."""
 
 
 class WorkerFault(Exception):
-    """A call has no result.
+    """A call has failed without a result.
 
     Attributes:
       kind: "timeout", "died", "memory" or "raised". After the first two the process is gone.
-      reason: a verb and what follows it, such as "took more memory than it may".
+      reason: verb phrase, such as "took more memory than it may".
     """
 
     def __init__(self, kind: str, subject: str, reason: str):
@@ -78,7 +78,7 @@ class WorkerFault(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Functions:
-    """What a worker holds; see `ProcessPool`."""
+    """Settings of a worker; see `ProcessPool`."""
 
     names: tuple[str, ...]
     load: Callable[[str], Callable[[Any], Any]]
@@ -126,7 +126,7 @@ class ProcessPool:
         self._size = workers
         self._free = threading.Semaphore(workers)
         self._idle: collections.deque[_Worker] = collections.deque()
-        # Starts a thread only where none is idle, so that few questions start few processes.
+        # The executor starts a thread only if none is idle, so few calls start few processes.
         self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=what)
         self._closed = False
 
@@ -188,11 +188,11 @@ class ProcessPool:
     def submit(
         self, name: str, argument: Any, *, patience_s: float = 0.0
     ) -> concurrent.futures.Future[Any]:
-        """Makes a call on a thread; see `call`."""
+        """Runs a call on a thread; see `call`."""
         return self._threads.submit(self.call, name, argument, patience_s=patience_s)
 
     def close(self) -> None:
-        """Ends the processes. Calls that have no answer yet fail."""
+        """Ends the processes. Calls without an answer fail."""
         self._closed = True
         self._threads.shutdown()
         with contextlib.ExitStack() as all_free:
@@ -206,19 +206,19 @@ class _Worker:
     """A process that holds functions and calls them, one at a time."""
 
     def __init__(self, functions: _Functions, start_s: float, interrupted: Callable[[], bool]):
-        """Starts the process and has it load the functions; raises UserError if it cannot."""
+        """Starts the process and loads the functions; raises UserError if they cannot be loaded."""
         self._cpu_seconds = functions.cpu_seconds
         self._pipe, theirs = multiprocessing.Pipe()
-        # This process alone holds the other end open. However it dies, the kernel then ends the worker.
+        # Only this process holds the other end open. However it dies, the kernel then ends the worker.
         lifeline, self._lifeline = os.pipe()
         descriptors = (theirs.fileno(), lifeline)
         self._process = subprocess.Popen(
-            # -P: modules in the working directory are found only if this process finds them, too.
+            # -P: a worker finds modules in the working directory only if this process does, too.
             [sys.executable, "-P", "-c", _PROGRAM, *map(str, descriptors)],
             pass_fds=descriptors,
             env=_environment(),
             stdin=subprocess.DEVNULL,
-            # Ctrl-C in a terminal is for the run, which then ends this. The group holds what functions start.
+            # Own group: Ctrl-C in a terminal goes to the run, which then ends the worker and its children.
             start_new_session=True,
         )
         theirs.close()
@@ -234,13 +234,13 @@ class _Worker:
 
     @property
     def ended(self) -> bool:
-        """The process is gone."""
+        """Whether the process has ended."""
         if not self._pipe.closed and self._process.poll() is not None:
             self.end()
         return self._pipe.closed
 
     def end(self) -> None:
-        """Ends the process, with all that it has started."""
+        """Ends the process and everything it has started."""
         if self._pipe.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -252,12 +252,12 @@ class _Worker:
     def ask(
         self, question: Any, subject: str, patience_s: float, interrupted: Callable[[], bool]
     ) -> Any:
-        """The answer to a question. Ends the process if none comes; raises as `ProcessPool.call`."""
+        """The answer to a question. Ends the process on a timeout; raises as `ProcessPool.call`."""
         try:
             self._pipe.send(question)
             until = time.monotonic() + patience_s
             while not self._pipe.poll(_LOOK_EVERY_S):
-                # A child that the function has forked may hold the other end of the pipe open.
+                # A child forked by the function may hold the other end of the pipe open, so no EOF arrives.
                 if self._process.poll() is not None and not self._pipe.poll():
                     raise EOFError
                 if interrupted():
@@ -269,12 +269,12 @@ class _Worker:
         except (EOFError, OSError) as error:
             raise self._death(subject) from error
         except BaseException:
-            # Its answer, which may still come, must not be taken for that to the next question.
+            # A late answer must not be taken for the answer to the next question.
             self.end()
             raise
         try:
             outcome, value = pickle.loads(answer)
-        except Exception as error:  # unpickling imports and calls whatever the answer names
+        except Exception as error:  # unpickling may run code of any module
             reason = f"returned something that cannot be read here ({error}); return plain values"
             raise WorkerFault("raised", subject, reason) from error
         if outcome == _REFUSED:
@@ -297,15 +297,15 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Of a worker: it finds the same modules as this process, and leaves the accelerators alone."""
+    """Environment of a worker: the same module path as this process, and no access to accelerators."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
 
 
 def main() -> None:
-    """The program of a worker: answers the process that started it, until that ends."""
+    """The program of a worker: answers questions until the process that started it ends."""
     pipe, lifeline = map(int, sys.argv[1:])
-    # Programs that functions start have no business with them.
+    # Programs started by functions must not inherit these.
     os.set_inheritable(pipe, False)
     os.set_inheritable(lifeline, False)
     _end_with(lifeline)
@@ -314,14 +314,14 @@ def main() -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Has the kernel kill this process group when the other end of a pipe is closed.
+    """Makes the kernel kill this process group when the other end of a pipe is closed.
 
-    A thread that waits for that would not do: a regular expression that never ends does not let it run.
+    A waiting thread would not work: an endless regular expression never releases the interpreter lock.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # It may have been closed before.
+    # The other end may already be closed.
     poll = select.poll()
     poll.register(lifeline)
     if poll.poll(0):
@@ -329,7 +329,7 @@ def _end_with(lifeline: int) -> None:
 
 
 def _serve(pipe: multiprocessing.connection.Connection) -> None:
-    """Loads functions, then calls one after the other."""
+    """Loads the functions, then answers calls one by one."""
     functions: _Functions = pipe.recv()
     try:
         loaded = {name: functions.load(name) for name in functions.names}
@@ -341,7 +341,7 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
     pipe.send_bytes(pickle.dumps((_DONE, None)))
     while True:
         name, argument = pipe.recv()
-        # Left at its default action the signal ends the process, whatever that is doing.
+        # The default action of the signal ends the process, whatever it is executing.
         signal.setitimer(signal.ITIMER_PROF, functions.cpu_seconds)
         answer = _answer(loaded[name], argument)
         signal.setitimer(signal.ITIMER_PROF, 0)

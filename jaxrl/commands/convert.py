@@ -4,12 +4,12 @@
     python launch/convert.py --from orbax --path DIR2 --to hf --out DIR3
     python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out DIR
 
-The Orbax directory is the Hugging Face directory with `params/`, our parameter tree, in the place of the
-safetensors files: config.json, the tokenizer's files and generation_config.json come along. Of a run the
-newest intact checkpoint is exported; adapters are merged into the weights, or with --adapter_only saved alone
-in PEFT's layout. A run is written in bfloat16 unless --dtype says float32. Conversion runs on the host, which
-must have room for the model. What the user can fix is one line on stderr and exit status 2; the output
-directory appears whole or not at all.
+An Orbax directory has the files of a Hugging Face directory (config.json, generation_config.json, tokenizer),
+with our parameter tree in `params/` instead of the safetensors files. From a run the newest intact checkpoint
+is exported. Adapters are merged into the weights; with --adapter_only they are saved alone, in PEFT's layout.
+A run is written in bfloat16 unless --dtype is float32. The conversion runs in host memory, which must hold
+the model. User errors are one line on stderr with exit status 2. The output directory appears complete or not
+at all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jaxrl.tracking.export import export_run
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts as the program's name and its arguments say; returns the exit status."""
+    """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    # The host's memory holds what no single accelerator may.
+    # On CPU: host memory may hold a model that no single accelerator holds.
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
     args = parser.parse_args(arguments)
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(args: argparse.Namespace) -> str:
-    """Writes the directory that was asked for; returns what there is to say of it.
+    """Writes the requested directory; returns the message to print.
 
     Raises:
-      UserError: there is no such conversion, or its source cannot be used.
+      UserError: this conversion does not exist, or its source cannot be used.
     """
     check_path("--path", args.path)
     check_path("--out", args.out)

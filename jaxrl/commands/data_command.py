@@ -1,12 +1,12 @@
-"""Shows what a run would read, without training; converts files of problems.
+"""Shows the data that a run would read, without training; converts files of problems.
 
     jaxrl data --config configs/dapo_tiny.py [--config.NAME=VALUE ...] [--show 3]
     jaxrl data dapo-math-17k.parquet --tokenizer models/Qwen2.5-7B --chat --show 3
     jaxrl data dapo-math-17k.parquet --to dapo.jsonl
 
-Prints the data card: rows, what is left out and why, duplicates, lengths in tokens, shares; with --show
-prompts as the model sees them, special tokens included. --to writes what is left of the problems to train
-on. What the user can fix is one line on stderr and exit status 2.
+Prints the data card: number of rows, excluded rows with reasons, duplicates, lengths in tokens, shares.
+--show prints prompts as the model reads them, with special tokens. --to writes the remaining training
+problems to a file. User errors are one line on stderr with exit status 2.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from jaxrl.trainer.context import tokenizer_of
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
-# Of a file on its own: nothing is left out for its length unless that is asked for.
+# Limits for a single file: nothing is excluded for its length unless a flag asks for it.
 _ANY_LENGTH = 2**24
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows and converts as the program's name and its arguments say; returns the exit status."""
+    """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
     parser = _parser(program)
     try:
@@ -159,7 +159,7 @@ def _shown(text: str, record: Record, length: str = "") -> str:
 
 
 def _printable(text: str) -> str:
-    """What a file holds may steer a terminal; nothing but line feeds and tabs may here."""
+    """Replaces control characters except line feeds and tabs, because they could control the terminal."""
     return "".join(_printables(text))
 
 

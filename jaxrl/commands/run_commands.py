@@ -1,4 +1,4 @@
-"""What the commands of `training_commands` do with a checked config; each returns the exit status."""
+"""The functions behind `training_commands`: each takes a checked config and returns the exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tun
 
 
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe, or only checks it and prints what it would take."""
+    """Trains a recipe; with `dry_run` only checks it and prints its plan."""
     if dry_run:
         plan_tables.show(trace_plan(config))
         return 0
@@ -23,26 +23,26 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
 
 
 def profile(config: Config) -> int:
-    """Traces one step of a recipe, and prints where its time goes."""
+    """Traces one step of a recipe and prints where its time goes."""
     return _start(config, profiling.profile, REINFORCEMENT)
 
 
 def fine_tune(config: Config) -> int:
-    """Trains the warm start of a recipe."""
+    """Runs the supervised warm-up of a recipe by itself."""
     return _start(config, program.fine_tune, fine_tuning(config))
 
 
 def train_dpo(config: Config) -> int:
-    """Trains a policy on the pairs that the config names."""
+    """Trains a policy on preference pairs (DPO)."""
     return _start(config, program.train_dpo, PREFERENCES)
 
 
 def train_reward_model(config: Config) -> int:
-    """Trains a reward or cost model on the pairs that the config names."""
+    """Trains a reward or cost model on preference pairs."""
     return _start(config, program.train_reward_model, PREFERENCES)
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
-    """Starts this process, decides what the config leaves open, and runs."""
+    """Sets up this process, resolves the config's open settings, and calls `run`."""
     config = program.start(config)
     return run(resolved(config, jax.devices(), kind=kind))

@@ -1,7 +1,7 @@
-"""The commands that train what a config says: train, profile, sft, dpo and reward-model.
+"""The commands that train from a config: train, profile, sft, dpo and reward-model.
 
-Each takes the program's name and its arguments, and returns the exit status. The planner decides what a
-config leaves open ("auto") before the trainer sees it.
+Each takes the program's name and its arguments, and returns the exit status. The planner resolves the
+settings "auto" of a config before the trainer sees it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 
 
 def train(argv: Sequence[str]) -> int:
-    """Reinforcement learning of a recipe, or its plan alone."""
+    """Trains a recipe by reinforcement learning, or only plans it."""
     command = _later(
         "train_or_plan", "Trains a recipe, or only checks it and prints what it would take."
     )
@@ -23,19 +23,19 @@ def train(argv: Sequence[str]) -> int:
 
 
 def sft(argv: Sequence[str]) -> int:
-    """Supervised fine-tuning: the stage that `train` begins with, alone."""
+    """Trains a recipe by supervised fine-tuning, the stage that `train` starts with."""
     command = _later("fine_tune", "Trains the warm start of a recipe.")
     return command_line.run(command, Config, argv=argv)
 
 
 def dpo(argv: Sequence[str]) -> int:
-    """Direct preference optimisation, the offline comparison to reinforcement learning."""
+    """Trains a recipe by direct preference optimisation, the offline alternative to `train`."""
     command = _later("train_dpo", "Trains a policy on the pairs that the config names.")
     return command_line.run(command, Config, argv=argv)
 
 
 def reward_model(argv: Sequence[str]) -> int:
-    """A reward or cost model from pairs, which other recipes name as `reward.model` or `cost.model`."""
+    """Trains a reward or cost model on pairs, for use as `reward.model` or `cost.model` of other recipes."""
     command = _later(
         "train_reward_model", "Trains a reward or cost model on the pairs that the config names."
     )
@@ -43,17 +43,17 @@ def reward_model(argv: Sequence[str]) -> int:
 
 
 def profile(argv: Sequence[str]) -> int:
-    """Where the time of one step of a recipe goes."""
+    """Shows where the time of one step of a recipe goes."""
     command = _later("profile", "Traces one step of a recipe, and prints where its time goes.")
     return command_line.run(command, Config, argv=argv)
 
 
 def _later(function: str, about: str) -> Callable[..., int]:
-    """A function of `run_commands`, imported when it is called, so that a wrong key is told at once.
+    """Wraps a function of `run_commands` and imports it at its call, so that key errors are reported fast.
 
     Args:
-      function: its name.
-      about: a line that heads `--help`.
+      function: name of the function.
+      about: first line of `--help`.
     """
 
     def command(config: Config, **switches: bool) -> int:

@@ -1,4 +1,4 @@
-"""How many a step samples, keeps and learns from, in words.
+"""Describes in words how many samples a step draws, keeps and trains on.
 
 G answers per prompt   U updates   M microbatches of an update   R rows of a microbatch   T tokens of a row
 """
@@ -17,7 +17,7 @@ from jaxrl.trainer.batch_shapes import step_shape
 
 
 def describe_flow(roles: PlannedRoles) -> tuple[tuple[str, str], ...]:
-    """(what, how many) of a step, in the order in which they happen."""
+    """(stage, numbers) pairs of a step, in order."""
     return (
         *_describe_sampling(roles),
         *_describe_learning(roles.config, roles.algorithm.dataflow),
@@ -65,7 +65,7 @@ def _describe_learning(config: Config, dataflow: Dataflow) -> Iterator[tuple[str
 
 
 def _describe_pipelines(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
-    """A line for each program that has pipeline stages."""
+    """Yields a line for each program that has pipeline stages."""
     engine, train = roles.engine, roles.config.train
     actor = roles.roles.actor
     for program, rules, mesh, rows, requested in (

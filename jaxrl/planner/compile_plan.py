@@ -1,4 +1,4 @@
-"""The second depth of a plan: the programs of every role, compiled for a topology that need not be here."""
+"""Compiles the programs of every role for a topology; its devices need not be present."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def compile_plan(
     """Compiles every program of a run's roles.
 
     Args:
-      config: of the run.
-      topology: what to compile for.
-      response_tokens: of an answer on average; 0 takes a fifth of the limit.
-      save: folder for the executables.
-      watch: called with each program when it is compiled.
+      config: config of the run.
+      topology: devices to compile for.
+      response_tokens: mean length of an answer; 0 assumes a fifth of the limit.
+      save: folder for the executables; None does not save them.
+      watch: function called with each program after its compilation.
 
     Raises:
-      UserError: settings contradict each other, do not divide, or want more memory than there is.
+      UserError: settings contradict each other, do not divide, or need more memory than there is.
     """
     roles = roles_on(config, topology, watch=watch)
     for pool in roles.pools.values():
@@ -63,12 +63,12 @@ def compile_plan(
 
 
 def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: None) -> PlannedRoles:
-    """The roles of a config on the devices of a topology.
+    """Builds the roles of a config on the devices of a topology.
 
     Args:
-      config: of the run.
-      topology: what to compile for.
-      watch: called with each program that choosing the number of slots compiles.
+      config: config of the run.
+      topology: devices to compile for.
+      watch: function called with each program that is compiled to choose the number of slots.
     """
     algorithm = algorithm_of(config)
     pools = pools_of(config, algorithm.roles)
@@ -107,14 +107,14 @@ def _planned(
         if roles.pool_of(role) == pool:
             compiled.append(compile_program(program, topology, buffers, mesh=mesh, save=save))
             watch(compiled[-1])
-            # Traced programs of large models are large, and are not wanted again.
+            # Frees the traced program, which is large for large models and not needed again.
             jax.clear_caches()
     names = layout_names(pool)
     return PlannedPool(pool.name, names, pool.num_devices, tuple(buffers), tuple(compiled))
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
-    """Raises UserError where weights, optimiser and cache alone want more than there is."""
+    """Raises UserError if weights, optimiser state and cache alone exceed the memory of a device."""
     for phase in ("sampling", "learning"):
         present = [held for held in buffers if getattr(held, phase)]
         needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes

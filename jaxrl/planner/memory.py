@@ -1,8 +1,8 @@
-"""Bytes of one device: what an actor and the other roles hold there, from shapes and shardings.
+"""Predicts the bytes per device of an actor and the other roles, from shapes and shardings.
 
-Covered: everything of the actor that lives from one program to the next, and the two largest things inside
-its update; the same of every role that shares its devices, and of roles elsewhere on theirs. Not covered:
-other temporaries of the compiled programs, which only compiling them can tell (`ahead.py`).
+Covered: all buffers of the actor that live between programs, and the two largest temporaries of its update;
+the same for every other role, on its own devices. Not covered: other temporaries of the compiled programs.
+Only compiling them shows these (`ahead.py`).
 
 L layers   S slots   K kv heads   H head size   C tokens of a slot
 """
@@ -36,16 +36,16 @@ _PASSING = "in host memory but for the end of an update"
 
 @dataclasses.dataclass(frozen=True)
 class ResidentBuffers:
-    """Arrays that are in memory together.
+    """Arrays that are in memory at the same time.
 
     Attributes:
-      name: what they are.
-      layout: how they are split, for people.
-      num_values: over the whole mesh, each value counted once.
-      bytes_per_device: what they add to a device.
-      sampling, learning: the phases in which they are there.
-      turn: the role while whose update they are there, if not always; roles take turns.
-      not_at: the role while whose update they are given up.
+      name: description of the arrays.
+      layout: description of their sharding.
+      num_values: number of values on the whole mesh, each counted once.
+      bytes_per_device: bytes on each device.
+      sampling, learning: whether they are in memory in this phase.
+      turn: role whose update needs them; "" if they always stay. Roles update one after the other.
+      not_at: role during whose update they are released.
     """
 
     name: str
@@ -58,14 +58,14 @@ class ResidentBuffers:
     not_at: str | None = None
 
     def at(self, turn: str) -> bool:
-        """Whether they are there while a role learns; "" is between updates."""
+        """Whether they are in memory while the role `turn` updates; "" means between updates."""
         return self.turn in ("", turn) and self.not_at != turn
 
 
 def training_memory(
     actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
 ) -> list[ResidentBuffers]:
-    """What the actor keeps from one update to the next."""
+    """The buffers of the actor that live between updates."""
     rank = actor.model.lora.rank
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
     trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
@@ -94,8 +94,8 @@ def training_memory(
 def sampling_memory(
     layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
 ) -> list[ResidentBuffers]:
-    """What it samples with: weights that training does not hold so already, and the cache."""
-    # [L, S, K, H, C] or [L, S, K, C, H], or each layer's own
+    """The buffers of sampling: the weights that are not shared with training, and the KV cache."""
+    # [L, S, K, H, C] or [L, S, K, C, H], or one array per layer
     keys = jax.tree.leaves(sampler.slots.context.cache)[0]
     slots, kv_heads, *_ = keys.sharding.shard_shape(keys.shape)[-4:]
     tokens = sampler.slots.capacity
@@ -106,7 +106,7 @@ def sampling_memory(
     )
     moved = sum(map(_bytes_per_device, _moved(state.params, sampler.params)))
     return [
-        # They are given up before the actor learns: its new weights follow.
+        # Released before the actor's update, which makes new weights anyway.
         dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
         _buffers(
             "KV cache and slots",
@@ -120,13 +120,13 @@ def sampling_memory(
 def role_memory(
     name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
 ) -> list[ResidentBuffers]:
-    """What a critic, a reference, or a reward or cost model keeps on its devices.
+    """The buffers of a critic, a reference, or a reward or cost model on its devices.
 
     Args:
-      name: of the role.
-      role: it.
-      layout: of its mesh.
-      offload: its weights wait in host memory between calls, if they do not learn.
+      name: name of the role.
+      role: the role.
+      layout: layout of its mesh.
+      offload: whether its weights wait in host memory between calls. Ignored for a role that is trained.
     """
     where, shown = f"float32, {train_name(layout)}", name.replace("_", " ")
     if isinstance(role, Frozen):
@@ -150,7 +150,7 @@ def role_memory(
 def engine_memory(
     name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
 ) -> list[ResidentBuffers]:
-    """Weights and cache of what samples on devices where it does not learn."""
+    """Weights and KV cache of a role that samples on devices where it is not trained."""
     where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
     return [
         _buffers(f"{name}, frozen", where, sampler.params),
@@ -159,7 +159,7 @@ def engine_memory(
 
 
 def _moments(state: TrainState) -> str:
-    """The type of most of an optimiser's numbers."""
+    """The data type of most values of an optimiser state."""
     sizes: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(state.opt_state):
         sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size
@@ -169,7 +169,7 @@ def _moments(state: TrainState) -> str:
 def update_memory(
     name: str, role: Learner, shape: PackedShape, batch: PackedBatch
 ) -> list[ResidentBuffers]:
-    """What the update of a role adds to that, around its layers."""
+    """The temporaries of a role's update outside of its layers."""
     row_shards, token_shards = _batch_shards(role)
     gradients = role.abstract_gradients()
     rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
@@ -198,13 +198,13 @@ def _of(name: str, what: str) -> tuple[str]:
 def activation_memory(
     name: str, role: Learner, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
 ) -> list[ResidentBuffers]:
-    """What an update, traced, adds in its layers.
+    """The temporaries of a role's update inside its layers, from the traced update.
 
     Args:
-      name, role: whose update it is.
-      layout: of its mesh.
-      rows: R of a microbatch, which the stages of a pipeline split further.
-      update: the traced program.
+      name, role: role that is updated.
+      layout: layout of its mesh.
+      rows: rows of a microbatch, R; the stages of a pipeline split them further.
+      update: traced program.
     """
     stages = layout.p
     micro = microbatches_of(rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
@@ -237,7 +237,7 @@ def activation_memory(
 
 
 def _batch_shards(role: Learner) -> tuple[int, int]:
-    """Shards of rows and of tokens."""
+    """Number of shards of the rows and of the tokens."""
     rows, tokens = (shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length"))
     return rows, tokens
 
@@ -264,14 +264,14 @@ def _buffers(
 
 
 def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
-    """Bytes per device in a phase, "sampling" or "learning", at the turn of the role that takes most."""
+    """Bytes per device in a phase, "sampling" or "learning", during the update that needs most."""
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
 
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:
-    """Leaves of `sampled` that are not shared with training, as `mesh.resharding` decides it."""
+    """Leaves of `sampled` that share no memory with training, as `mesh.resharding` decides."""
     pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
     return [
         after
@@ -286,7 +286,7 @@ def _bytes_per_device(leaf: Any) -> int:
 
 
 def train_name(layout: ParallelLayout) -> str:
-    """Sizes of the training layout, p-t-d and what shares d."""
+    """Sizes of the training layout, p-t-d and the axes that share d."""
     shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
     return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
         f" {name} {size}" for name, size in shares.items() if size > 1

@@ -1,11 +1,11 @@
-"""A plan: what a run would take of its devices, by shapes, and by what a compiler says where one was asked.
+"""A plan: the memory and time that a run needs, from shapes and, if compiled, from the compiler.
 
     trace      buffers of every pool, operations of every program                    seconds
-    compile    and memory, traffic and the roofline of every program, on a topology   minutes
-    search     the same, for the mapping that the search finds                        minutes
+    compile    also memory, traffic and roofline of every program, on a topology     minutes
+    search     the same as compile, for the mapping that the search finds            minutes
 
-The memory of a program is the compiler's own figure; what lies beside it is counted from shapes. Seconds and
-hours are predicted, and marked so.
+The memory of a program is the compiler's figure; other buffers are counted from shapes. Seconds and hours are
+predictions and are marked as such.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class PlannedPool:
     """A pool of devices.
 
     Attributes:
-      name: of the pool.
-      layout: training and generation, for people.
-      num_devices: of the pool.
-      resident_buffers: what lies on each device; traced plans count the largest temporaries of updates too.
-      programs: of its roles, compiled; none in a traced plan.
+      name: name of the pool.
+      layout: description of its training and generation layouts.
+      num_devices: number of devices.
+      resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
+      programs: compiled programs of its roles; empty in a traced plan.
     """
 
     name: str
@@ -41,19 +41,19 @@ class PlannedPool:
     programs: tuple[CompiledProgram, ...] = ()
 
     def bytes_in(self, phase: str) -> int:
-        """Bytes of a device while "sampling" or "learning", before what compiled programs need besides."""
+        """Bytes per device while "sampling" or "learning", without temporaries of compiled programs."""
         return phase_bytes(self.resident_buffers, phase)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The devices that a plan was compiled for, and what a step is taken to do there.
+    """The devices that a plan was compiled for, and the assumed work of a step.
 
     Attributes:
-      topology: the devices.
-      dtype: of most matmuls.
-      load: of a step.
-      num_steps: of the run.
+      topology: devices.
+      dtype: data type of most matmuls.
+      load: assumed work of a step.
+      num_steps: number of steps of the run.
     """
 
     topology: Topology
@@ -64,14 +64,14 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run would take. `plan_tables.show` prints it.
+    """The resources that a run needs. `plan_tables.show` prints it.
 
     Attributes:
-      title: of the run.
-      pools: of devices.
-      notes: (what, which) for people; in a traced plan the flow of a step too.
-      left_out: (what, why) is not counted.
-      target: what it was compiled for; None if it was traced alone.
+      title: title of the run.
+      pools: pools of devices.
+      notes: (subject, text) pairs to print; in a traced plan also the batch flow of a step.
+      left_out: (subject, reason) pairs of everything that is not counted.
+      target: devices that it was compiled for; None if it was only traced.
     """
 
     title: str
@@ -82,42 +82,42 @@ class Plan:
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """Of all pools."""
+        """The compiled programs of all pools."""
         return tuple(program for pool in self.pools for program in pool.programs)
 
     @property
     def fits(self) -> bool:
-        """Every compiled program does; a traced plan has none that could not."""
+        """Whether every compiled program fits; True for a traced plan, which has none."""
         return all(program.fits for program in self.programs)
 
     @property
     def compiled_s(self) -> float:
-        """Seconds of compiling, when it was done."""
+        """Seconds that compilation took."""
         return sum(program.compiled_s for program in self.programs)
 
     @property
     def compiled_for(self) -> Target:
-        """What it was compiled for."""
+        """The target; only for compiled plans."""
         assert self.target is not None, "this plan was traced, not compiled"
         return self.target
 
     def seconds(self, program: CompiledProgram) -> Seconds:
-        """Predicted, of a program in a step."""
+        """Predicted seconds per step of a program."""
         return seconds_of(program, self.compiled_for.topology, self.compiled_for.dtype)
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step: programs of a pool one after the other, pools side by side."""
+        """Predicted seconds per step: programs of a pool run in sequence, pools run in parallel."""
         return max(sum(self.seconds(p).total for p in pool.programs) for pool in self.pools)
 
     @property
     def chip_hours(self) -> float:
-        """Predicted, of the run."""
+        """Predicted chip hours of the run."""
         target = self.compiled_for
         return chip_hours([self.step_s], len(target.topology.devices), target.num_steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in bytes and seconds."""
+        """All figures, in bytes and seconds."""
         found: dict[str, Any] = {
             "title": self.title,
             "fits": self.fits,
@@ -171,7 +171,7 @@ class Plan:
 
 
 def layout_names(pool: Pool) -> str:
-    """How the roles of a pool are split, for people."""
+    """Describes how the roles of a pool are sharded."""
     by_layout: dict[ParallelLayout, list[str]] = {}
     for role, layout in pool.layouts.items():
         by_layout.setdefault(layout, []).append(role)

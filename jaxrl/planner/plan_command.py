@@ -1,15 +1,15 @@
-"""What a recipe would take, at one of three depths. Nothing runs and nothing is allocated.
+"""Predicts memory and time of a recipe, at one of three depths. Nothing runs and nothing is allocated.
 
     jaxrl plan --config configs/dapo_qwen32b.py                                          traces: seconds
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
 
-Traced, a plan counts by shapes what every role holds on a device, and the operations of every program;
-`jaxrl train --dry_run` prints the same. Compiled for accelerators that are not here, it has the compiler's
-figures too: arguments, temporaries, peak, fits or not; collectives by mesh axis; and, predicted, seconds at
-the vendors' rates. A search first looks for the fastest mapping of the roles to the devices. TPUs need the
-extra `aot`, GPUs `aot-gpu`. What the user can fix is one line on stderr and exit status 2; a run that does
-not fit is exit status 1.
+A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
+`jaxrl train --dry_run` prints the same. With --topology the plan is compiled for accelerators that need not
+be present. It then also has the compiler's figures: arguments, temporaries, peak memory, fits or not;
+collectives by mesh axis; and predicted seconds at the vendors' rates. --search first looks for the fastest
+mapping of roles to devices. TPUs need the extra `aot`, GPUs `aot-gpu`. User errors are one line on stderr
+with exit status 2; a run that does not fit has exit status 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-# XLA complains of every host that is not there.
+# XLA logs an error for each host of the topology that is not present.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
@@ -45,16 +45,16 @@ _DOES_NOT_FIT = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans as the program's name and its arguments say; returns the exit status."""
+    """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    # Nothing runs: accelerators that are here may be at work.
+    # Nothing runs, so use the CPU: the accelerators of this machine may be busy.
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
     try:
         overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
         args = parser.parse_args(rest)
         config = command_line.load_config(Config, args.config, overrides)
-        # What is compiled here is kept by the planner, with what it reads from it.
+        # The planner has its own cache of compiled programs, with the figures read from them.
         with compiled_programs_not_kept():
             plan = run(args, config)
     except UserError as error:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace, config: Config) -> Plan:
-    """Plans, prints, and writes what was asked for."""
+    """Makes the plan, prints it, and writes the requested files."""
     for name in ("topology", "html", "save"):
         if getattr(args, name) is not None:
             check_path(f"--{name}", getattr(args, name))

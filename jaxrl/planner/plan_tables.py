@@ -1,10 +1,10 @@
-"""A plan as one table: for a terminal, as plain text, or as a page.
+"""Formats a plan as one table: for a terminal, as plain text, or as an HTML page.
 
     role or event       layout                              values   per device
     actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
     sampling, ...       leaves 3.2 GB of v5p                           91.80 GB    traced plans
 
-Programs of a compiled plan are rows of it too, and have further columns:
+Compiled plans also have rows for programs, with further columns:
 
     role or event   layout            values   per device   arguments ... left   at least   bound by
     actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   products
@@ -27,7 +27,7 @@ from jaxrl.planner.compiled.traffic import Traffic
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool, Target
 
-# Devices that the totals of a traced plan are compared with, by growing memory.
+# Devices that the totals of a traced plan are compared with, by ascending memory.
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
 
 _GB = 1e9
@@ -45,8 +45,8 @@ Row = tuple[str, ...]
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Prints the table: for a terminal, or as plain text of its own width elsewhere."""
-    # FORCE_COLOR, which CI systems set, would make a log look like a terminal to rich.
+    """Prints the table for a terminal, or as plain text with its own width elsewhere."""
+    # CI systems set FORCE_COLOR, and rich would then take a log for a terminal.
     if console is None:
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
     if not console.is_terminal:
@@ -62,7 +62,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def as_html(plan: Plan) -> str:
-    """The same as a page of its own."""
+    """The same table as an HTML page."""
     console = Console(record=True, width=_WIDE, file=io.StringIO(), force_terminal=True)
     show(plan, console)
     page = console.export_html(inline_styles=True)
@@ -70,7 +70,7 @@ def as_html(plan: Plan) -> str:
 
 
 def table(plan: Plan, *, plain: bool = False) -> Table:
-    """Everything as one table; `plain` draws its lines with ASCII."""
+    """The whole plan as one table; `plain` draws its lines with ASCII."""
     found = Table(
         title=_title(plan), title_justify="left", box=box.ASCII2 if plain else box.ROUNDED
     )
@@ -88,7 +88,7 @@ def table(plan: Plan, *, plain: bool = False) -> Table:
 
 
 def verdict(plan: Plan, target: Target) -> list[str]:
-    """A few lines: fits or not, and what the run would take."""
+    """A few lines: whether the run fits, and its predicted time."""
     tightest = min(plan.programs, key=lambda program: program.spare)
     share = tightest.spare / tightest.memory
     lines = [
@@ -119,7 +119,7 @@ def _title(plan: Plan) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[list[Row]]:
-    """Rows that belong together."""
+    """Groups of rows, separated by lines in the table."""
     for pool in plan.pools:
         of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
         if of_pool:
@@ -172,7 +172,7 @@ def _program(plan: Plan, program: CompiledProgram) -> Row:
 
 
 def _received(program: CompiledProgram, traffic: Traffic) -> Row:
-    """What a device receives from others in a step of a program."""
+    """Bytes that a device receives from others in a step of a program."""
     links = "network" if traffic.across_hosts else "near"
     where = f"received along {', '.join(traffic.axes)}, {links}"
     size = f"{traffic.nbytes / _GB:,.2f}" if traffic.nbytes > 1e7 else f"{traffic.nbytes / _GB:.1e}"
@@ -189,7 +189,7 @@ def _size(nbytes: int) -> str:
 
 
 def _left(nbytes: int) -> str:
-    """What the smallest device that holds so much has left, and which do not."""
+    """Memory left on the smallest device that holds `nbytes`, and the devices that are too small."""
     sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
     fitting = [name for name, size in sizes.items() if size > nbytes]
     too_small = [name for name in sizes if name not in fitting]

@@ -1,7 +1,7 @@
-"""The roles of a config as a plan sees them: built where the placement puts them, without weights.
+"""Builds the roles of a config for a plan: on the meshes of the placement, without weights.
 
-The roles are those of a run (`trainer.roles.build_roles`), on a mesh of devices that need not be here, or on
-an abstract one. A role whose checkpoint is not here counts as large as the actor, and the plan says so.
+They are the roles of a run (`trainer.roles.build_roles`) on a mesh of devices that need not be present, or on
+an abstract mesh. If the checkpoint of a role is missing, the plan assumes the actor's size and says so.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from jaxrl.trainer.roles import Roles, build_roles
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRoles:
-    """The roles of a run, none of which has weights.
+    """The roles of a run, without weights.
 
     Attributes:
-      config: of the run.
-      algorithm: of the run.
-      models: of the roles.
-      pools: by name, which roles live where.
-      meshes: by role.
-      roles: the roles themselves.
+      config: config of the run.
+      algorithm: algorithm of the run.
+      models: models of the roles.
+      pools: pools of the placement, by name.
+      meshes: mesh of each role.
+      roles: the roles.
     """
 
     config: Config
@@ -53,26 +53,26 @@ class PlannedRoles:
 
     @property
     def engine(self) -> Engine:
-        """The actor samples with it."""
+        """The engine that the actor samples with."""
         return _engine_of(self.roles.actor.backend)
 
     @property
     def judge(self) -> Engine | None:
-        """The generative judge's engine."""
+        """The engine of the generative judge; None without a judge."""
         return None if self.roles.judge is None else _engine_of(self.roles.judge.backend)
 
     @property
     def sampler(self) -> str:
-        """The role whose devices and layout the actor samples with."""
+        """The role whose devices and layout are used for sampling."""
         return "rollout" if "rollout" in self.meshes else "actor"
 
     def pool_of(self, role: str) -> Pool:
-        """Where a role lives; "rollout" is with the actor unless it has a place of its own."""
+        """The pool of a role; "rollout" means the actor's pool unless it has its own."""
         homes = {role: pool for pool in self.pools.values() for role in pool.roles}
         return homes.get(role, homes["actor"])
 
     def resident_buffers(self, pool: Pool) -> list[ResidentBuffers]:
-        """What lies on the devices of a pool from one program to the next."""
+        """The buffers that stay on the devices of a pool between programs."""
         found: list[ResidentBuffers] = []
         offload = {role: pool.config_of(role).offload_training_state for role in pool.roles}
         if "actor" in pool.roles:
@@ -86,7 +86,7 @@ class PlannedRoles:
         return found + self._judge_buffers(pool)
 
     def _sampler_buffers(self, pool: Pool) -> list[ResidentBuffers]:
-        """The actor's weights and cache in generation, if it samples there."""
+        """The actor's weights and KV cache in generation, if it samples on this pool."""
         if pool != self.pool_of("rollout"):
             return []
         actor, dtype = self.roles.actor, self.engine.config.dtype
@@ -97,7 +97,7 @@ class PlannedRoles:
         return engine_memory("rollout", layout, sampler, dtype)
 
     def _judge_buffers(self, pool: Pool) -> list[ResidentBuffers]:
-        """The generative judge's weights and cache, if it lives there."""
+        """The generative judge's weights and KV cache, if it is on this pool."""
         if self.judge is None or "judge" not in pool.roles:
             return []
         layout, dtype = pool.layout_of("judge"), self.judge.config.dtype
@@ -105,7 +105,7 @@ class PlannedRoles:
 
 
 def judge_shapes(judge: Engine) -> SamplerShapes:
-    """Weights and slots of the generative judge."""
+    """Shapes of the weights and slots of the generative judge."""
     _, shapes, axes = decoder_graph(judge.model)
     return sampler_shapes(judge, shapes, axes)
 
@@ -114,15 +114,15 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     """Builds the roles of a config for a plan.
 
     Args:
-      config: of the run.
-      algorithm: of the config.
-      meshes: by role, of devices that need not be here, or abstract.
+      config: config of the run.
+      algorithm: algorithm of the config.
+      meshes: mesh of each role, abstract or of devices that need not be present.
 
     Raises:
       UserError: settings contradict each other or a checkpoint, or something does not divide.
     """
     pools = {pool.name: pool for pool in pools_of(config, algorithm.roles)}
-    # Another backend has other programs; ours stands for it.
+    # The programs of another backend are unknown; our engine stands for them.
     rollout = dataclasses.replace(config.rollout, driver="offline")
     config = dataclasses.replace(config, rollout=rollout)
     models = role_models(config, algorithm.roles)
@@ -131,7 +131,7 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
 
 
 def abstract_meshes(config: Config) -> dict[str, Any]:
-    """Axes and sizes of each role's mesh, which is all that tracing asks for, and no devices."""
+    """Abstract mesh of each role: axes and sizes without devices, which is enough for tracing."""
     return {
         role: abstract_mesh(pool.layout_of(role))
         for pool in pools_of(config)
@@ -140,7 +140,7 @@ def abstract_meshes(config: Config) -> dict[str, Any]:
 
 
 def meshes_on(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
-    """The mesh of each role on some devices, in the order of a run."""
+    """The mesh of each role on the given devices, in the order that a run uses."""
     return dict(meshes_of(take_devices(pools_of(config), devices)))
 
 

@@ -1,8 +1,8 @@
-"""One step of a recipe traced: a file for TensorBoard or Perfetto, and a table of where its time goes.
+"""Traces one step of a recipe: writes a file for TensorBoard or Perfetto, and prints where the time goes.
 
-Steps before it compile what it needs; nothing is trained further than that, evaluated or saved. The policy
-starts from `weights`, or at random: a warm start would take longer than what is looked at. A random
-policy answers little right, so a step that wants groups of right and wrong answers takes what there is.
+Earlier steps compile the programs. The run ends after the traced step, without evaluation or checkpoints. The
+policy starts from `weights` or at random; a supervised warm-up would take longer than the trace. A random
+policy rarely answers correctly, so a step that filters groups accepts those it gets.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import build_roles
 from jaxrl.trainer.weights import load_or_init
 
-# The first compiles, the second what the first has left out, such as moving weights back.
+# The first step compiles; the second compiles what the first left out, such as moving weights back.
 _STEPS_BEFORE = 2
 
 
 class _TracedClock:
-    """The clock of a step whose phases are annotations of the trace."""
+    """Times a step by writing its phases as annotations of the trace."""
 
     stop_pending = False
 
@@ -52,18 +52,18 @@ class _TracedClock:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, shown: str = "", may_stop: bool = False) -> Iterator[None]:
-        """Annotates what happens within."""
+        """Annotates the block."""
         del shown, may_stop
         hosts.enter_phase(f"profile step {self.step + 1}, {name}")
         with jax.profiler.TraceAnnotation(f"{PHASE}{name}"):
             yield
 
     def when_done(self, result: Any) -> Any:
-        """Waits: a phase has what it has started."""
+        """Waits for the result, so that a phase contains the work it has started."""
         return jax.block_until_ready(result)
 
     def check_stop(self) -> None:
-        """Nothing is kept that a signal could tear."""
+        """Does nothing: this run saves nothing that a signal could damage."""
 
 
 def profile(config: Config) -> int:
@@ -88,7 +88,7 @@ def profile(config: Config) -> int:
                 jax.block_until_ready(stage.step())
             known = compiled_operations()
     if hosts.is_first():
-        # A process traces the devices that it has itself.
+        # Each process traces only its own devices.
         roof, devices = _roof(config), jax.local_devices()
         peaks = roof.tflops(config.train.dtype), roof.memory
         show(read_profile(folder, known), *peaks, len(devices))
@@ -109,7 +109,7 @@ def _for_one_step(config: Config) -> Config:
 @contextlib.contextmanager
 def _traced(folder: pathlib.Path) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
-    # Every call of a Python function would be an event, and slow what is measured.
+    # Tracing every Python call would slow down the measured step.
     options.python_tracer_level = 0
     jax.profiler.start_trace(str(folder), profiler_options=options)
     try:
@@ -131,13 +131,13 @@ def show(
     *,
     console: Console | None = None,
 ) -> None:
-    """Prints what a trace says, by phase and by kind of operation.
+    """Prints a trace's times by phase and by kind of operation.
 
     Args:
-      found: what was read.
-      peak_tflops, peak_gb_s: what a device can do.
-      num_devices: that the trace is of.
-      console: where to; the terminal by default.
+      found: times read from the trace.
+      peak_tflops, peak_gb_s: peak rates of a device.
+      num_devices: number of traced devices.
+      console: console to print to; None means the terminal.
     """
     console = console or Console(width=110)
     seconds = sum(found.seconds.values())

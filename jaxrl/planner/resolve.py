@@ -1,7 +1,7 @@
-"""Settings that a config leaves open, decided before the run: a config in, a config out.
+"""Resolves settings that a config leaves open, before the run: takes a config and returns a config.
 
     mesh.layout = "auto"      the fastest mapping that the search finds for these devices
-    rollout.slots = "auto"    as many slots as fit these devices, as their compiler says
+    rollout.slots = "auto"    the number of slots that fits these devices, by their compiler
 
 Commands call this first. A run itself accepts no open setting.
 """
@@ -22,12 +22,12 @@ from jaxrl.trainer.program import claimed, is_settled
 
 
 def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config:
-    """The config with every open setting decided for the given devices. Collective.
+    """Returns the config with every open setting resolved for the given devices. Collective.
 
     Args:
-      config: of the run.
-      devices: of the run, in the order of `jax.devices()`.
-      kind: of run; everything that it needs is found before anything compiles.
+      config: config of the run.
+      devices: devices of the run, in the order of `jax.devices()`.
+      kind: kind of run; its missing requirements are reported before anything is compiled.
 
     Raises:
       UserError: the run lacks something, its folder is in use, the search does not cover the recipe, or

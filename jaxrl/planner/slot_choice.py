@@ -1,9 +1,9 @@
-"""How many slots fit: `rollout.slots = "auto"` takes as many as `rollout.memory_fraction` of a device holds.
+"""Chooses the number of slots that fit: `rollout.slots = "auto"` fills `rollout.memory_fraction` of a device.
 
-    memory x fraction - what lies there in sampling - the largest temporary = slots x bytes of one
+    memory x fraction - resident buffers in sampling - largest temporary = slots x bytes of a slot
 
-A first number is counted from shapes, with the temporaries that compiled programs were seen to take; where a
-compiler is at hand, its own figures for the programs with so many slots say how many more there can be.
+The first estimate is counted from shapes, with temporaries as measured on compiled programs. If a compiler is
+available, its figures for programs with that many slots refine the estimate.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from jaxrl.rollout.buckets import round_up
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.roles import Meshes
 
-# Copies of a prefill batch that inserting it takes: 1 on TPUs, 1.5 on GPUs.
+# Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
-# Float32 arrays [V] of each slot that a dispatch has at once, seen on GPUs; fewer on TPUs.
+# Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
 _LOGITS_COPIES = 48
-# Numbers of slots that are compiled at most; three were enough wherever this was tried.
+# Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
 
-# (program, its mesh, what lies there) -> bytes of a device at its worst moment, with what lies beside it.
+# (program, its mesh, resident buffers) -> peak bytes of a device, with the resident buffers.
 Compile = Callable[[Program, Any, Sequence[ResidentBuffers]], int]
 
 
 def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, memory: int) -> Config:
-    """The config with the number of slots that fit as counted from shapes, or as it is if it has one.
+    """Returns the config with the number of slots that fit, estimated from shapes; unchanged if it has one.
 
     Args:
-      config: of the run.
-      algorithm: of the config.
-      meshes: by role.
+      config: config of the run.
+      algorithm: algorithm of the config.
+      meshes: mesh of each role.
       memory: bytes of a device.
 
     Raises:
-      UserError: not one fits.
+      UserError: not even one slot fits.
     """
     if config.rollout.slots != "auto":
         return config
@@ -61,15 +61,15 @@ def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, mem
 def with_compiled_slots(
     config: Config, algorithm: Algorithm, meshes: Meshes, memory: int, compile: Compile
 ) -> Config:
-    """As `with_counted_slots`, and then as many as the compiler says.
+    """Like `with_counted_slots`, refined by the compiler's figures.
 
     Args:
-      config, algorithm, memory: as there.
-      meshes: by role, on devices that can be compiled for.
-      compile: called with the programs of sampling, for some numbers of slots.
+      config, algorithm, memory: as in `with_counted_slots`.
+      meshes: mesh of each role, on devices that can be compiled for.
+      compile: function that compiles the sampling programs; called for several numbers of slots.
 
     Raises:
-      UserError: not one fits.
+      UserError: not even one slot fits.
     """
     if config.rollout.slots != "auto":
         return config
@@ -78,11 +78,11 @@ def with_compiled_slots(
 
 
 def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
-    """The config with the slots that fit the devices of a run, as their compiler says. Collective."""
+    """Returns the config with the slots that fit the devices of a run, by their compiler. Collective."""
     if config.rollout.slots != "auto":
         return config
     algorithm, meshes = algorithm_of(config), meshes_on(config, devices)
-    # A process sees the memory of its own devices, and all must come to one number.
+    # Each process sees only the memory of its own devices; all must choose the same number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
 
     def compile_here(program: Program, _: Any, buffers: Sequence[ResidentBuffers]) -> int:
@@ -101,14 +101,15 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
 def most_that_fit(
     bytes_with: Callable[[int], float], memory: float, *, first: int, most: int, slot: float
 ) -> int:
-    """The largest number of slots whose programs fit, of those that were looked at; 0 if none does.
+    """The largest tried number of slots whose programs fit; 0 if none does.
 
     Args:
-      bytes_with: what so many take, nearly a straight line. It compiles, so it is asked a few times only.
-      memory: bytes that there are.
-      first: number to begin with.
-      most: that are of use.
-      slot: bytes that one more takes at least.
+      bytes_with: function from a number of slots to bytes, nearly linear. It compiles, so it is called
+        rarely.
+      memory: available bytes.
+      first: number of slots to try first.
+      most: largest useful number.
+      slot: lower bound of the bytes of one more slot.
     """
     known: dict[int, float] = {}
     slots, fit, too_many = min(first, most), 0, most + 1
@@ -116,7 +117,7 @@ def most_that_fit(
         known[slots] = bytes_with(slots)
         spare = memory - known[slots]
         fit, too_many = (slots, too_many) if spare >= 0 else (fit, slots)
-        # Temporaries grow as well, as the last two show.
+        # Temporaries grow too; the last two measurements give the slope.
         (a, x), (b, y) = (list(known.items()) * 2)[-2:]
         each = max(slot, (y - x) / (b - a) if b != a else slot)
         slots = min(max(slots + math.floor(spare / each), 1), too_many - 1)
@@ -133,7 +134,7 @@ class _Choice:
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
         self._load = load_of(config)
-        # A replica has no use for more.
+        # More slots than a replica can use.
         self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._memory = memory * config.rollout.memory_fraction
         self._one = self._roles(1)
@@ -143,14 +144,14 @@ class _Choice:
         self._room = self._memory - phase_bytes(buffers, "sampling") + self._slot
 
     def config(self, slots: int) -> Config:
-        """With so many on each replica; raises UserError if that is none."""
+        """The config with this many slots per replica; raises UserError for 0."""
         if not slots:
             raise self._none_fits()
         rollout = dataclasses.replace(self._config.rollout, slots=slots * self._replicas)
         return dataclasses.replace(self._config, rollout=rollout)
 
     def counted(self) -> int:
-        """As many as fit by the sum at the head of this file."""
+        """The number that fits by the formula in the module docstring."""
         engine = self._one.engine
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
@@ -160,7 +161,7 @@ class _Choice:
         return int(max(0, min(fitting, self._most)))
 
     def compiled(self, compile: Compile) -> int:
-        """As many as fit by what the compiler says of the programs."""
+        """The number that fits by the compiler's figures."""
         return most_that_fit(
             lambda slots: self._most_bytes(slots, compile),
             self._memory,

@@ -1,4 +1,4 @@
-"""What a step of a config is taken to have to do, before any has run."""
+"""The assumed work of a step of a config, before any step has run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from jaxrl.config.schema import Config
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.planner.compiled.programs import StepLoad
 
-# Answers of DAPO's run were a fifth of their limit on average when they had grown.
+# In DAPO's run the mean answer grew to a fifth of the limit.
 RESPONSE_SHARE = 0.2
 _PROMPT_SHARE = 0.15
 
 
 def load_of(config: Config, response_tokens: float = 0.0) -> StepLoad:
-    """What a step of a config is taken to do.
+    """Estimates the work of a step of a config.
 
     Args:
-      config: of the run.
-      response_tokens: of an answer on average; 0 takes a fifth of the limit.
+      config: config of the run.
+      response_tokens: mean length of an answer; 0 assumes a fifth of the limit.
     """
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
     return StepLoad(

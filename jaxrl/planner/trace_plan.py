@@ -1,16 +1,16 @@
-"""The first depth of a plan: every program traced, on meshes without devices, in seconds.
+"""Makes a traced plan: traces every program on meshes without devices, in seconds.
 
     config --> the run's own roles on abstract meshes
                  |
-                 +-- every program of a step traced: a shape or a split that does not fit is an error
-                 +-- memory.py: bytes per device of what the roles hold, and of the largest temporaries
-                 +-- batch_flow.py: how many a step samples, keeps and learns from
+                 +-- every program of a step is traced: a wrong shape or sharding is an error
+                 +-- memory.py: bytes per device of resident buffers and of the largest temporaries
+                 +-- batch_flow.py: numbers of samples that a step draws, keeps and trains on
                  |
                  v
                Plan
 
-The totals have every term that shapes can tell, of every role and pool. What compiled programs need besides,
-only compiling them can tell (`compile_plan.py`).
+The totals cover every term that follows from shapes, for every role and pool. Only compiling the programs
+shows their other temporaries (`compile_plan.py`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.batch_shapes import check_role_batches, step_shape
 from jaxrl.types import TrainBatch, ValueBatch
 
-# Of a device, where a config lets its slots be chosen by it and there is none.
+# Assumed memory of a device if a config chooses its slots by memory and no device is known.
 ASSUMED_MEMORY = 80 * 10**9
 
 
 def trace_plan(config: Config) -> Plan:
-    """Traces a recipe without its devices and data, and counts what it would hold.
+    """Traces a recipe without its devices and data, and counts the memory that it needs.
 
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
@@ -79,7 +79,7 @@ def trace_plan(config: Config) -> Plan:
 
 
 def _traced(roles: PlannedRoles) -> tuple[dict[str, jax_core.Jaxpr], list[tuple[str, str]]]:
-    """Traces every program; (the update of each role, the operations of each program for people)."""
+    """Traces every program; returns the update of each role and the operations of each program."""
     updates, flops = {}, []
     for role, program, _ in programs_of(roles, load_of(roles.config)):
         traced = [_jaxpr(piece) for piece in program.pieces]
@@ -87,7 +87,7 @@ def _traced(roles: PlannedRoles) -> tuple[dict[str, jax_core.Jaxpr], list[tuple[
             (updates[role],) = traced
         total = _flops(program, traced)
         shown = f"{total / 1e15:,.1f} PFLOP" if total > 1e14 else f"{total / 1e9:,.1f} GFLOP"
-        # Moving weights and caches computes nothing.
+        # Moving weights and caches has no arithmetic operations.
         if total:
             flops.append((f"{program.title}, traced", f"{shown} a step"))
     return updates, flops
@@ -108,7 +108,7 @@ def _flops(program: Program, traced: list[jax_core.Jaxpr]) -> float:
 def _in_updates(
     roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
 ) -> Iterator[ResidentBuffers]:
-    """What the updates of a pool's roles add to what lies there, each at its turn."""
+    """The temporaries that the updates of a pool's roles add, one role at a time."""
     shape = step_shape(roles.config)
     for name, role in roles.roles.learners.items():
         if name in pool.roles:
@@ -134,6 +134,6 @@ def _notes(roles: PlannedRoles, slots_are_chosen: bool) -> Iterator[tuple[str, s
 
 
 def _left_out(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
-    """(what, why) of what takes memory and is not counted."""
+    """(subject, reason) pairs of memory that is not counted."""
     if roles.config.cost.pretrain_coef and roles.roles.cost is not None:
         yield "cost.pretrain_coef", "the batch of written solutions in every update"

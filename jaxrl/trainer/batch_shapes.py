@@ -1,4 +1,4 @@
-"""Shapes of a run's batches and of the programs that sample, from its config alone."""
+"""Shapes of a run's batches and of its sampling programs, derived from its config alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxrl.trainer.cross_checks import roles_of
 
 
 def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
-    """The pools of a config's placement, checked; no devices yet.
+    """The checked pools of a config's placement, without devices.
 
     Args:
-      config: of the run.
-      roles: of the run, if they are known already.
+      config: config of the run.
+      roles: names of the run's roles, if they are already known.
     """
     return read_placement(config.placement, config.mesh, roles or roles_of(config))
 
 
 def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
-    """What batches are packed into; `longest` tokens of a sequence, by default a prompt and a response."""
+    """Limits of packed batches. `longest` is the longest sequence; by default a prompt and a response."""
     return RowLimits(
         config.train.rows,
         config.train.row_tokens,
@@ -34,7 +34,7 @@ def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
 
 
 def step_shape(config: Config) -> PackedShape:
-    """[U, M, R, T] of what a step of reinforcement learning learns from."""
+    """The shape [U, M, R, T] of the batch that a step of reinforcement learning trains on."""
     rollout = config.rollout
     return row_limits(config).shape(
         rollout.num_prompts * rollout.num_samples, minibatches=config.algorithm.updates_per_step
@@ -42,7 +42,7 @@ def step_shape(config: Config) -> PackedShape:
 
 
 def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Shapes of the programs that the actor samples with."""
+    """Sizes of the engine that the actor samples with."""
     return EngineConfig(
         **config.rollout.engine_settings(),
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -53,7 +53,7 @@ def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
 
 
 def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Shapes of the programs that the generative judge samples with: slots of its own, else as the policy."""
+    """Sizes of the generative judge's engine: its own number of slots, otherwise as for the policy."""
     options, rollout = config.reward.judge, config.rollout
     settings = rollout.engine_settings(
         slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
@@ -67,11 +67,11 @@ def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConf
 
 
 def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:
-    """Raises UserError for a batch size that does not divide over the mesh of a role.
+    """Raises UserError for a batch size that the mesh of a role does not divide.
 
     Args:
-      config: of the run.
-      meshes: by role.
+      config: config of the run.
+      meshes: mesh of each role.
     """
     for role, mesh in meshes.items():
         if role == "judge":
@@ -92,7 +92,7 @@ def _check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) 
 
 
 def _check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """The judge samples with slots of its own, on the mesh of its pool."""
+    """Checks the judge's number of slots against the mesh of its pool."""
     slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
     check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)
     check_divides("rollout.prefill_prompts", min(slots, prompts), "batch", GENERATE_RULES, mesh)

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: tokenizer, problems, devices. Checks before it builds."""
+"""Builds the run context from a config: tokenizer, problems, devices. Checks everything first."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from jaxrl.trainer.roles import RoleBuilder
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
 
-# Enough text for every word of a procedural task.
+# Enough text to contain every word of a procedural task.
 _TOKENIZER_RECORDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """What the training stages of a run share.
+    """The data, models and devices that the training stages of a run share.
 
     Attributes:
-      config: of the run.
-      algorithm: its dataflow, estimator and loss.
-      models: of its roles, with the tokenizers of policy and judge.
-      placement: which role has which devices.
-      problems: to train on and to evaluate with; none is in both.
+      config: config of the run.
+      algorithm: dataflow, estimator and loss.
+      models: models of the roles, with the tokenizers of policy and judge.
+      placement: devices of each role.
+      problems: training and evaluation problems; no problem is in both sets.
       evaluation_prompts: prompts of the evaluation.
-      demonstrations: of the warm start's file, if it has one.
-      pairs: the preference pairs of each file.
-      train_prompts: the problems to train on as prompts, source by source, or what makes them; where the run
-        samples answers to them.
-      card: what was read and what was left out, to be shown once.
+      demonstrations: examples from the warm-up's file; empty without a file.
+      pairs: preference pairs of each file.
+      train_prompts: training problems as prompts, source by source, or generators of them; empty if the run
+        does not sample.
+      card: data card: what was read and what was left out. It is shown once.
     """
 
     config: Config
@@ -78,7 +78,7 @@ class RunContext:
 
     @property
     def model(self) -> ModelConfig:
-        """The policy's model, with the number of ids that its tokenizer has."""
+        """The policy's model, with the vocabulary size of its tokenizer."""
         return self.models.actor
 
     @property
@@ -93,27 +93,27 @@ class RunContext:
 
     @property
     def roles(self) -> RoleBuilder:
-        """Builds the run's roles."""
+        """The builder of the run's roles."""
         return RoleBuilder(self.config, self.meshes, self.models)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: the tokenizer's, and those of the config."""
+        """Tokens that end a response: those of the tokenizer and those of the config."""
         return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
 
 
 def build_context(
     config: Config, devices: Sequence[Any] | None = None, *, kind: RunKind
 ) -> RunContext:
-    """Finds data, models and devices of a run, and checks that everything fits together.
+    """Finds the data, models and devices of a run, and checks that they fit together.
 
     Args:
-      config: of the run.
-      devices: which to use; all of them by default.
-      kind: of run, which says what it needs.
+      config: config of the run.
+      devices: devices to use; None means all.
+      kind: kind of run; it determines what the run needs.
 
     Raises:
-      UserError: something is missing (all of it is named at once), broken, or does not fit.
+      UserError: something is missing, broken, or does not fit. All missing things are named in one message.
     """
     algorithm = algorithm_of(config)
     devices = jax.devices() if devices is None else devices
@@ -173,7 +173,7 @@ def supervised_stream(
     examples_per_batch: int,
     max_tokens: int,
 ) -> DemonstrationStream:
-    """Answers to imitate, without end; examples longer than `max_tokens` are dropped."""
+    """An endless stream of supervised examples; examples longer than `max_tokens` are dropped."""
     config = run.config
     return DemonstrationStream(
         demonstrations,
@@ -189,10 +189,10 @@ def supervised_stream(
 def preference_stream(
     run: RunContext, *, evaluation: bool, pairs_per_batch: int
 ) -> PreferenceStream:
-    """Pairs of answers, without end.
+    """An endless stream of preference pairs.
 
     Raises:
-      UserError: a way to make pairs is not known.
+      UserError: the config names an unknown method to make pairs.
     """
     config = run.config
     options = config.preference
@@ -215,7 +215,7 @@ def preference_stream(
 
 
 def training_sampling(run: RunContext) -> SamplingOptions:
-    """How training data is sampled; the step is set for each call.
+    """Options of sampling training data. The step is set for each call.
 
     Raises:
       UserError: the environment cannot be loaded.
@@ -239,9 +239,9 @@ def training_sampling(run: RunContext) -> SamplingOptions:
 
 
 def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
-    """How answers to the evaluation prompts are sampled, with the keys of `step`.
+    """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
 
-    What ends a turn, and who answers it, belongs to the task: as in training.
+    Stop strings and environment belong to the task, so they are the same as in training.
     """
     options = run.config.evaluation
     return dataclasses.replace(
@@ -254,7 +254,7 @@ def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
 
 
 def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> None:
-    """Raises UserError for stop ids that are no tokens, and models that cannot read the policy's."""
+    """Raises UserError for unknown stop ids, and for scalar models with another tokenizer than the policy."""
     unknown = [i for i in config.rollout.stop_ids if not 0 <= i < tokenizer.vocab_size]
     if unknown:
         raise UserError(
@@ -270,7 +270,7 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
 def tokenizer_of(
     config: Config, problems: Problems, demonstrations: Sequence[Demonstration]
 ) -> Tokenizer:
-    """The tokenizer that a config names, or one that is trained on its problems and demonstrations."""
+    """The tokenizer that a config names, or one trained on its problems and demonstrations."""
     directory = tokenizer_directory(config)
     if directory:
         return load_tokenizer(directory)

@@ -1,8 +1,9 @@
-"""Two devices of a CPU: what `mesh.simulated_devices = "auto"` stands for.
+"""Chooses two simulated devices on a CPU; `mesh.simulated_devices = "auto"` calls this.
 
-XLA does not share out small operations over cores. With two devices, each with half of the batch, they run on
-both: a step of `benchmarks/step_vs_peers.py` took 10.8 s instead of 12.5 on two cores. Nothing is won at the
-demo's size (128 wide). A batch that does not halve, a layout of the user's own or an accelerator leave one.
+XLA does not split small operations over cores. With two devices, each runs half of the batch on its own core:
+a step of `benchmarks/step_vs_peers.py` took 10.8 s instead of 12.5 s on two cores. At the demo's size (width
+128) there is no gain. One device stays if the batch is odd, the user set a layout, or there is an
+accelerator.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _TWO = {"simulated_devices": 2, "train": "1-1-2"}
 
 
 def with_cpu_devices(config: Config) -> Config:
-    """The config with the number of simulated devices resolved, and the layout that goes with it.
+    """Returns the config with `simulated_devices` resolved, and with the matching layout.
 
-    Does not ask JAX for its devices, since their number is fixed from then on.
+    Does not ask JAX for its devices, because that call would fix their number.
     """
     mesh = config.mesh
     if mesh.simulated_devices != "auto":
@@ -35,7 +36,7 @@ def with_cpu_devices(config: Config) -> Config:
 
 
 def takes_two_devices(config: Config) -> bool:
-    """Whether a config says nothing of devices, its shape is known and wide, and its batches halve."""
+    """Whether the config leaves devices open, its model is known and wide, and its batches are even."""
     rollout = config.rollout
     slots = 0 if rollout.slots == "auto" else rollout.slots
     batches = (config.train.rows, slots, rollout.prefill_prompts, config.reward.judge.slots)
@@ -44,7 +45,7 @@ def takes_two_devices(config: Config) -> bool:
         and not config.placement
         and not config.hosts.coordinator
         and rollout.driver == "offline"
-        # A model of files may be too large to be there twice.
+        # A model from files may be too large for two copies.
         and not config.weights
         and config.model.d_model >= _WIDE
         and not any(size % 2 for size in batches)

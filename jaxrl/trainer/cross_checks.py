@@ -1,14 +1,14 @@
-"""The rules of a config that no group of settings can check alone: `RULES`, run before anything is built.
+"""The rules between several groups of settings: `RULES`, checked before anything is built.
 
-A rule about two settings of one group stands in that group's `__post_init__`. A rule that needs another
-group, or the dataflow that a name stands for, is a method beside the settings that it is about, with plain
-arguments. A function here says where the arguments come from:
+A rule about two settings of one group is in that group's `__post_init__`. A rule that needs another group, or
+the dataflow behind a name, is a method of the group it belongs to and takes plain arguments. The functions
+here only pass the arguments:
 
     def _curriculum(config):
         config.data.curriculum.check_rewards(config.reward.grader_weight)
 
-To add a rule: write it there, with value, rule and remedy in its message, and add a line to `RULES`. Rules do
-not depend on each other; their order decides only which fault is told first.
+To add a rule, write the method, with value, rule and remedy in its message, and add a line to `RULES`. Rules
+are independent of each other; their order only decides which error is reported first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
 from jaxrl.trainer.memory_check import check_memory
 
-# Roles of a dataflow that exist only if the config uses them.
+# Roles that a dataflow has only if the config uses them.
 _WHERE_USED = ("reference", "reward")
 
 
@@ -39,11 +39,11 @@ def check_algorithm(config: Config) -> None:
         rule(config)
 
 
-# What a config asks for.
+# Values derived from a config.
 
 
 def title_of(config: Config) -> str:
-    """The name of the config's dataflow as people write it."""
+    """The display name of the config's dataflow."""
     return find_dataflow(config.algorithm.dataflow).title
 
 
@@ -57,7 +57,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
     declared = find_dataflow(algorithm.dataflow).roles
     algorithm.kl.check_roles(algorithm.dataflow, declared)
     roles = [role for role in declared if role not in _WHERE_USED]
-    # With adapters the actor is its own reference: the same weights without them.
+    # With adapters the actor's own frozen weights, without the adapters, are the reference.
     if algorithm.kl.needs_reference and not config.model.lora.rank:
         roles.append("reference")
     if config.reward.model:
@@ -75,7 +75,7 @@ def estimator_of(config: Config) -> Estimator:
     """The advantage estimator of a config.
 
     Raises:
-      UserError: its name or an option is not known.
+      UserError: its name or an option is unknown.
     """
     algorithm = config.algorithm
     return Estimator.of(
@@ -87,7 +87,7 @@ def estimator_of(config: Config) -> Estimator:
 
 
 def shares_forward(config: Config) -> bool:
-    """Whether the first minibatch's old log-probabilities come from its own update."""
+    """Whether the first update also computes the old log-probabilities of its minibatch."""
     return old_logprobs.shares_forward(
         config.algorithm, estimator_of(config), config.train.load_balancing_coef
     )
@@ -97,12 +97,13 @@ def policy_objective(config: Config) -> Objective:
     """The actor's loss.
 
     Raises:
-      UserError: a name or an option is not known, or the loss and the aggregation contradict each other.
+      UserError: a name or an option is unknown, or loss and aggregation contradict each other.
     """
     algorithm, correction = config.algorithm, config.algorithm.correction
     shares = shares_forward(config)
     corrects = correction.weighs or bool(correction.rejections)
-    # The policy being trained corrects if there is no other, or if it is the same.
+    # The current policy itself gives the correction ratio if there is no separate old policy, or if both are
+    # equal.
     inside = correction.bypass or (corrects and shares)
     return losses.policy(
         algorithm.loss,
@@ -117,7 +118,7 @@ def policy_objective(config: Config) -> Objective:
     )
 
 
-# The rules, each with the arguments of the check that it calls.
+# Each rule passes settings to the check that it calls.
 
 
 def _placement(config: Config) -> None:

@@ -16,13 +16,13 @@ class Evaluation:
     """Samples answers to the evaluation prompts and grades them."""
 
     def __init__(self, run: RunContext, graders: Graders):
-        """Raises UserError where the environment cannot be loaded."""
+        """Raises UserError if the environment cannot be loaded."""
         self._run = run
         self._grading = Grading(graders)
         self._options = evaluation_sampling(run, step=EVALUATION_STEP)
 
     def __call__(self, actor: Actor, when: str) -> Metrics:
-        """Metrics of an actor; the report shows some answers of "before" and "after" training."""
+        """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
         beside = GroupsBeside(self._grading)
         completions = actor.generate(self._run.evaluation_prompts, self._options, on_group=beside)
         scored = unpunished(completions, self._grading.collect(beside.of(completions)))

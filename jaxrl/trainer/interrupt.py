@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C: finish what must not be torn, save, leave; and leave anyway if that takes too long.
+"""Handles SIGTERM and Ctrl-C: finishes the current step, saves, and ends the process before a deadline.
 
-Python runs a signal's handler in the main thread, between two of its own instructions: not while that thread
-compiles a program, which may take many minutes. So a second thread watches, which the signal itself wakes.
+Python runs signal handlers in the main thread, between two bytecode instructions. While that thread compiles
+a program, which may take many minutes, no handler runs. So a second thread waits for the signal on a pipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from jaxrl.mesh import hosts
 
-# Of the time there is, the share that the step at work has; the rest is for the report.
+# Fraction of the deadline that the current step may use; the rest is for the report.
 _SHARE_OF_STEP = 0.6
 _POLL_S = 0.1
 
@@ -28,20 +28,20 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT arrived; a second SIGINT interrupts at once.
+    """Records that SIGTERM or SIGINT has arrived; a second SIGINT interrupts at once.
 
-    Use as a context manager in the main thread. Where several processes run one program a signal to any of
-    them counts for all, from the next time they ask.
+    Use it as a context manager in the main thread. With several processes a signal to one of them counts for
+    all, from the next collective check.
 
-    A thread ends the process if it is still in the context too long after a signal, but not while it saves.
+    A second thread ends the process if the deadline after a signal passes, but never during a save.
     """
 
     def __init__(self, *, within_s: float = 20.0, end: Callable[[int], None] = os._exit):
-        """Starts nothing yet.
+        """Only stores the arguments; the context manager installs the handlers.
 
         Args:
-          within_s: seconds after a signal by which the process has ended.
-          end: ends the process at once with a status; for tests.
+          within_s: seconds from a signal to the end of the process.
+          end: function that ends the process with an exit status; replaced in tests.
         """
         self._within_s = within_s
         self._end = end
@@ -50,7 +50,7 @@ class StopSignal:
         self._ends_at_once = False
         self._previous: dict[int, object] = {}
         self._last_acts: list[Callable[[float], str]] = []
-        # What the thread and the main thread both change, under the lock.
+        # Shared by the second thread and the main thread; guarded by the lock.
         self._lock = threading.Lock()
         self._num_saving = 0
         self._saved_at_s = -float("inf")
@@ -72,7 +72,7 @@ class StopSignal:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._previous_wakeup)
         self._left.set()
-        # The thread reads the end of the pipe.
+        # The second thread reads from the pipe.
         os.close(self._woken_by)
         self._thread.join()
         os.close(self._wakes)
@@ -85,35 +85,35 @@ class StopSignal:
             raise KeyboardInterrupt
         if self._ends_at_once:
             print("stopped before training began: there is nothing to save", flush=True)
-            # The other processes, if there are any, are told that this one did not end well.
+            # Raising makes the other processes see this one as failed.
             raise SystemExit(EXIT_TRY_AGAIN)
 
     @property
     def pending(self) -> bool:
-        """This process has got a signal, whether or not the others know of it."""
+        """Whether this process has received a signal, even if other processes do not know yet."""
         return self._received > 0
 
     def arrived(self) -> bool:
-        """Whether any process has got a signal; every process gets the same answer. Collective."""
-        # A signal may come at any moment: later readers must see what was agreed on, not what came since.
+        """Whether any process has received a signal; equal on all processes. Collective."""
+        # Signals arrive at any moment, so the agreed value is stored: later readers must see the same.
         self._agreed = hosts.largest(self._received)
         return self._agreed > 0
 
     def check(self) -> None:
-        """Raises StopRequested if a signal has arrived. Call where nothing is half done. Collective."""
+        """Raises StopRequested if a signal has arrived. Call it where no work is half done. Collective."""
         if self.arrived():
             raise StopRequested
 
     @property
     def exit_status(self) -> int:
-        """75 after SIGTERM: to schedulers 0 is a job that is done. 130 after Ctrl-C."""
+        """75 after SIGTERM, because schedulers read 0 as a completed job; 130 after Ctrl-C."""
         return _status_of(self._agreed)
 
-    # What a signal may and may not interrupt
+    # What a signal may interrupt
 
     @contextlib.contextmanager
     def ends_at_once(self) -> Iterator[None]:
-        """While there is nothing to save: a signal ends the program as soon as Python sees it."""
+        """Inside, there is nothing to save: a signal ends the program as soon as Python handles it."""
         self._ends_at_once = True
         try:
             yield
@@ -122,12 +122,12 @@ class StopSignal:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """What is within is not cut short; the time that is left counts from its end."""
+        """Inside, the deadline is suspended; the remaining time counts from the end of the block."""
         with self._lock:
             given_up = self._has_given_up
             self._num_saving += not given_up
         if given_up:
-            # The process ends in a moment, and what would be saved now would be torn.
+            # The process is about to end, and a save started now would be torn.
             threading.Event().wait()
         try:
             yield
@@ -138,10 +138,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def last_act(self, act: Callable[[float], str]) -> Iterator[None]:
-        """Names what another thread does if the process is ended within; the last one named comes first.
+        """Registers what the second thread does before it ends the process; the newest entry runs first.
 
         Args:
-          act: gets the seconds there are, and returns a line to print, or "".
+          act: function that gets the remaining seconds and returns a line to print, or "".
         """
         self._last_acts.append(act)
         try:
@@ -167,7 +167,7 @@ class StopSignal:
                 return
 
     def _first_signal(self) -> int:
-        """Waits for one; 0 if the context is left."""
+        """Waits for a signal and returns its number; 0 if the context ends."""
         while content := os.read(self._wakes, 64):
             for number in content:
                 if number in (signal.SIGTERM, signal.SIGINT):
@@ -175,7 +175,7 @@ class StopSignal:
         return 0
 
     def _give_up(self, number: int, seconds: float) -> None:
-        # In a thread, since whatever it needs may be held by the one that does not answer.
+        # On its own thread: `act` may need a lock that the stuck main thread holds.
         acts = threading.Thread(target=self._act, args=(number, seconds), daemon=True)
         acts.start()
         acts.join(timeout=seconds)

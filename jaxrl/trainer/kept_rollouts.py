@@ -1,4 +1,4 @@
-"""What a step has sampled and learned from, handed to whoever writes it for people to look at."""
+"""Writes the samples of some steps to files, for people to read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jaxrl.types import PackedBatch, Scored
 
 
 class KeptRollouts:
-    """Keeps the samples of the steps that the config asks for; the first process writes them."""
+    """Keeps the samples of the steps that the config selects; the first process writes them."""
 
     def __init__(self, run: RunContext, clock: Clock, *, terms: Sequence[str]):
-        """Args: the run, the loop around its steps, and the names of its rewards."""
+        """Args: the run, the loop of its steps, and the names of its reward terms."""
         config = run.config.run
         self._clock = clock
         self._terms = tuple(terms)
         self._most_prompts = config.rollouts_prompts or None
-        # A step that learns from the sampler's log-probabilities asks the trainer for none.
+        # A step that trains on the sampler's log-probabilities has none of the trainer's.
         self._has_old_logprob = not run.config.algorithm.correction.bypass
         self._stop_ids = frozenset(run.stop_ids)
         self._pieces = TokenPieces(run.tokenizer)
@@ -35,13 +35,13 @@ class KeptRollouts:
         self._begun = False
 
     def begin_step(self) -> None:
-        """Before the first step: files of steps that this run will do again go."""
+        """Deletes files of steps that this resumed run will repeat. Call before the first step."""
         if not self._begun and hosts.is_first():
             self._files.go_on_from(self._clock.step)
         self._begun = True
 
     def look(self, experience: Experience) -> None:
-        """Starts writing the step's samples, if it is one of those that are kept. Collective."""
+        """Starts writing the step's samples if the step is selected. Collective."""
         step = self._clock.step + 1
         if not self._files.is_due(step):
             return
@@ -54,7 +54,7 @@ class KeptRollouts:
             self._files.write(step, rows)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
-        """Writes what a step sampled that could not be filled; returns where it is."""
+        """Writes the samples of a step that found too few groups; returns the path."""
         step = self._clock.step + 1
         if hosts.is_first():
             kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
@@ -65,7 +65,7 @@ class KeptRollouts:
     def _rows(
         self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
     ) -> Iterator[dict[str, Any]]:
-        """The first prompts' rows; runs beside training."""
+        """Rows of the first prompts. Runs in the background while training continues."""
         kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
         of_response = None
         if old_logprob is not None:
@@ -81,5 +81,5 @@ class KeptRollouts:
         )
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until everything is written."""
         self._files.close()

@@ -1,4 +1,4 @@
-"""The loop of every stage of training: resume, step, evaluate, log, save, stop in good order."""
+"""The loop of every training stage: resume, step, evaluate, log, save, stop cleanly."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from jaxrl.trainer.run_files import keep_run_files
 
 logger = logging.getLogger(__name__)
 
-# A log of a stage with quick steps has a line now and then, not a thousand.
+# With quick steps, print a line only now and then.
 _LINE_EVERY_S = 2.0
-# Where a checkpoint's record has what is known of a collapse.
+# Key of the divergence detector's state in a checkpoint's record.
 _COLLAPSE = "collapse"
-# How long a process that has failed waits for the others to fail alike.
+# Seconds that a failed process waits for the others to fail in the same way.
 _MEET_S = 30
 
 
 class TrainingStage(abc.ABC):
-    """A stage of a run: what one of its steps does, and what outlives a step."""
+    """A training stage: what one of its steps does, and the state between steps."""
 
     @property
     @abc.abstractmethod
     def learners(self) -> Mapping[str, Learner]:
-        """Roles whose states a checkpoint holds."""
+        """The roles whose states a checkpoint holds."""
 
     @abc.abstractmethod
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Prepares the first step.
 
         Args:
-          record: what `record` returned for the checkpoint that the learners were restored from; None gives
-            them their first weights.
+          record: result of `record` in the checkpoint that the learners were restored from. None means a new
+            stage; the learners then need their initial weights.
 
         Raises:
           UserError: something is missing or does not fit.
@@ -66,30 +66,30 @@ class TrainingStage(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> Metrics:
-        """One step; its metrics may still be on the devices."""
+        """Runs one step; its metrics may still be on the devices."""
 
     def evaluate(self, when: str) -> Metrics:
-        """Metrics of an evaluation "before", "during" or "after" training; none by default."""
+        """Metrics of an evaluation "before", "during" or "after" training; empty by default."""
         del when
         return {}
 
     @abc.abstractmethod
     def record(self) -> dict[str, Any]:
-        """JSON-able: everything besides the learners' states that a resumed run needs."""
+        """JSON-compatible state that a resumed run needs besides the learners' states."""
 
-    def close(self) -> None:  # noqa: B027, most have nothing to end
-        """Ends what the stage has started, whether it has begun or not."""
+    def close(self) -> None:  # noqa: B027, most stages have nothing to close
+        """Releases everything the stage has started, even if `begin` was never called."""
 
 
 class Loop:
-    """The loop around a stage, "sft" or "rl", in a folder of its own. Used as a context manager.
+    """The loop of a training stage, "sft" or "rl", in its own folder. Use it as a context manager.
 
-    It is the clock of the stage's steps (`dataflows.clock`). Every process goes through the same steps; only
-    the first logs and shows them.
+    It also times the phases of each step (`dataflows.clock`). All processes run the same steps; only the
+    first one writes logs and output.
 
     Attributes:
-      step: finished steps.
-      folder: metrics.jsonl, tensorboard/, checkpoints/.
+      step: number of finished steps.
+      folder: folder with metrics.jsonl, tensorboard/ and checkpoints/.
     """
 
     def __init__(
@@ -112,23 +112,24 @@ class Loop:
         on_begin: Callable[[], None] = lambda: None,
         wandb: WandbOptions | None = None,
     ):
-        """Nothing is written before a stage has begun.
+        """Writes nothing; writing starts in `run`.
 
         Args:
-          title: of the stage, for people.
-          folder: of the stage.
+          title: display name of the stage.
+          folder: folder of the stage.
           num_steps, save_every, log_every, keep_checkpoints: as in the config.
-          evaluate_every: steps between evaluations; there is also one before the first step and one after the
-            last. 0 evaluates never.
-          collapse: when a checkpoint is kept besides.
-          may_restart: begin again, with the old folder moved aside, where nothing is left to go on from.
-          accepts_lost_rows: go on with what is left of damaged metrics.
-          num_devices: that it runs on.
-          waits: phases end when their arrays are there.
+          evaluate_every: number of steps between evaluations; one more runs before the first step and one
+            after the last. 0 disables evaluation.
+          collapse: settings of the divergence detector, which keeps an additional checkpoint.
+          may_restart: whether a stage without a usable checkpoint starts again, with its old folder moved
+            aside.
+          accepts_lost_rows: whether to continue if rows of the metrics are damaged.
+          num_devices: number of devices of the run.
+          waits: whether a phase waits for its arrays, so that its time is complete.
           stop: signals to the run.
-          ownership: held from before anything is written; None if the run holds the folder already.
-          on_begin: called when the run is sure to go on, with this stage.
-          wandb: how the stage is logged there, if it is.
+          ownership: lock of the folder, held from before the first write; None if the run already holds it.
+          on_begin: called once the stage can no longer be refused.
+          wandb: options of logging to Weights & Biases; None disables it.
         """
         self.step = 0
         self.folder = StageFolder(folder)
@@ -153,7 +154,7 @@ class Loop:
         self._writer: MetricsWriter | None = None
         self._record: dict[str, Any] = {}
         self._saved_step: int | None = None
-        # The last step whose row is written, and the updates of each learner by then.
+        # The last step with a written row, and the update count of each learner at that step.
         self._noted_step = 0
         self._num_updates: dict[str, int] = {}
 
@@ -164,12 +165,12 @@ class Loop:
         self._exit.__exit__(*exception)
 
     def run(self, stage: TrainingStage) -> None:
-        """Takes a stage to its last step, from where it was left.
+        """Runs a stage to its last step, from the start or from its newest checkpoint.
 
         Raises:
           StopRequested: a signal arrived; the last finished step is saved.
-          UserError: the stage has begun and no intact checkpoint is left, the checkpoint is of another model,
-            another run is at work on the stage, or a metric is not finite.
+          UserError: the stage has started but no intact checkpoint is left, the checkpoint is of another
+            model, another run is using the stage, or a metric is not finite.
         """
         with contextlib.closing(stage):
             record = self._resume(stage.learners)
@@ -185,7 +186,7 @@ class Loop:
             except StopRequested:
                 self._save_last_step(stage.learners)
                 raise
-            except Exception:  # a step may raise anything; all of it is passed on
+            except Exception:  # a step may raise anything; it is raised again below
                 self._save_what_is_finished(stage.learners)
                 raise
 
@@ -198,10 +199,10 @@ class Loop:
 
     @property
     def _finished(self) -> bool:
-        """All steps are done."""
+        """Whether all steps are done."""
         return self.step >= self._num_steps
 
-    # The clock of a step
+    # Timing of a step (Clock)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, shown: str = "", may_stop: bool = False) -> Iterator[None]:
@@ -229,13 +230,13 @@ class Loop:
     # Start
 
     def _resume(self, learners: Mapping[str, Learner]) -> dict[str, Any] | None:
-        """Restores the newest intact checkpoint into `learners`; returns its record, None without one."""
+        """Restores the newest intact checkpoint into `learners`; returns its record, or None without one."""
         step = self._newest_intact()
         finished = step is not None and step >= self._num_steps
-        # A finished stage is only read, by as many runs as like.
+        # A finished stage is only read, so any number of runs may use it at the same time.
         if self._ownership is not None and not finished:
             self._exit.enter_context(self._ownership)
-            # Another run may have gone on with it meanwhile.
+            # Another run may have continued it before this one got the lock.
             step = self._newest_intact()
         self._exit.callback(self._close_checkpoints)
         if step is None:
@@ -254,7 +255,7 @@ class Loop:
         return hosts.on_first(self._checkpoints.stored.newest_intact)
 
     def _check_nothing_is_lost(self) -> None:
-        """Raises UserError if the folder shows that there was something to go on from."""
+        """Raises UserError if the folder has traces of progress but no checkpoint to resume from."""
         remains = self._checkpoints.stored.remains()
         rows = _num_rows(self.folder)
         if self._may_restart or not (remains or rows):
@@ -270,16 +271,16 @@ class Loop:
         )
 
     def _begin(self, stage: TrainingStage) -> bool:
-        """Opens logs and the live view, and keeps the state to begin with as the checkpoint of step 0.
+        """Opens the logs and the live view, and saves the initial state as the checkpoint of step 0.
 
-        All that could refuse the run has been checked by now. Rows of steps in no checkpoint are dropped.
+        All checks that can refuse the run are over by now. Rows of steps after the checkpoint are dropped.
 
         Returns:
-          Whether no step is done and nothing is logged, not even what was measured before the first one.
+          Whether the stage is new: no step is done, and no evaluation before the first step is logged.
         """
         resumed = self._saved_step is not None
         aside = None if resumed else hosts.on_first(self._move_aside)
-        # First, since a log that cannot be read is the last thing to refuse the run.
+        # Opened first: an unreadable log is the last reason to refuse the run.
         log_is_empty = hosts.on_first(lambda: self._open_log(resumed))
         self._on_begin()
         self._checkpoints.prepare(self._saved_step)
@@ -306,7 +307,7 @@ class Loop:
         return log_is_empty and self.step == 0
 
     def _move_aside(self) -> str | None:
-        """Makes room for a stage that begins again; says where the old one is."""
+        """Moves the old folder aside for a new start; returns a message with its new place."""
         if not (self._checkpoints.stored.remains() or _num_rows(self.folder)):
             return None
         aside = self.folder.path.with_name(f"{self.folder.path.name}.aside.{time.time_ns()}")
@@ -314,7 +315,7 @@ class Loop:
         return str(aside)
 
     def _open_log(self, resumed: bool) -> bool:
-        """Opens the log; says whether it is empty."""
+        """Opens the log; returns whether it is empty."""
         resume_step = self.step if resumed else None
         self._writer = self._exit.enter_context(
             MetricsWriter(
@@ -329,14 +330,14 @@ class Loop:
     # The end of a step
 
     def _log_start(self, metrics: Metrics) -> None:
-        """Records what was measured before the first step, as step 0."""
+        """Logs the evaluation before the first step as step 0."""
         values = _floats(metrics)
         self._watch(values)
         self._write(values | self._timers.take())
         self._step_started_s = time.perf_counter()
 
     def _finish_step(self, metrics: dict[str, float], stage: TrainingStage) -> None:
-        """Ends a step: logs it, and saves when due, or when a signal has arrived."""
+        """Ends a step: logs it, and saves if a save is due or a signal has arrived."""
         self._check_finite(metrics)
         self.step += 1
         self._watch(metrics)
@@ -350,10 +351,10 @@ class Loop:
     def _record_step(
         self, metrics: dict[str, float], stage: TrainingStage, *, stopping: bool
     ) -> None:
-        """Writes the row of a finished step, and saves when due."""
+        """Writes the row of a finished step, and saves if due."""
         saving = self._finished or self.step % self._save_every == 0 or stopping
         if saving:
-            # Before the row is written: its seconds belong to this step.
+            # Before the row is written, so that the seconds of the save count for this step.
             with self._timers("save_checkpoint"):
                 self._start_saving(stage.learners)
         seconds = time.perf_counter() - self._step_started_s
@@ -364,22 +365,22 @@ class Loop:
             self._write(metrics)
         self._note_finished(stage.learners)
         if saving:
-            # After the row: a checkpoint that a run goes on from has the rows of all its steps.
+            # After the row, so that a checkpoint always has the rows of all its steps.
             self._commit()
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
-        """Saves the last finished step, if it is not on disk yet. No learner has changed since."""
+        """Saves the last finished step if it is not saved yet. No learner may have changed since."""
         if self._saved_step is not None and self._saved_step != self.step:
             with self._stop.saving():
                 self._start_saving(learners)
                 self._commit()
 
     def _save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
-        """Saves the last finished step after one that failed, unless that has changed the learners already.
+        """Saves the last finished step after a failed one, unless the failed step has changed the learners.
 
-        It says what is kept, and raises nothing: the error that is on its way matters more.
+        It prints what was saved and raises nothing, so that the original error is reported.
         """
-        # Saving takes all processes, of which others may have died, or wait for this one.
+        # A save is collective. Other processes may have died, or may wait for this one.
         failed = f"step {self._noted_step + 1}"
         if self._saved_step is None or not all_meet(f"{failed} failed", _MEET_S):
             return
@@ -388,9 +389,9 @@ class Loop:
             fault = "was not finished"
             try:
                 self._save_last_step(learners)
-            except Exception as error:  # logged here, since it must not take the first one's place
+            except Exception as error:  # only logged: it must not replace the original error
                 fault = f"was not finished, and what came before could not be saved ({error!r})"
-        # What is being sealed may be the last one; where it cannot be, that is why a step has failed.
+        # A checkpoint may still be in writing. If that fails, it may be the reason why the step has failed.
         with contextlib.suppress(UserError):
             self._checkpoints.wait()
         last = self._checkpoints.stored.newest_sealed(up_to=self.step)
@@ -401,20 +402,20 @@ class Loop:
             self._checkpoints.close()
 
     def _tell_last_checkpoint(self, timeout_s: float) -> str:
-        """Waits for what is being sealed; for a run that ends in the middle of a step."""
+        """Waits for the checkpoint in writing and names it; for a run that ends in the middle of a step."""
         self._progress.stop()
         step = self._checkpoints.newest_sealed(timeout_s)
         return f"{self._title}: the last checkpoint is of step {step}"
 
     def _message(self, text: str) -> None:
-        """Says something to the person who watches."""
+        """Prints a message for the user."""
         self._progress.message(text)
 
     def _note_record(self, record: Mapping[str, Any]) -> None:
         self._record = {**record, _COLLAPSE: self._detector.record()}
 
     def _note_finished(self, learners: Mapping[str, Learner]) -> None:
-        """From here on the state is worth saving: the step is done, and its row is written."""
+        """Marks the step as finished and its row as written, so that its state may be saved."""
         self._noted_step = self.step
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
@@ -428,7 +429,7 @@ class Loop:
         self._saved_step = self.step
 
     def _watch(self, metrics: Mapping[str, float]) -> None:
-        """Tells of a collapse when it begins."""
+        """Warns when a divergence begins."""
         faults = self._detector.observe(self.step, metrics)
         if not faults:
             return
@@ -457,7 +458,7 @@ class Loop:
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self._first_row:
-            # Where there are rows there is, or was, a checkpoint: the loss of it can be noticed.
+            # Rows without a checkpoint mean that a checkpoint was lost.
             self._checkpoints.wait()
             self._first_row = False
         if self._writer is not None:
@@ -486,7 +487,7 @@ def open_loop(
     evaluate_every: int = 0,
     stop: StopSignal,
 ) -> Loop:
-    """The loop of a stage in its folder, as the config wants it kept and logged."""
+    """Makes the loop of a stage in its folder, with the config's settings of saving and logging."""
     config = run.config
     wandb = None
     if config.run.wandb_project:
@@ -509,7 +510,7 @@ def open_loop(
         num_devices=run.placement.num_devices,
         waits=len(run.placement.pools) == 1,
         stop=stop,
-        # Its own folder the run holds from the start; a warm start that several runs share is another one's.
+        # The run already holds its own folder. A warm-up shared by several runs has another owner.
         ownership=None if folder.run == config.run_folder else only_run_in(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
@@ -524,5 +525,5 @@ def _num_rows(folder: StageFolder) -> int:
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:
-    """The values of metrics, from wherever they are. Collective."""
+    """Fetches metrics to the host as floats. Collective."""
     return {name: float(value) for name, value in hosts.fetch(dict(metrics)).items()}

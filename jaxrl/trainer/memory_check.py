@@ -1,10 +1,10 @@
-"""Refuses settings whose product decides memory, and which no device or host of the run could hold.
+"""Refuses settings whose product needs more memory than the devices or the host can have.
 
     train.rows 1000 x train.row_tokens 1,000,000 x 128 values x 4 layers x 4 bytes = 2 TB
 
-Each estimate counts one group of arrays that must be there at the same time, shared out over all devices of
-its role, so a run that would fit is never refused. Not covered: whether everything fits together, which
-`jaxrl plan` tells.
+Each estimate counts one group of arrays that must exist at the same time, divided over all devices of its
+role. It is a lower bound, so a run that would fit is never refused. `jaxrl plan` predicts whether everything
+fits together.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ANY_DEVICE_BYTES = 2**40
 ANY_HOST_BYTES = 2**44
 """Of a host's memory, where none is known."""
 
-# Of a token of an example that is learned from: itself, its mask and its places in the row.
+# Per token of a training example: the token, its mask and its position in the row.
 _TOKEN_BYTES = 20
 _FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory that settings ask for together.
+    """Memory that a product of settings needs.
 
     Attributes:
-      settings: the factors, with their values.
-      what: the arrays.
-      nbytes: of all of them, on all devices or on one host.
-      remedy: which setting to change.
-      on_host: they lie in the host's memory, not in that of the devices.
+      settings: factors of the product, with their values.
+      what: description of the arrays.
+      nbytes: bytes of all arrays, on all devices or on one host.
+      remedy: setting to change.
+      on_host: whether the arrays are in host memory instead of device memory.
     """
 
     settings: str
@@ -64,11 +64,11 @@ def check_memory(
     """Raises UserError if one group of arrays alone exceeds the memory of all devices, or of a host.
 
     Args:
-      config: of the run.
-      model: its shape, which the files of its weights may have told.
-      num_devices: of the run.
-      device_bytes, host_bytes: memory of one device, and of a host.
-      num_evaluation_prompts: problems of the evaluation.
+      config: config of the run.
+      model: model of the policy; its shape may come from the files of its weights.
+      num_devices: number of devices of the run.
+      device_bytes, host_bytes: memory of one device, and of one host.
+      num_evaluation_prompts: number of evaluation problems.
     """
     for need in _needs(config, model, num_evaluation_prompts):
         there = host_bytes if need.on_host else device_bytes * num_devices
@@ -85,11 +85,11 @@ def check_memory(
 def check_memory_here(
     config: Config, model: ModelConfig, devices: Sequence[Any], num_evaluation_prompts: int
 ) -> None:
-    """`check_memory` against these devices and this machine.
+    """Runs `check_memory` with the memory of these devices and of this machine.
 
     Args:
-      config, model, num_evaluation_prompts: as there.
-      devices: of the run, of all processes.
+      config, model, num_evaluation_prompts: as in `check_memory`.
+      devices: devices of the run, of all processes.
     """
     check_memory(
         config,
@@ -124,7 +124,7 @@ def _of_weights(config: Config, model: ModelConfig) -> Iterator[Need]:
 
 def _of_learning(config: Config, model: ModelConfig) -> Iterator[Need]:
     rows, tokens = config.train.rows, config.train.row_tokens
-    # The input of every layer is kept for the backward pass, whatever train.remat says of the rest.
+    # The backward pass keeps the input of every layer, whatever train.remat is.
     per_token = model.num_layers * model.d_model * _bytes_of(config.train.dtype)
     yield Need(
         f"train.rows {rows:,} x train.row_tokens {tokens:,}",
@@ -192,7 +192,7 @@ def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
     tokens = config.train.row_tokens
     for name, examples in (
         ("warm_start.examples_per_step", config.warm_start.examples_per_step),
-        # An answer is half a row at most.
+        # The answers of a pair share a row, so each has at most half of it.
         ("preference.pairs_per_step", config.preference.pairs_per_step),
         ("preference.evaluation_pairs", config.preference.evaluation_pairs),
     ):

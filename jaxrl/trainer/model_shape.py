@@ -1,9 +1,9 @@
-"""Which model a run trains: the shape of its checkpoint, or the one that the config states.
+"""Determines the shape of a run's model: from its checkpoint, or from the config.
 
     config.weights = DIR                          DIR/config.json has the shape
-    config.model = model_shapes("qwen2.5-32b")    the shape by name, for planning without the files
+    config.model = model_shapes("qwen2.5-32b")    a shape by name, for planning without the files
 
-What the config states beside a checkpoint must be true of it. A setting that has its default states nothing.
+Model settings that differ from their defaults must agree with the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.models.huggingface.config_json import read_adapter_config, read_confi
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 
-# What a run adds to the model of a checkpoint.
+# Settings that a run adds to the model of a checkpoint.
 _OF_THE_RUN = ("num_tokens", "lora")
 
 
@@ -43,7 +43,7 @@ def check_policy(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def model_of(config: Config) -> tuple[ModelConfig, str]:
-    """The run's model, and where its shape is from.
+    """The run's model, and a description of where its shape comes from.
 
     Raises:
       UserError: the settings contradict the checkpoint or its adapter, or there is neither a checkpoint nor a
@@ -67,7 +67,7 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
 
 
 def with_stored_shape(config: Config) -> Config:
-    """The config with the shape of its checkpoint in `model`; as it is where no checkpoint is here.
+    """The config with its checkpoint's shape in `model`; unchanged if the checkpoint is not on this machine.
 
     Raises:
       UserError: as `model_of`.
@@ -78,18 +78,18 @@ def with_stored_shape(config: Config) -> Config:
 
 
 def is_here(directory: str, file: str = "config.json") -> bool:
-    """Whether a directory of Hugging Face's has the file that says what it holds."""
+    """Whether a Hugging Face directory exists and has `file`."""
     return (pathlib.Path(directory) / file).is_file()
 
 
 def tokenizer_directory(config: Config) -> str:
-    """Where the tokenizer is: as set, else with the weights; "" has one trained on the task's text."""
+    """Directory of the tokenizer: the configured one, else that of the weights; "" to train a tokenizer."""
     with_weights = config.weights and is_here(config.weights, "tokenizer.json")
     return config.tokenizer.path or (config.weights if with_weights else "")
 
 
 def _stated(model: ModelConfig) -> list[str]:
-    """Settings of the shape that are not what they are by default."""
+    """Model settings that differ from their defaults."""
     default = ModelConfig()
     return [
         field.name
@@ -100,7 +100,7 @@ def _stated(model: ModelConfig) -> list[str]:
 
 
 def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
-    # Scores in the place of logits make it another kind of model, which no run may take unasked.
+    # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
     names = [
         name
         for name in dict.fromkeys((*_stated(model), "num_scores"))

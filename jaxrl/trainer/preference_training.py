@@ -44,12 +44,12 @@ StartingParams = Callable[[], Params]
 
 
 class PairStage(TrainingStage, abc.ABC):
-    """Training of one learner on pairs of answers, of which one was chosen."""
+    """Training of one learner on pairs of a chosen and a rejected answer."""
 
     def __init__(
         self, run: RunContext, learner: Learner, objective: Objective, clock: Clock, *, name: str
     ):
-        """Args: the run, what learns and what it minimises, the loop around, and the role's name."""
+        """Args: the run, the role to train, its objective, the loop, and the role's name."""
         self._run = run
         self._learner = learner
         self._objective = objective
@@ -59,11 +59,11 @@ class PairStage(TrainingStage, abc.ABC):
 
     @property
     def learners(self) -> Mapping[str, Learner]:
-        """What learns."""
+        """The role that is trained."""
         return {self._name: self._learner}
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
-        """First weights, or what a checkpoint left, and the pairs."""
+        """Sets the initial weights or restores the pairs' position from a checkpoint."""
         self._stream = preference_stream(
             self._run,
             evaluation=False,
@@ -76,11 +76,11 @@ class PairStage(TrainingStage, abc.ABC):
             self._evaluation_pairs = self._read_evaluation_pairs()
 
     def step(self) -> Metrics:
-        """One optimiser update on the next pairs."""
+        """Runs one optimiser update on the next pairs."""
         return sft(self._step, self._stream)
 
     def evaluate(self, when: str) -> Metrics:
-        """On how many evaluation pairs the chosen answer ranks higher; ties are half."""
+        """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half."""
         del when
         batch = self._evaluation_pairs
         ranks, segment_ids, mask = hosts.fetch(
@@ -94,19 +94,19 @@ class PairStage(TrainingStage, abc.ABC):
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
 
     def record(self) -> dict[str, Any]:
-        """Where the pairs stand."""
+        """The position in the stream of pairs."""
         return {"stream": self._stream.state()}
 
     @abc.abstractmethod
     def _begin_weights(self, *, resumed: bool) -> None:
-        """First weights; of a resumed stage those that no checkpoint holds."""
+        """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
 
     @abc.abstractmethod
     def _rank(self, batch: PairBatch) -> jax.Array:
         """Ranks answers of packed pairs, higher is better: [U, M, R, T], summed over each answer."""
 
     def _completed(self, batch: PairBatch) -> PairBatch:
-        """The batch with what the objective needs besides."""
+        """Adds the other inputs of the objective to the batch."""
         return batch
 
     def _pack(self, pairs: list[PreferencePair]) -> PairBatch:
@@ -145,13 +145,13 @@ class RewardModelStage(PairStage):
     def __init__(
         self, run: RunContext, learner: RewardModelLearner, clock: Clock, starting: StartingParams
     ):
-        """Raises UserError where the loss is not one of scores."""
+        """Raises UserError if the loss is not one for scores."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
         super().__init__(run, learner, objective, clock, name="reward_model")
         self._reward_model = learner
         self._starting = starting
-        # The better answer scores higher, and costs less.
+        # A reward is higher for the better answer, a cost is lower.
         self._sign = -1.0 if options.loss == "cost_preference" else 1.0
 
     def _begin_weights(self, *, resumed: bool) -> None:
@@ -165,7 +165,7 @@ class RewardModelStage(PairStage):
 
 
 class DpoStage(PairStage):
-    """Training of a policy on pairs directly (arXiv 2305.18290), with where it starts as its reference."""
+    """Trains a policy directly on pairs (DPO, arXiv 2305.18290), with its initial weights as reference."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class DpoStage(PairStage):
         clock: Clock,
         starting: StartingParams,
     ):
-        """Raises UserError where the loss is not one of policies."""
+        """Raises UserError if the loss is not one for policies."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
         super().__init__(run, actor, objective, clock, name="actor")
@@ -198,11 +198,11 @@ class DpoStage(PairStage):
 
 
 def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
-    """Trains a reward or cost model and leaves it in `<run>/trained_model`, a Hugging Face directory.
+    """Trains a reward or cost model and saves it as a Hugging Face directory in `<run>/trained_model`.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
-      UserError: the loss is not one of scores.
+      UserError: the loss is not one for scores.
     """
     config = run.config
     learner = RewardModelLearner(
@@ -221,11 +221,11 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
 
 
 def learn_preferences(run: RunContext, stop: StopSignal) -> None:
-    """Trains the policy on pairs directly (DPO).
+    """Trains the policy directly on pairs (DPO).
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
-      UserError: the loss is not one of policies.
+      UserError: the loss is not one for policies.
     """
     actor = run.roles.actor(optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:
@@ -248,13 +248,13 @@ def _open_loop(run: RunContext, stop: StopSignal):
 
 
 def _evaluates(run: RunContext) -> bool:
-    """There are pairs to measure the accuracy on."""
+    """Whether there are pairs to measure the accuracy on."""
     options = run.config.preference
     return bool(options.evaluation_path if options.path else run.problems.evaluation)
 
 
 def _save(learner: RewardModelLearner, run: RunContext) -> None:
-    """Writes the model as a Hugging Face directory, `<run>/trained_model`, if it is not there yet."""
+    """Saves the model as a Hugging Face directory in `<run>/trained_model`, unless it exists already."""
     directory = run.config.run_folder.trained_model
     if directory.exists() or not hosts.is_first():
         return

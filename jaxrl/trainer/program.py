@@ -1,4 +1,4 @@
-"""The program: what the commands that train call."""
+"""The entry points of training; the commands call these functions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from jaxrl.trainer.supervised import fine_tuned
 
 
 def start(config: Config) -> Config:
-    """Makes this process see its devices, joins it with the others, and keeps what is compiled.
+    """Sets up the devices, connects the processes of the run, and enables the compilation cache.
 
-    Call before anything else.
+    Call it before anything else that uses JAX.
 
     Returns:
       The config with the number of simulated devices resolved.
 
     Raises:
-      UserError: the devices cannot be simulated, or the others are not found.
+      UserError: the devices cannot be simulated, or the other processes are not found.
     """
     config = with_cpu_devices(config)
     simulated = config.mesh.simulated_devices
@@ -50,13 +50,13 @@ def start(config: Config) -> Config:
 
 
 def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
-    """Trains a recipe from start, or from where it was stopped, to its report.
+    """Trains a recipe from the start or from its newest checkpoint, and writes its report.
 
-    With several processes each calls this, after `hosts.start`; the first one writes what is written once.
+    With several processes each of them calls this, after `hosts.start`. The first one writes the files.
 
     Args:
-      config: the run.
-      devices: which to use; all of them by default.
+      config: config of the run.
+      devices: devices to use; None means all.
 
     Returns:
       The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
@@ -68,9 +68,9 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 
 
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
-    """Trains a policy on answers to imitate, alone; arguments and result as for `train`.
+    """Trains a policy by supervised learning alone; arguments and result as for `train`.
 
-    It is evaluated like any other policy. With a file of its own to learn from it can do without problems.
+    It is evaluated like any other policy. If `warm_start.path` is set, the run needs no problems.
     """
     if not config.warm_start.num_steps:
         raise UserError(
@@ -101,28 +101,28 @@ def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 
 
 def is_settled(config: Config) -> bool:
-    """Whether a config leaves nothing open that has to be decided before a run."""
+    """Whether no setting is open ("auto"); only such a config can run."""
     return config.mesh.layout != "auto" and config.rollout.slots != "auto"
 
 
 @contextlib.contextmanager
 def claimed(config: Config) -> Iterator[Config]:
-    """Holds the folder of a run and watches its processes. Collective.
+    """Locks the folder of a run and watches its processes. Collective.
 
     Yields:
-      The config with the shape of the model that is trained, where `weights` has it.
+      The config with the shape of its checkpoint in `model`.
 
     Raises:
       UserError: the folder cannot be written or is in use, or holds a run that may not be resumed; or
         processes have different settings.
     """
     ensure_writable(config.run_folder.path)
-    # Which process this is may differ, and nothing else.
+    # Processes may differ in their index only.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
     path = config.run_folder.path
     with hosts.watched(config.hosts), disk_errors(path), only_run_in(path):
-        # The run is compared, kept and reported with the shape that is trained, not the schema's default.
+        # Use the shape that is trained, not the default, to compare, record and report the run.
         config = with_stored_shape(config)
         hosts.on_first(lambda: check_folder(config))
         yield config
@@ -134,7 +134,7 @@ def _run(
     stages: Callable[[RunContext, StopSignal], None],
     kind: RunKind,
 ) -> int:
-    """Everything around the stages of a run: checks, its folder, an orderly end, the report."""
+    """Runs the stages of a run between its checks and its report; returns the exit status."""
     if not is_settled(config):
         raise UserError(
             'mesh.layout or rollout.slots is "auto", which jaxrl.planner.resolve.resolved decides before a '
@@ -169,12 +169,12 @@ def _run(
 
 
 def _report(run: RunContext) -> None:
-    """Writes the report and says where it is; no process ends before it is written. Collective."""
+    """Writes the report and prints its path; no process ends before it is written. Collective."""
     line = hosts.on_first(lambda: _report_line(run))
     if hosts.is_first():
         print(line)
 
 
 def _report_line(run: RunContext) -> str:
-    """Writes the report, in the first process, and says where it is."""
+    """Writes the report in the first process; returns the line to print."""
     return f"report: {write_run_report(run)}" if hosts.is_first() else ""

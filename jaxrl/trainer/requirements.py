@@ -1,7 +1,7 @@
-"""Everything a run needs and does not find, in one message, before anything is read or compiled.
+"""Collects all missing requirements of a run into one message, before anything is read or compiled.
 
-A newcomer who starts a big recipe on a laptop should learn in one go which devices and files it wants
-and where to put them, not one by one.
+A newcomer who starts a large recipe on a laptop learns at once which devices and files it needs and where to
+put them, instead of one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Finder:
-    """Looks for one thing after the other, and tells at the end all that is not there.
+    """Looks for things one by one, and reports everything missing at the end.
 
     find = Finder()
     find.files(weights="models/a", tokenizer="", needs_chat_template=False)
@@ -33,11 +33,11 @@ class Finder:
         self.missing: list[str] = []
 
     def __call__(self, setting: str, look: Callable[[], T]) -> T | None:
-        """Returns what `look` finds; if it raises UserError, notes the reason and returns None.
+        """Returns the result of `look`; if it raises UserError, records the message and returns None.
 
         Args:
-          setting: that names the thing.
-          look: finds it.
+          setting: name of the setting that asks for the thing.
+          look: function that finds the thing.
         """
         try:
             return look()
@@ -46,7 +46,7 @@ class Finder:
             return None
 
     def devices(self, pools: Sequence[Pool], num_devices: int, device_kind: str) -> None:
-        """Notes if the pools do not fit the devices that this process sees, simulated ones included."""
+        """Records if the pools do not fit the devices of this process, simulated ones included."""
         needed = sum(pool.num_devices for pool in pools)
         if needed == num_devices or (not takes_all(pools) and needed < num_devices):
             return
@@ -58,12 +58,12 @@ class Finder:
         )
 
     def files(self, *, weights: str, tokenizer: str, needs_chat_template: bool) -> None:
-        """Notes which files of the policy are not there.
+        """Records missing files of the policy.
 
         Args:
-          weights: Hugging Face directory to start from; "" starts from random weights and needs none.
-          tokenizer: Hugging Face tokenizer directory; "" trains one and needs none.
-          needs_chat_template: prompts go through the tokenizer's chat template.
+          weights: Hugging Face directory of the initial weights; "" means random weights, without files.
+          tokenizer: Hugging Face tokenizer directory; "" means a trained tokenizer, without files.
+          needs_chat_template: whether prompts use the tokenizer's chat template.
         """
         if weights:
             self.missing += _missing_weights(pathlib.Path(weights))
@@ -71,7 +71,7 @@ class Finder:
             self.missing += _missing_tokenizer(pathlib.Path(tokenizer), needs_chat_template)
 
     def check(self) -> None:
-        """Raises one UserError that names everything that was not found; returns if that is nothing."""
+        """Raises one UserError that names everything missing; returns if nothing is."""
         if not self.missing:
             return
         count = len(self.missing)
@@ -121,7 +121,7 @@ def _missing_tokenizer(folder: pathlib.Path, needs_chat_template: bool) -> list[
 
 
 def _shards(index: dict) -> list[str]:
-    """The files that an index names; none if it is broken, which its reader will say."""
+    """The files that an index names; empty if the index is broken, because its reader reports that."""
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict):
         return []
@@ -129,10 +129,10 @@ def _shards(index: dict) -> list[str]:
 
 
 def _read_json(path: pathlib.Path) -> dict | None:
-    """The object in a file; None if there is no such file, {} if it holds anything else."""
+    """The JSON object in a file; None if the file does not exist, {} if it holds anything else."""
     if not path.is_file():
         return None
     try:
         return read_json_object(path, absent="")
-    except UserError:  # whoever reads the file for good says what is wrong with it
+    except UserError:  # the code that uses the file reports what is wrong with it
         return {}

@@ -2,7 +2,7 @@
 
 prompts --> sampler (run_sampling) --> rewards (run_rewards) --> step (run_step) --> metrics
                                                                    |
-                   `begin` gives the roles their weights, `record` is what a resumed run needs
+                   `begin` gives the roles their weights; `record` returns the state of a resumable run
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from jaxrl.trainer.weights import keep_reference, load_frozen, start_from
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:
-    """Trains the roles of a run to the last step of its config.
+    """Trains the roles of a run by reinforcement learning, to the last step of its config.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
-      UserError: too few prompts are answered both right and wrong, or a metric is not finite.
+      UserError: too few groups have both right and wrong answers, or a metric is not finite.
     """
     config = run.config
     roles = build_roles(config, run.meshes, run.models)
@@ -62,14 +62,14 @@ class RlStage(TrainingStage):
         clock: Clock,
         starting_params: Callable[[], Params],
     ):
-        """Builds everything but weights; `begin` gives the roles theirs.
+        """Builds everything except weights, which `begin` sets.
 
         Args:
           run: the run.
-          roles: without weights.
-          clock: the loop around.
-          starting_params: weights of the policy to start from, in the actor's training layout; called only
-            where they are needed.
+          roles: roles of the run, without weights.
+          clock: loop of the stage.
+          starting_params: function that returns the policy's initial weights, in the actor's training layout;
+            called only if they are needed.
 
         Raises:
           UserError: a reward function cannot be imported.
@@ -83,7 +83,7 @@ class RlStage(TrainingStage):
         self._generation = Generation(roles.actor, training_sampling(run), clock)
         self._state = StepState(run)
         self._evaluation = Evaluation(run, self._graders)
-        # Starts a process, which `close` ends: nothing after it refuses the run.
+        # Last, because it starts a process and only `close` ends it: nothing after this may raise.
         self._functions = reward_functions(run.config, clock)
         rewards = rewards_of(run.config, roles, clock, self._graders, self._functions)
         self._rollouts = KeptRollouts(run, clock, terms=rewards.term_names)
@@ -93,11 +93,11 @@ class RlStage(TrainingStage):
 
     @property
     def learners(self) -> Mapping[str, Learner]:
-        """Roles whose state changes."""
+        """The roles that are trained."""
         return self._roles.learners
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
-        """Gives the roles their first weights; a resumed stage those that no checkpoint holds."""
+        """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""
         load_frozen(self._roles, self._run)
         if record is None:
             start_from(self._roles, self._starting_params(), self._run)
@@ -108,7 +108,7 @@ class RlStage(TrainingStage):
         self._sampler.restore(record["sampling"], self._prompts)
 
     def step(self) -> Metrics:
-        """One step of the dataflow."""
+        """Runs one step of the dataflow."""
         self._rollouts.begin_step()
         try:
             return self._run.algorithm.dataflow(self._step, self._prompts)
@@ -123,11 +123,11 @@ class RlStage(TrainingStage):
             return dict(self._evaluation(self._roles.actor, when))
 
     def record(self) -> dict[str, Any]:
-        """JSON-able: everything besides the learners' states that a resumed run needs."""
+        """JSON-compatible state that a resumed run needs besides the learners' states."""
         return self._state.record() | {"sampling": self._sampler.record(self._prompts)}
 
     def close(self) -> None:
-        """Waits for what is being sampled and written; ends the backend, the graders and the functions."""
+        """Waits for sampling and writing in progress; closes backend, graders and reward functions."""
         self._rollouts.close()
         self._functions.close()
         self._graders.close()

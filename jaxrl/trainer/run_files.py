@@ -1,4 +1,4 @@
-"""What a run leaves in its folder besides logs and checkpoints: its config, samples, and the report."""
+"""The files in a run's folder besides logs and checkpoints: config, samples and report."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from jaxrl.types import Scored
 logger = logging.getLogger(__name__)
 
 _AUTO = repr("auto")
-# Problems whose answers the report shows before and after.
+# Number of problems whose answers the report shows before and after training.
 _REPORT_SAMPLES = 8
-# Evaluations whose answers the report shows.
+# The evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
 _OF_A_SAMPLE = ("prompt", "answer", "text", "correct")
 
@@ -40,11 +40,10 @@ Rows = list[dict[str, Any]]
 
 
 def check_folder(config: Config) -> None:
-    """Says what differs from the config that the run in the folder was started with; changes nothing.
+    """Prints how the config differs from that of the run in the folder; changes nothing.
 
     Raises:
-      UserError: the folder holds a run and the config does not allow to go on with it, or rows of its metrics
-        are lost.
+      UserError: the folder holds a run that this config must not resume, or rows of its metrics are lost.
     """
     _check_rows(config)
     path = config.run_folder.config
@@ -57,7 +56,7 @@ def check_folder(config: Config) -> None:
         )
     try:
         before = _parse(read_text(path, absent="remove it"))
-    except ValueError as error:  # also of what is no file, or no text
+    except ValueError as error:  # includes directories and binary files
         logger.warning("%s cannot be read (%s): settings are not compared", path, error)
         return
     now = _parse(format_config(config))
@@ -86,7 +85,7 @@ def _check_rows(config: Config) -> None:
 
 
 def _stages(config: Config) -> dict[str, StageFolder]:
-    """The folders that the report reads, by the titles of their sections."""
+    """The folders that the report reads, by section title."""
     return {
         title_of(config): config.run_folder.rl,
         "Preferences": config.run_folder.preference,
@@ -95,9 +94,9 @@ def _stages(config: Config) -> dict[str, StageFolder]:
 
 
 def keep_run_files(run: RunContext) -> None:
-    """Writes what describes the run beside it: its settings, and the model's files. Collective.
+    """Writes the settings and the model's files into the run's folder. Collective.
 
-    Call it when everything that could refuse the run has been checked.
+    Call it after all checks that can refuse the run.
     """
 
     def write() -> None:
@@ -109,7 +108,7 @@ def keep_run_files(run: RunContext) -> None:
 
 
 def keep_model_files(run: RunContext) -> None:
-    """Writes `model/` into the run's folder: what `tracking.export.export_run` needs beside the weights."""
+    """Writes `model/` into the run's folder: all that `tracking.export.export_run` needs besides weights."""
     config, model = run.config, run.model
     directory = config.run_folder.model
     ensure_writable(directory)
@@ -134,7 +133,7 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def keep_samples(config: Config, scored: Scored, when: str) -> None:
-    """Stores the first answer to a few evaluation problems, if the report will show this evaluation."""
+    """Stores the first answer to a few evaluation problems, if the report shows this evaluation."""
     if when not in _SAMPLES_KEPT or not hosts.is_first():
         return
     completions = scored.completions
@@ -151,8 +150,8 @@ def keep_samples(config: Config, scored: Scored, when: str) -> None:
 
 
 def write_run_report(run: RunContext) -> pathlib.Path:
-    """Writes one HTML page about the whole run; returns its path."""
-    # Drawing libraries take a second to import, which only this last event has to wait for.
+    """Writes the report of the whole run as one HTML page; returns its path."""
+    # Imported late: the plotting libraries take a second to import.
     from jaxrl.tracking import report
 
     config = run.config
@@ -180,7 +179,7 @@ def write_run_report(run: RunContext) -> pathlib.Path:
 
 
 def _sample_pairs(config: Config) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What the report shows of both evaluations; nothing where one of their files is missing or damaged."""
+    """The stored samples of both evaluations; empty if one of the files is missing or damaged."""
     paths = [config.run_folder.samples(when) for when in _SAMPLES_KEPT]
     if not all(path.exists() for path in paths):
         return []
@@ -209,7 +208,7 @@ def _readable_rows(folder: StageFolder) -> Rows:
 
 
 def _minutes(rows: Rows) -> float:
-    """Of a stage, whose log may have a row for every so many steps only."""
+    """Minutes of a stage, even if its log has a row only every few steps."""
     seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
     return float(np.mean(seconds)) * rows[-1]["step"] / 60 if seconds else 0.0
 
@@ -217,12 +216,12 @@ def _minutes(rows: Rows) -> float:
 def evaluation_lines(
     rows: Rows, sources: Sequence[str], *, num_samples: int
 ) -> list[tuple[str, str]]:
-    """What the report says of the first evaluation and of the last, each with its step.
+    """Describes the first and the last evaluation for the report, each with its step.
 
     Args:
-      rows: of the log.
-      sources: data sets that were evaluated with; one for each prompt will do.
-      num_samples: answers to each prompt.
+      rows: rows of the log.
+      sources: names of the evaluated data sets; duplicates are allowed.
+      num_samples: number of answers per prompt.
     """
     names = list(dict.fromkeys(sources))
     if not names:
@@ -248,7 +247,7 @@ def _summary(run: RunContext, rows: Mapping[str, Rows]) -> Sequence[tuple[str, s
     entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
     kind = run.meshes["actor"].devices.flat[0].device_kind
     lines = []
-    # A run that only imitates may have no problems, and none is missed.
+    # A supervised run may have no problems; then accuracy is left out.
     if rl:
         lines = evaluation_lines(
             rl, run.evaluation_prompts.sources, num_samples=config.evaluation.num_samples

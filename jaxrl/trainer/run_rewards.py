@@ -1,4 +1,4 @@
-"""What scores the responses of a run: graders, reward functions, reward models and a judge."""
+"""Builds the rewards of a run: graders, reward functions, reward models and a generative judge."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from jaxrl.trainer.roles import Roles
 
 
 def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None) -> Graders:
-    """The graders of a config; processes start when they are needed.
+    """Builds the graders of a config; their processes start at first use.
 
     Args:
-      config: of the run.
-      sources: the settings of each data set, by the name that its problems carry.
+      config: config of the run.
+      sources: settings of each data set, by its name in the problems.
 
     Raises:
-      UserError: a grader is not known, lacks a package, or refuses its options; or no sandbox works for code.
+      UserError: a grader is unknown, lacks a package, or rejects its options; or no sandbox for code works.
     """
     reward = config.reward
     return Graders(
@@ -51,7 +51,7 @@ def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None
 
 
 def needs_truths(config: Config) -> bool:
-    """Whether prompts to train on need a ground truth."""
+    """Whether training prompts need a ground truth."""
     reward = config.reward
     return bool(
         reward.grader_weight
@@ -64,18 +64,18 @@ def needs_truths(config: Config) -> bool:
 
 
 def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> FaultOf:
-    """Lets the grader of each data set read ground truths, before there is a response to any.
+    """Makes a function that lets each data set's grader validate ground truths before sampling starts.
 
     Args:
-      default: grader of data sets without one of their own, and its options.
-      settings: of each data set, by the name that its problems carry.
+      default: grader and options for data sets without their own.
+      settings: settings of each data set, by its name in the problems.
     """
     graders = Graders(default, _choices_of(settings))
     return lambda answer, extra, source: graders.fault_of(Row(answer, extra, source))
 
 
 def _choices_of(sources: Mapping[str, SourceConfig]) -> dict[str, GraderChoice]:
-    """The graders of data sets that name one of their own."""
+    """The graders of the data sets that set their own."""
     return {
         name: (source.grader, source.grader_options)
         for name, source in sources.items()
@@ -84,7 +84,7 @@ def _choices_of(sources: Mapping[str, SourceConfig]) -> dict[str, GraderChoice]:
 
 
 def reward_functions(config: Config, clock: Clock) -> UserRewards:
-    """The reward functions of a config in a process of their own, on the first host. Close it after use."""
+    """Starts the reward functions of a config in a process on the first host. Close it after use."""
     paths = [function["path"] for function in config.reward.functions.values()]
     return UserRewards(
         paths if hosts.is_first() else [],
@@ -96,14 +96,14 @@ def reward_functions(config: Config, clock: Clock) -> UserRewards:
 def rewards_of(
     config: Config, roles: Roles, clock: Clock, graders: Graders, functions: UserRewards
 ) -> Rewards:
-    """The weighted sum of everything that scores a response.
+    """Builds the weighted sum of all reward terms.
 
     Args:
-      config: of the run.
-      roles: reward model and judge, if the run has them.
-      clock: of the step.
-      graders: of `graders_of`.
-      functions: of `reward_functions`.
+      config: config of the run.
+      roles: roles of the run; reward model and judge may be absent.
+      clock: loop of the stage, for timing.
+      graders: result of `graders_of`.
+      functions: result of `reward_functions`.
     """
     reward = config.reward
     terms: list[RewardTerm] = [
@@ -129,7 +129,7 @@ def rewards_of(
 
 
 def sequence_scores(config: Config, model: RewardModel) -> SequenceScores:
-    """Scores of sampled sequences by a reward or cost model."""
+    """Makes a function that scores sampled sequences with a reward or cost model."""
     rollout = config.rollout
     most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0
     return SequenceScores(model, row_limits(config), most_sequences=most)

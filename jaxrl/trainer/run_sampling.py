@@ -1,4 +1,4 @@
-"""What a step of reinforcement learning samples: which prompts, how, and until when.
+"""Builds the sampler of a reinforcement learning step: which prompts, which options, when to stop.
 
 PromptStream --> Sampling, or one step ahead, or partial --> CurriculumSampling --> DynamicSampling
 """
@@ -28,14 +28,14 @@ from jaxrl.trainer.context import RunContext
 
 
 def prompt_stream(run: RunContext) -> PromptStream:
-    """The prompts to train on, in an endless order whose position is saved."""
+    """The training prompts in an endless order; checkpoints save the position."""
     config, rollout = run.config, run.config.rollout
     dynamic = run.algorithm.dataflow.dynamic_sampling
     per_batch = rollout.generation_prompts if dynamic else rollout.num_prompts
     return PromptStream(
         run.train_prompts,
         weights=[source.settings.weight for source in run.problems.train],
-        # Partial sampling makes batches of what is missing.
+        # Partial rollout requests batches of varying size.
         prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed,
         curriculum=_curriculum(config),
@@ -45,13 +45,13 @@ def prompt_stream(run: RunContext) -> PromptStream:
 def sampler_of(
     run: RunContext, generation: Generation, rewards: Rewards, prompts: PromptStream
 ) -> Sampler:
-    """The sampler of a step, put together as the config says.
+    """Builds the sampler of a step from the config.
 
     Args:
       run: the run.
-      generation: the actor as it samples.
-      rewards: what scores each response.
-      prompts: learns from every graded group which problems are solved.
+      generation: the actor in its generation layout.
+      rewards: rewards that score each response.
+      prompts: stream of prompts; graded groups tell it which problems are solved.
     """
     options, dataflow = run.config.rollout, run.algorithm.dataflow
     if options.partial:

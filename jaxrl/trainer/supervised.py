@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on answers to imitate: before reinforcement learning, or alone."""
+"""Supervised fine-tuning (SFT), before reinforcement learning or by itself."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from jaxrl.types import TrainBatch
 
 
 def starting_params(run: RunContext, stop: StopSignal) -> Params:
-    """The policy's weights before anything but supervised learning, in the actor's training layout.
+    """The policy's weights for reinforcement learning, after SFT if there is any, in the training layout.
 
     Raises:
-      StopRequested: a signal arrived while they were learned; the last finished step is saved.
+      StopRequested: a signal arrived during SFT; the last finished step is saved.
     """
     if not run.config.warm_start.num_steps:
         return load_or_init(run)
@@ -41,11 +41,11 @@ def starting_params(run: RunContext, stop: StopSignal) -> Params:
 
 
 def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> Actor:
-    """An actor trained on answers to imitate, by `config.warm_start`.
+    """Trains an actor by SFT, with the settings `config.warm_start`.
 
     Args:
       run, stop: the run, and signals to it.
-      samples: it will be asked to sample.
+      samples: whether the actor will also sample.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
@@ -82,7 +82,7 @@ class SupervisedStage(TrainingStage):
         return {"actor": self._actor}
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
-        """First weights, or what a checkpoint left, and the examples."""
+        """Sets the initial weights or restores the examples' position from a checkpoint."""
         run = self._run
         if record is None:
             self._actor.start_from(load_or_init(run))
@@ -96,11 +96,11 @@ class SupervisedStage(TrainingStage):
             self._stream.restore(record["stream"])
 
     def step(self) -> Metrics:
-        """One optimiser update on the next examples."""
+        """Runs one optimiser update on the next examples."""
         return sft(self._step, self._stream)
 
     def record(self) -> dict[str, Any]:
-        """Where the examples stand."""
+        """The position in the stream of examples."""
         return {"stream": self._stream.state()}
 
     def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
@@ -130,7 +130,7 @@ class SupervisedStage(TrainingStage):
 
 
 def _longest(config: Config) -> int:
-    """Tokens of an example at most: conversations have rows to themselves."""
+    """The maximum number of tokens of an example; a conversation may fill a whole row."""
     if config.warm_start.path:
         return config.train.row_tokens
     return config.longest_sequence

@@ -1,7 +1,7 @@
 """Measures the machine at hand for the planner: jaxrl calibrate --out here.json.
 
-Products by type, a sweep of memory, and an all-gather over the local devices; the file stands for a kind of
-device, as in `--topology here.json:1x8` or `mesh.hardware = "here.json"` (docs/planner.md).
+It measures matmuls by data type, memory bandwidth by size, and an all-gather over the local devices. The file
+describes a kind of device, for `--topology here.json:1x8` or `mesh.hardware = "here.json"` (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxrl.planner.hardware.hardware_files import write_accelerator
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes as the arguments say; returns the exit status."""
+    """Measures and writes the file; returns the exit status."""
     program, *arguments = argv
     parser = argparse.ArgumentParser(
         prog=pathlib.Path(program).name,

@@ -1,12 +1,12 @@
-"""Measures the machine at hand, and makes an entry of the hardware table of it.
+"""Measures this machine and makes an entry of the hardware table from the results.
 
-    products of square matrices by type   -->  bfloat16_tflops, float32_tflops, int8_tops
+    matmuls of square matrices by type    -->  bfloat16_tflops, float32_tflops, int8_tops
     one array read and written            -->  memory_gbs
     an all-gather over local devices      -->  link_gbs
-    what a device says of its memory      -->  memory_gb
+    memory that a device reports          -->  memory_gb
 
-Simulated devices share one processor: what they reach together is divided among them. Not measured: links
-between hosts, which take the vendor's number or the caller's.
+Simulated devices share one processor, so each gets an equal part of the measured rates. Links between hosts
+are not measured; they get the vendor's rate or the caller's.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def calibrate(
     """Measures one local device, and an all-gather over all of them if there are several.
 
     Args:
-      name: of the entry.
-      side: of the square matrices; large enough to keep the device busy.
-      megabytes: of the array that is swept, and of what a device sends; beyond the caches.
-      host_gbs: GB/s between hosts; 0 takes the table's number of the device, or that of a link inside.
+      name: name of the entry.
+      side: side of the square matrices; it must be large enough to keep the device busy.
+      megabytes: size of the array for the memory sweep and for the all-gather; larger than the caches.
+      host_gbs: GB/s between hosts; 0 uses the table's number of the device, or the rate of a local link.
 
     Returns:
-      An entry whose rates are reached, not promised: with it, the planner's efficiency factors are 1.
+      An entry with reached rates. The planner's efficiency factors for it are 1.
     """
     devices = jax.local_devices()
     device, sharing = devices[0], _num_sharing(devices)
@@ -68,12 +68,12 @@ def calibrate(
 
 
 def measured_roof(dtype: str) -> Roof:
-    """The roof of a device that is not in the table: its fastest large product and sweep of its memory.
+    """Measures the roofline of a device that is not in the table: a large matmul and a memory sweep.
 
-    Simulated devices share one processor, and what is measured is all of it.
+    Simulated devices share one processor; the result is for all of it.
 
     Args:
-      dtype: of the product, "float32" or "bfloat16"; the other type has the same rate here.
+      dtype: data type of the matmul, "float32" or "bfloat16"; the entry uses this rate for both.
     """
     tflops = _tera_operations(dtype, 1024)
     return Roof(tflops, tflops, _memory_gbs(67))
@@ -83,12 +83,12 @@ _PRODUCTS = ("bfloat16", "float32", "int8")
 
 
 def _num_sharing(devices: list[Any]) -> int:
-    """Devices that share one processor: all simulated ones."""
+    """The number of devices that share one processor: all simulated ones."""
     return len(devices) if devices[0].platform == "cpu" else 1
 
 
 def _tera_operations(dtype: str, side: int) -> float:
-    """10^12 operations a second of a product of square matrices."""
+    """10^12 operations per second of a matmul of square matrices."""
     accumulate = jnp.int32 if dtype == "int8" else jnp.float32
 
     @jax.jit
@@ -100,10 +100,10 @@ def _tera_operations(dtype: str, side: int) -> float:
 
 
 def _memory_gbs(megabytes: int) -> float:
-    """GB/s of reading an array and writing another."""
+    """GB/s of reading one array and writing another."""
     x = jnp.ones(megabytes * 250_000, jnp.float32)
 
-    # In place: new memory would be paid for page by page.
+    # In place: the system would have to map new memory page by page.
     @jax.jit
     def sweep(y):
         return jax.lax.fori_loop(0, 4, lambda _, z: jax.lax.optimization_barrier(z + 1), y)
@@ -112,7 +112,7 @@ def _memory_gbs(megabytes: int) -> float:
 
 
 def _link_gbs(devices: list[Any], megabytes: int) -> float:
-    """GB/s that a device receives in an all-gather over all local ones."""
+    """GB/s that each device receives in an all-gather over all local devices."""
     mesh = Mesh(np.array(devices), ("all",))
     shape = (len(devices), megabytes * 250_000 // len(devices))
     x = jax.device_put(jnp.ones(shape, jnp.float32), NamedSharding(mesh, P("all")))

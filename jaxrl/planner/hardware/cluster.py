@@ -1,11 +1,11 @@
-"""A cluster: devices of one kind in a shape that exists, the pools it can be cut into, and what links them.
+"""A cluster: devices of one kind in an existing shape, with its possible pools and its links.
 
     h100:16x8     16 hosts of 8 GPUs
     v5p:4x4x8     a slice of 128 chips
 
-Devices are numbered so that neighbours are close. A pool is a run of them: whole slabs (a host of GPUs, a
-layer of a torus), or a half, a quarter, ... of one. Such sizes can be laid out side by side in any number,
-the largest first, without one crossing the border of another's slab.
+Devices are numbered so that neighbours are close. A pool is a contiguous range of them: whole slabs (a host
+of GPUs, a layer of a torus), or a half, a quarter, ... of a slab. Pools of such sizes fit side by side, the
+largest first, without crossing the border of a slab.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Cluster:
     """Devices in a shape.
 
     Attributes:
-      accelerator: of which kind they are.
-      shape: hosts x devices of GPUs, sides of a torus in chips.
+      accelerator: kind of the devices.
+      shape: hosts x devices for GPUs, sides of the torus in chips for TPUs.
     """
 
     accelerator: Accelerator
@@ -34,7 +34,7 @@ class Cluster:
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """The cluster that "KIND:AxBxC" names; KIND is a name of the table or a JSON file's path.
+        """Parses "KIND:AxBxC"; KIND is a name of the hardware table or the path of a JSON file.
 
         Raises:
           UserError: the text, the kind or the topology is wrong.
@@ -43,17 +43,17 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it."""
+        """The name, in the format of `parse`."""
         return f"{self.accelerator.name}:{shape_text(self.shape)}"
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """The number of devices."""
         return self.accelerator.num_devices(self.shape)
 
     @functools.cached_property
     def pool_sizes(self) -> tuple[int, ...]:
-        """Numbers of devices that a pool may have, growing."""
+        """The possible sizes of a pool, ascending."""
         slabs = max(self.shape) if self.accelerator.arrangement == "torus" else self.shape[0]
         slab = self.num_devices // slabs
         parts, size = set(), slab
@@ -63,13 +63,13 @@ class Cluster:
         return tuple(sorted(parts | {slab * k for k in range(1, slabs + 1)}))
 
     def group_gbs(self, members: int, stride: int) -> float:
-        """GB/s at which a member of a group sends to the next in a ring, by the vendor.
+        """Vendor's GB/s at which each member of a group sends to the next one in a ring.
 
-        Members of a group that spans hosts share what leaves their host with the groups beside it.
+        If a group spans hosts, its members share the links of their host with neighbouring groups.
 
         Args:
-          members: of the group.
-          stride: devices from one member to the next.
+          members: number of members of the group.
+          stride: distance in devices between members.
         """
         kind = self.accelerator
         if members * stride <= kind.domain:

@@ -1,13 +1,13 @@
-"""Shows what moving weights from a training to a generation layout takes, and what it would take otherwise.
+"""Shows the cost of resharding weights from a training to a generation layout, with several methods.
 
     python launch/mesh.py --train 1-4-2 --generate 1-2-2-2
     python launch/mesh.py --train 1-8-16 --generate 1-4-2-16 --model qwen2.5-32b --topology v5p:4x4x8
 
-Prints the device groups of both phases and what each device holds; bytes received, peak and redundant
-bytes of a device for DeepSpeed-Chat, HybridFlow-V and HybridFlow, from the paper's formulas, from the
-sharding specs and from the compiled programs; and the collectives that the compiler wrote. Everything is
-compiled, nothing is allocated: simulated devices by default, with --topology a TPU slice that need not be
-here. What the user can fix is one line on stderr and exit status 2.
+Prints the device groups of both phases and the shards of each device. It compares DeepSpeed-Chat,
+HybridFlow-V and HybridFlow by bytes received, peak and redundant bytes of a device, from the paper's
+formulas, from the sharding specs and from the compiled programs. It also lists the collectives in the
+compiled programs. Nothing is allocated: it compiles for simulated devices, or with --topology for a TPU slice
+that need not be present. User errors are one line on stderr with exit status 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# XLA warns of every move that it can only make by gathering everything; here that is what is measured.
+# XLA warns of each resharding that needs a full gather; here those are being measured.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
@@ -41,9 +41,9 @@ _WIDTH = 160
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares as the program's name and its arguments say; returns the exit status."""
+    """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    # Nothing runs: accelerators that are here may be at work.
+    # Nothing runs, so use the CPU: the accelerators of this machine may be busy.
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
     args = parser.parse_args(arguments)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compares, prints, and draws if there is a folder for it."""
+    """Compares the layouts, prints tables, and draws figures if a folder is given."""
     for name, path in (("--model", args.model), ("--topology", args.topology), ("--out", args.out)):
         if path is not None:
             check_path(name, path)

@@ -1,4 +1,4 @@
-"""What no mapping can beat, and what a known mapping does: only choices between the two are looked at.
+"""Lower and upper bounds of a step's seconds; the search skips choices that cannot beat the upper bound.
 
 A bound is safe if it never rules out the best mapping. These bounds rest on one fact: roles that share memory
 with the actor leave it no more slots than it has alone, so it never generates faster than alone.
@@ -21,36 +21,36 @@ class Bounds:
     """Bounds of the seconds of a step.
 
     Attributes:
-      best_s: of the fastest mapping that is known. It is only ever lowered, so what was ruled out stays so.
+      best_s: seconds of the fastest known mapping. It only decreases, so excluded choices stay excluded.
     """
 
     def __init__(self, sizes: Sequence[int], alone_s: Sequence[float]):
         """Nothing is known yet.
 
         Args:
-          sizes: numbers of devices that a pool may have, growing; the last is the whole cluster.
-          alone_s: the fastest generation of an actor alone on so many devices, infinite if it does not fit.
+          sizes: possible numbers of devices of a pool, ascending; the last is the whole cluster.
+          alone_s: seconds of the fastest generation of an actor alone, by size; infinite if it does not fit.
         """
         self.best_s = math.inf
         self._sizes = np.array(sizes)
         self._generation_s = np.minimum.accumulate(alone_s)
 
     def lower(self, seconds: float) -> None:
-        """A mapping that takes so many seconds is known."""
+        """Records that a mapping with this many seconds exists."""
         self.best_s = min(self.best_s, seconds)
 
     @property
     def below_s(self) -> float:
-        """Seconds of a step that a mapping has to stay below to be the best."""
+        """Upper bound: the best mapping takes fewer seconds per step than this."""
         return self.best_s * _SLACK
 
     @property
     def most_passes_s(self) -> float:
-        """Seconds that preparation and training may take, whatever generation does."""
+        """Maximum seconds of preparation and training, with any generation."""
         return self.below_s - float(self._generation_s[-1])
 
     def generation_s(self, devices: np.ndarray) -> np.ndarray:
-        """The fastest generation on at most so many devices; infinite where the actor does not fit."""
+        """Seconds of the fastest generation on at most `devices`; infinite if the actor does not fit."""
         place = np.searchsorted(self._sizes, devices, side="right") - 1
         return np.where(place >= 0, self._generation_s[np.maximum(place, 0)], np.inf)
 

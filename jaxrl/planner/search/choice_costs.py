@@ -1,4 +1,4 @@
-"""What choices cost: bytes of a device, and seconds of preparation and training."""
+"""The costs of choices: bytes per device, and seconds of preparation and training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceCosts:
-    """Costs of some choices: of one role, or of several that take turns on the same devices.
+    """Costs of choices for one role, or for several roles that use the same devices one after the other.
 
     Attributes:
-      resident: bytes that stay from step to step: float64 [K], as all others.
-      transient: bytes besides, while a task runs.
-      preparation_s, training_s: seconds of a step.
+      resident: float64 [K], bytes that stay from step to step.
+      transient: float64 [K], additional bytes while a task runs.
+      preparation_s, training_s: float64 [K], seconds of a step.
     """
 
     resident: np.ndarray
@@ -46,14 +46,13 @@ class ChoiceCosts:
         return self.preparation_s + self.training_s
 
     def fits(self, budget: float) -> np.ndarray:
-        """Which choices find room in so many bytes of a device."""
+        """Which choices fit into this many bytes per device."""
         return self.resident + self.transient <= budget
 
     def in_turn(self, others: ChoiceCosts) -> ChoiceCosts:
-        """Of each choice here with each of `others` on the same devices, [K, J].
+        """Combines each choice here with each of `others` on the same devices, [K, J].
 
-        All residents stay there together; one task runs at a time, so only the larger transient counts;
-        seconds add up.
+        Resident bytes add up. Tasks run one at a time, so only the larger transient counts. Seconds add up.
 
             resident 6 + 5 = 11 GB   transient max(2, 3) = 3 GB   training 4 + 2 = 6 s
         """

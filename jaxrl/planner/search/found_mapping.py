@@ -1,4 +1,4 @@
-"""From what a search has chosen to the mapping that people read: devices of pools, and where seconds go."""
+"""Builds the mapping for the user from the choices of a search: devices of pools, and cost breakdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxrl.planner.simulation.step_tasks import RoleTasks
 
 @dataclasses.dataclass(frozen=True)
 class ChosenPool:
-    """A pool of a mapping: its roles, its number of devices, and what the roles do there."""
+    """A chosen pool: its roles, its number of devices, and the strategies of its roles."""
 
     names: tuple[str, ...]
     devices: int
@@ -32,13 +32,13 @@ def mapping_of(
     chosen: tuple[ChosenPool, ...],
     results: tuple[PlacementResult, ...],
 ) -> Mapping:
-    """The mapping with its breakdown.
+    """Builds the mapping with its cost breakdown.
 
     Args:
-      problem: what was searched for.
-      solver: whose simulators have found it.
-      chosen: the pools.
-      results: the best of every placement, for comparison.
+      problem: problem that was solved.
+      solver: solver that found the choices.
+      chosen: chosen pools.
+      results: best result of every placement, for comparison.
     """
     # Larger pools first: none then crosses the border of another's host.
     ordered = sorted(chosen, key=lambda pool: (-pool.devices, pool.names))
@@ -93,7 +93,7 @@ def _preparation(
     model, share = problem.models[role.name], solver.passes.share_of(tasks)
     once = solver.passes.inference(model, role.strategy, share=share)
     seconds = {cause: tasks.forwards * s for cause, s in once.seconds.items()}
-    # What a trained role keeps is counted once, with its training.
+    # Resident bytes of a trained role are counted once, with its training.
     resident = {} if tasks.trains else once.resident
     costs = dataclasses.replace(once, seconds=seconds, resident=resident)
     return TaskCosts(role.name, role.pool, costs)

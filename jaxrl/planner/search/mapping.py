@@ -1,4 +1,4 @@
-"""A mapping that a search has found: pools, how each role is split, and the breakdown of its seconds."""
+"""The result of a search: pools, strategy of each role, and the cost breakdown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, layo
 
 @dataclasses.dataclass(frozen=True)
 class RoleMapping:
-    """Where a role is and how it is split.
+    """Pool and strategy of a role.
 
     Attributes:
-      name: of the role.
+      name: name of the role.
       pool: index of its pool.
-      strategy: p, t, d and the share of FSDP.
-      generation: p_g, t_g and slots of a replica; None of a role that does not sample.
+      strategy: p, t, d and the FSDP share.
+      generation: p_g, t_g and slots per replica; None for a role that does not sample.
     """
 
     name: str
@@ -30,18 +30,18 @@ class RoleMapping:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Both as a layout of its pool's mesh."""
+        """The strategies as a layout of the pool's mesh."""
         return layout_of(self.strategy, self.generation)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Devices that some roles share, in turns.
+    """Devices shared by several roles, which run one after the other.
 
     Attributes:
-      roles: their names.
-      first: the first device.
-      devices: how many there are, side by side.
+      roles: names of the roles.
+      first: index of the first device.
+      devices: number of devices, contiguous.
     """
 
     roles: tuple[str, ...]
@@ -50,16 +50,16 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """As a placement in a config has it: "0-63"."""
+        """The name in a config's placement: "0-63"."""
         return f"{self.first}-{self.first + self.devices - 1}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskCosts:
-    """What a role does in a stage.
+    """The costs of a role in a stage.
 
     Attributes:
-      role, pool: which, and the index of its pool.
+      role, pool: name of the role, and index of its pool.
       costs: seconds and bytes.
     """
 
@@ -70,11 +70,11 @@ class TaskCosts:
 
 @dataclasses.dataclass(frozen=True)
 class StageBreakdown:
-    """A stage of a step: pools work side by side, roles of a pool one after the other.
+    """A stage of a step: pools run in parallel, the roles of a pool in sequence.
 
     Attributes:
       name: one of `step_tasks.STAGES`.
-      tasks: what is done in it.
+      tasks: tasks of the stage.
     """
 
     name: str
@@ -82,12 +82,12 @@ class StageBreakdown:
 
     @property
     def seconds(self) -> float:
-        """Of the slowest pool."""
+        """Seconds of the slowest pool."""
         return max(self.seconds_of_pools.values(), default=0.0)
 
     @property
     def seconds_of_pools(self) -> dict[int, float]:
-        """Index of a pool -> the sum of its tasks."""
+        """Sum of the seconds of its tasks, by index of the pool."""
         found: dict[int, float] = {}
         for task in self.tasks:
             found[task.pool] = found.get(task.pool, 0.0) + task.costs.total_s
@@ -96,12 +96,12 @@ class StageBreakdown:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementResult:
-    """The best that a placement can do.
+    """The best result of a placement.
 
     Attributes:
-      placement: pools of roles.
-      devices: of each pool; () if it does not fit, or if a bound said that it is slower.
-      seconds: of a step; infinite where it does not fit, None where only a bound is known.
+      placement: partition of the roles into pools.
+      devices: number of devices per pool; () if it does not fit, or if a bound shows that it is slower.
+      seconds: seconds of a step; infinite if it does not fit, None if only a bound is known.
     """
 
     placement: Placement
@@ -111,16 +111,16 @@ class PlacementResult:
 
 @dataclasses.dataclass(frozen=True)
 class Mapping:
-    """The fastest mapping of a dataflow, as simulated: every number in it is a prediction.
+    """The fastest mapping of a dataflow, by simulation: all its numbers are predictions.
 
     Attributes:
       dataflow, cluster: names of both.
-      num_devices: of the cluster.
-      pools: side by side; some devices may be idle.
-      roles: by name.
-      breakdown: of each stage.
-      placements: every one that was looked at, the fastest first.
-      budget_bytes: of a device, which no pool goes beyond.
+      num_devices: number of devices of the cluster.
+      pools: pools, side by side; some devices may be idle.
+      roles: mapping of each role, by name.
+      breakdown: costs of each stage.
+      placements: all searched placements, fastest first.
+      budget_bytes: bytes per device that no pool exceeds.
     """
 
     dataflow: str
@@ -134,28 +134,28 @@ class Mapping:
 
     @property
     def seconds(self) -> float:
-        """Of a step: the sum of its stages."""
+        """Seconds of a step: the sum of its stages."""
         return sum(stage.seconds for stage in self.breakdown)
 
     @property
     def placement(self) -> Placement:
-        """Which roles share a pool."""
+        """The partition of the roles into pools."""
         return tuple(pool.roles for pool in self.pools)
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of a microbatch: the fewest that divide over the replicas and stages of every role."""
+        """Rows of a microbatch: the smallest number that the replicas and stages of every role divide."""
         return math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
 
     def peak_bytes(self, pool: int) -> float:
-        """Of a device of a pool: all that stays, and the largest of what comes and goes."""
+        """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""
         resident = {
             task.role: task.costs.resident_bytes
             for stage in self.breakdown
             for task in stage.tasks
             if task.pool == pool and task.costs.resident
         }
-        # A trained role's forward pass runs on what its training keeps, the last of its tasks.
+        # A trained role's forward pass reuses the resident buffers of its training, its last task.
         transient = [
             task.costs.transient_bytes
             for stage in self.breakdown
@@ -165,7 +165,7 @@ class Mapping:
         return sum(resident.values()) + max(transient, default=0.0)
 
     def lines(self) -> list[str]:
-        """The mapping for people, a line each, with the breakdown of every cost."""
+        """Describes the mapping with its cost breakdown, as lines of text."""
         found = [
             f"{self.dataflow} on {self.cluster}: {placement_name(self.placement)}, "
             f"{self.seconds:,.1f} s a step (predicted)"

@@ -1,10 +1,10 @@
-"""The mapping search for a recipe: `mesh.layout = "auto"` takes its result, `jaxrl plan --search` shows it.
+"""Applies the mapping search to a recipe, for `mesh.layout = "auto"` and `jaxrl plan --search`.
 
-    config + devices --> what the search knows of them --> planner.search --> mesh, placement, slots, rows
+    config + devices --> problem of the search --> planner.search --> mesh, placement, slots, rows
 
-What is proposed passes the checks of a run before anybody sees it.
+A proposed config passes all checks of a run before it is used.
 
-A pool gets the layout of its actor, or of its first role; roles that are split otherwise have their own.
+A pool gets the layout of its actor, or of its first role. Roles with another strategy get their own layout.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.role_models import role_models
 
-# Two of a trained weight; int8 with a scale for each block.
+# Two moments per trained weight: int8 values with one scale per block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
 
 def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0) -> Mapping:
-    """The fastest mapping of a recipe's roles to a cluster, as simulated.
+    """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
     Args:
-      config: of the run.
-      cluster: where it is to run.
-      response_tokens: of an answer on average; 0 takes a share of the limit.
+      config: config of the run.
+      cluster: cluster to run on.
+      response_tokens: mean length of an answer; 0 assumes a fraction of the limit.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -64,7 +64,7 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
 
 
 def assumptions_of(config: Config) -> Assumptions:
-    """What a recipe says of what the search takes for granted; critics learn as its actor does."""
+    """The search's assumptions with the settings of a recipe; critics are trained like the actor."""
     train, rollout = config.train, config.rollout
     return Assumptions(
         dtype=train.dtype,
@@ -77,7 +77,7 @@ def assumptions_of(config: Config) -> Assumptions:
 
 
 def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
-    """What a recipe's step has to do; `response_tokens` as for `search_for`."""
+    """The work of a recipe's step; `response_tokens` as in `search_for`."""
     rollout, algorithm = config.rollout, config.algorithm
     load = load_of(config, response_tokens)
     kept = load.prompts / rollout.num_prompts
@@ -97,10 +97,10 @@ def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
 def propose(
     config: Config, cluster: Cluster, *, response_tokens: float = 0.0
 ) -> tuple[Mapping, Config]:
-    """The mapping that `search_for` finds, and the config with it, which has passed a run's checks.
+    """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
     Raises:
-      UserError: as `search_for`; or a setting of the recipe does not go with what was found.
+      UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
     found = search_for(config, cluster, response_tokens=response_tokens)
     proposed = with_mapping(config, found)
@@ -116,22 +116,22 @@ def propose(
 
 
 def with_mapping(config: Config, found: Mapping) -> Config:
-    """The config with all that a mapping implies: layouts, pools, slots, and batches that divide over them.
+    """Applies a mapping to a config: layouts, pools, slots, and batches that divide over them.
 
-    A microbatch has as few rows as divide over the replicas and stages of every role, as the search simulates
-    it.
+    A microbatch has the smallest number of rows that the replicas and stages of every role divide, as in the
+    simulation.
     """
     actor = found.roles["actor"]
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    # The search has neither experts nor sequences split.
+    # The search considers neither expert nor sequence parallelism.
     mesh = dataclasses.replace(
         config.mesh, layout="as_given", expert=1, context=1, **_settings_of(actor)
     )
     placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
-        # All on all devices, split alike: what a config without a placement has.
+        # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
@@ -142,7 +142,7 @@ def with_mapping(config: Config, found: Mapping) -> Config:
 
 
 def setting_lines(config: Config, proposed: Config) -> list[str]:
-    """The settings in which a proposal differs from a recipe, as lines of a recipe file."""
+    """The changed settings of a proposal, as lines of a recipe file."""
     lines = []
     for section in ("mesh", "rollout", "train"):
         before, after = getattr(config, section), getattr(proposed, section)
@@ -157,7 +157,7 @@ def setting_lines(config: Config, proposed: Config) -> list[str]:
 
 
 def _row(found: Mapping, number: int) -> dict[str, Any]:
-    """A pool as a placement has it; one of all devices need not name them."""
+    """A pool in the format of a placement; a pool of all devices need not list them."""
     pool = found.pools[number]
     roles = [found.roles[name] for name in pool.roles]
     first = next((role for role in roles if role.generation is not None), roles[0])
@@ -179,14 +179,14 @@ def _settings_of(role: RoleMapping) -> dict[str, Any]:
 
 
 def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
-    """The config with what the search finds for its devices if `mesh.layout` is "auto", else as it is.
+    """Applies the search to a config with `mesh.layout` "auto"; returns other configs unchanged.
 
     Raises:
-      UserError: as `search_for`; or nobody knows what these devices are able to do.
+      UserError: as `search_for`; or the kind of the devices is unknown.
     """
     if config.mesh.layout != "auto":
         return config
-    # One search for all processes: they must not differ.
+    # The first process searches for all, because their results must not differ.
     found = hosts.on_first(lambda: _settings(config, devices))
     sections = {
         name: dataclasses.replace(getattr(config, name), **found[name])
@@ -208,10 +208,10 @@ def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
-    """The devices of a run, as the search takes them: `mesh.hardware`, or what the table has of their kind.
+    """The devices of a run as a cluster, from `mesh.hardware` or from the hardware table.
 
     Raises:
-      UserError: their kind is not known, or they are in no shape that exists.
+      UserError: the kind of the devices is unknown, or their number has no known shape.
     """
     kind = devices[0].device_kind
     known = find_accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)

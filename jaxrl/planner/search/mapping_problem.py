@@ -1,4 +1,4 @@
-"""What a mapping is searched for: roles and models, the work of a step, and the devices."""
+"""The input of the mapping search: roles and models, the work of a step, and the devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxrl.planner.simulation.workload import Workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Strategies that a search looks at.
+    """Limits of the strategies that a search tries.
 
     Attributes:
-      max_tensor: t at most, and never beyond devices with fast links to each other.
-      max_pipeline: p at most.
-      fsdp: weights and states may be shared among replicas.
+      max_tensor: maximum tensor parallelism t; it also never exceeds the devices joined by fast links.
+      max_pipeline: maximum pipeline parallelism p.
+      fsdp: whether weights and optimiser states may be sharded over replicas.
     """
 
     max_tensor: Annotated[int, count(1)] = 8
@@ -34,16 +34,16 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class MappingProblem:
-    """Everything that a search is given.
+    """The input of a mapping search.
 
     Attributes:
-      dataflow: its name.
-      roles: that have a model, in the order of the dataflow; exactly one generates.
-      models: role -> its model.
-      workload: of a step.
-      cluster: the devices.
-      assumptions: of the simulation.
-      limits: which strategies are looked at.
+      dataflow: name of the dataflow.
+      roles: roles with a model, in the order of the dataflow; exactly one generates.
+      models: model of each role.
+      workload: work of a step.
+      cluster: devices.
+      assumptions: assumptions of the simulation.
+      limits: limits of the searched strategies.
     """
 
     dataflow: str

@@ -1,4 +1,4 @@
-"""Pareto fronts: points that no other point beats in every respect, all that a search has to keep."""
+"""Pareto fronts: the points that no other point beats in every coordinate; a search keeps only these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which roles share devices: every partition of a set of roles, and what people call some of them."""
+"""Placements: every partition of a set of roles into pools that share devices, and common names of some."""
 
 from __future__ import annotations
 

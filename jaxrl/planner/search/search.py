@@ -57,18 +57,19 @@ def search_mapping(
     placements: Sequence[Sequence[Sequence[str]]] | None = None,
     every_placement: bool = False,
 ) -> Mapping:
-    """The fastest mapping of a dataflow's roles to a cluster, as simulated (HybridFlow Algorithm 1).
+    """Finds the fastest mapping of a dataflow's roles to a cluster, by simulation (HybridFlow Algorithm 1).
 
     Args:
       dataflow: a name of `step_tasks.TASKS`.
-      models: role -> its model; a reward without one is a function on the host.
-      workload: of a step.
-      cluster: or its name, as `Cluster.parse` reads it.
-      assumptions: of the simulation.
-      limits: which strategies are looked at.
-      tasks: of the roles, where they are others than in `step_tasks.TASKS`.
-      placements: those to choose from; all there are by default.
-      every_placement: find the best of each placement, though a bound may say that it is not the fastest.
+      models: model of each role; a role without a model is a function on the host.
+      workload: work of a step.
+      cluster: cluster, or its name in the format of `Cluster.parse`.
+      assumptions: assumptions of the simulation.
+      limits: limits of the searched strategies.
+      tasks: tasks of the roles, to replace those of `step_tasks.TASKS`.
+      placements: placements to choose from; None means all.
+      every_placement: whether to find the best mapping of every placement, even if a bound shows it is
+        slower.
 
     Raises:
       UserError: a name, a placement or a topology is wrong, or the models do not fit; then the message has
@@ -101,13 +102,13 @@ def search_mapping_of_common_rows(
     *,
     assumptions: Assumptions,
 ) -> Mapping:
-    """The mapping of `search_mapping` where the microbatches of all roles have the same number of rows.
+    """The result of `search_mapping` with the same number of microbatch rows for all roles.
 
-    A run has one `train.rows`. If the fastest mapping wants other numbers for other roles, each divisor of
-    their least common multiple is searched with, and the fastest of these mappings is returned.
+    A run has a single `train.rows`. If the fastest mapping needs different numbers of rows, the search is
+    repeated with each divisor of their least common multiple, and the fastest result is returned.
 
     Raises:
-      UserError: as `search_mapping`; or the models fit only with numbers of rows of their own.
+      UserError: as `search_mapping`; or the models fit only with different numbers of rows.
     """
     found = search_mapping(dataflow, models, workload, cluster, assumptions=assumptions)
     if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
@@ -133,19 +134,20 @@ def search_mapping_of_common_rows(
 def fastest_mapping(
     problem: MappingProblem, placements: Sequence[Placement], *, every_placement: bool = False
 ) -> Mapping | None:
-    """The fastest mapping of some placements; None if the models fit in none of them.
+    """The fastest mapping among some placements; None if the models fit in none of them.
 
     Args:
-      problem: what is searched for.
-      placements: which roles may share a pool.
-      every_placement: find the best of each placement, though a bound may say that it is not the fastest.
+      problem: problem to solve.
+      placements: possible partitions of the roles into pools.
+      every_placement: whether to find the best mapping of every placement, even if a bound shows it is
+        slower.
     """
     search = _Search(problem)
     together = tuple(role.name for role in problem.roles)
     if not every_placement and (together,) in placements:
         search.look_below_all_together(together)
     best, results = None, []
-    # Few pools first: their mappings are found quickly, and bound the rest.
+    # Placements with few pools are searched fast, and their results bound the others.
     for placement in sorted(placements, key=len):
         found = search.best_of(placement)
         results.append(search.result(placement, found))
@@ -169,23 +171,23 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class _PoolPoints:
-    """Trade-offs of one pool over all its sizes: float64 [K, 4] as of `SideBySide`, and what makes each."""
+    """Trade-offs of one pool over all its sizes: float64 [K, 4] as in `SideBySide`, and their origins."""
 
     points: np.ndarray
     choices: tuple[PoolChoice, ...]
 
 
 class _Search:
-    """Looks at placements one after the other; what it learns of a pool serves all that have it.
+    """Searches placements one after the other; results of a pool are shared by all placements with it.
 
     Attributes:
-      solver: of pools.
-      bounds: of the seconds of a step. What is kept of a pool may lack points that a bound ruled out; since
-        bounds only get lower, these are never wanted again.
+      solver: solver for pools.
+      bounds: upper bounds of the seconds of a step. The cached points of a pool may lack points that a bound
+        excluded. Bounds only decrease, so these points stay useless.
     """
 
     def __init__(self, problem: MappingProblem):
-        """Simulates the actor alone, which bounds every generation."""
+        """Simulates the actor alone, to get a lower bound for every generation."""
         self._cluster = problem.cluster
         self._actor = problem.actor.name
         self.solver = PoolSolver(problem)
@@ -196,12 +198,12 @@ class _Search:
         self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
 
     def look_below_all_together(self, names: tuple[str, ...]) -> None:
-        """Bounds the search by a mapping that is found at once, and seldom a bad one: all on all devices."""
+        """Bounds the search by the mapping of all roles on all devices: fast to find and often good."""
         self.bounds.lower(self.solver.quick_seconds(names, self._cluster.num_devices))
 
     def best_of(self, placement: Placement) -> _Found | None:
-        """The best mapping of a placement; None if none fits or is faster than the bound."""
-        # The actor's pool comes last: without it nothing generates, and points have a coordinate less.
+        """The best mapping of a placement; None if none fits or none is faster than the bound."""
+        # The actor's pool is last. Before it no pool generates, so points have one coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
         best = self._merge(pools[:-1]).best_with(
             self._points_of(pools[-1]).points,
@@ -218,7 +220,7 @@ class _Search:
         return _Found(seconds, tuple(chosen))
 
     def result(self, placement: Placement, found: _Found | None) -> PlacementResult:
-        """What is known of a placement: its best mapping, that it does not fit, or that a bound beats it."""
+        """The outcome of a placement: its best mapping, that it does not fit, or that a bound is lower."""
         if found is None:
             bounded = math.isfinite(self.bounds.best_s)
             return PlacementResult(placement, (), None if bounded else math.inf)
@@ -227,7 +229,7 @@ class _Search:
         return PlacementResult(placement, sizes, found.seconds)
 
     def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
-        """Of a pool, over all its sizes."""
+        """The trade-offs of a pool over all its sizes."""
         if names not in self._pool_points:
             points, choices = [np.zeros((0, 4))], []
             for devices in self._cluster.pool_sizes:
@@ -245,14 +247,14 @@ class _Search:
         return self._pool_points[names]
 
     def _least_s(self, names: tuple[str, ...], devices: int) -> float:
-        """A lower bound of a step whose roles of these names share so many devices."""
+        """A lower bound of a step in which these roles share this many devices."""
         here = self._actor in names
         generating = devices if here else self._cluster.num_devices - devices
         generation_s = float(self.bounds.generation_s(np.array(float(generating))))
         return self.solver.least_passes_s(names, devices) + generation_s
 
     def _merge(self, pools: Placement) -> SideBySide:
-        """Pools side by side, with devices left for a further one."""
+        """Combines pools side by side, leaving devices for another pool."""
         if pools not in self._merged:
             self._merged[pools] = self._merge(pools[:-1]).with_pool(
                 self._points_of(pools[-1]).points,
@@ -263,7 +265,7 @@ class _Search:
 
 
 def _does_not_fit(problem: MappingProblem, placements: Sequence[Placement]) -> str:
-    """Which cluster would hold what this one does not."""
+    """Names a cluster that would hold the models that do not fit this one."""
     cluster, kind = problem.cluster, problem.cluster.accelerator
     counts = {role.name: problem.models[role.name].num_params for role in problem.roles}
     models = ", ".join(f"{name} of {count / 1e9:.1f}B" for name, count in counts.items())

@@ -1,8 +1,8 @@
-"""What a prediction takes for granted: shares of the vendors' rates that are reached, and bytes of a state.
+"""Assumptions of predictions: fractions of the vendors' rates that are reached, and bytes per value.
 
-docs/planner.md says where each number is from; what no source gives is marked "a guess" beside its default.
-What lies in memory during an update (arrays beside the logits here, copies in `simulate_passes`) was read off
-updates compiled for TPUs and GPUs; nothing else was fitted to a result.
+docs/planner.md gives the source of each number; numbers without a source are marked "a guess" beside their
+default. The memory in use during an update (logits arrays here, copies in `simulate_passes`) was read from
+updates compiled for TPUs and GPUs. No other number was fitted to a result.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ Share = Annotated[float, between(0, 1, has_low=False)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Shares are of what `mesh.hardware` has; bytes are of one value, on whichever devices it lies.
+    """Fractions refer to the rates of `mesh.hardware`; bytes are per value.
 
     Attributes:
-      flops_rate: share of the peak that products reach.
-      weights_rate: share of the memory bandwidth at which weights are read.
-      cache_rate: share of it at which attention reads keys and values.
-      link_rate: share of a link that a collective reaches (450 GB/s of an H100: 360).
-      overlap: share of a pass's compute behind which gathers of weights and sums of gradients hide. A guess.
-      memory_share: share of a device's memory that a program may use.
-      scratch_gb: of a device, for temporaries that no term counts.
-      collective_latency_s: of one small collective over a tensor-parallel group.
-      torus_step_s, hosts_step_s: of one decoding step beside its work, on TPUs and on GPUs.
-      dispatch_s: between two dispatches of the engine.
-      slot_host_s: that the host adds to a dispatch for each slot of a replica. Nothing for our engine, whose
-        host works on arrays of all slots; a Python loop over sequences takes tens of microseconds each.
-      dtype: in which products are computed.
-      compute_bytes: of a weight or an activation in that type.
-      cache_bytes: of a key or value in the cache.
-      master_bytes, moments_bytes: of a trained weight and of its optimiser state, kept all the time.
-      gradient_bytes: of gradients during an update: one sum in float32.
-      reduced_bytes: of a gradient when replicas sum it.
-      frozen_bytes: of a weight of a role that does not learn.
-      remat: "full" computes each layer again in the backward pass and keeps its input alone.
-      reduce_each_microbatch: replicas sum gradients after each microbatch, and not once an update.
-      logits_tokens: of which logits exist at a time.
-      logits_arrays: of float32, as large as these logits, that an update holds: logits, their exponentials,
-        the gradient, and that in 16 bits.
-      embedding_arrays: in the products' type, as large as the embedding without FSDP, beside the logits.
+      flops_rate: fraction of the peak that matmuls reach.
+      weights_rate: fraction of the memory bandwidth at which weights are read.
+      cache_rate: fraction of the memory bandwidth at which attention reads keys and values.
+      link_rate: fraction of a link's bandwidth that a collective reaches (450 GB/s of an H100: 360).
+      overlap: fraction of a pass's compute that hides gathers of weights and sums of gradients. A guess.
+      memory_share: fraction of a device's memory that a program may use.
+      scratch_gb: GB per device for temporaries that no other term counts.
+      collective_latency_s: seconds of one small collective over a tensor-parallel group.
+      torus_step_s, hosts_step_s: overhead in seconds of a decoding step, on TPUs and on GPUs.
+      dispatch_s: seconds between two dispatches of the engine.
+      slot_host_s: host seconds per dispatch for each slot of a replica. 0 for our engine, whose host code
+        works on arrays of all slots; a Python loop over sequences takes tens of microseconds per slot.
+      dtype: data type of matmuls.
+      compute_bytes: bytes of a weight or an activation in that type.
+      cache_bytes: bytes of a key or value in the cache.
+      master_bytes, moments_bytes: resident bytes of a trained weight and of its optimiser state.
+      gradient_bytes: bytes of a gradient during an update, which sums in float32.
+      reduced_bytes: bytes of a gradient in the sum over replicas.
+      frozen_bytes: bytes of a weight of a role that is not trained.
+      remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
+        backward pass.
+      reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
+      logits_tokens: number of tokens whose logits exist at the same time.
+      logits_arrays: number of float32 arrays of the size of these logits that an update holds: logits, their
+        exponentials, the gradient, and the gradient in 16 bits.
+      embedding_arrays: number of further arrays of the size of the unsharded embedding, in the matmul type.
     """
 
     flops_rate: Share = 0.6
@@ -77,7 +78,7 @@ class Assumptions:
         check_fields(self)
 
     def for_measured_rates(self) -> Assumptions:
-        """These, for an entry of the hardware table that was measured: its rates are reached already."""
+        """These assumptions for a measured entry of the hardware table, whose rates need no fractions."""
         return dataclasses.replace(
             self, flops_rate=1.0, weights_rate=1.0, cache_rate=1.0, link_rate=1.0
         )

@@ -1,4 +1,4 @@
-"""The breakdown of a predicted cost: seconds by cause, bytes that stay, bytes that come and go."""
+"""The breakdown of a predicted cost: seconds by cause, resident bytes, transient bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _NOTHING: Mapping[str, float] = {}
 
 @dataclasses.dataclass(frozen=True)
 class CostBreakdown:
-    """What one role's task is predicted to take on each of its devices; nothing of it was measured.
+    """Predicted cost of one role's task on each of its devices; nothing of it was measured.
 
     Attributes:
-      seconds: of a step by cause. A negative one is hidden behind others.
+      seconds: seconds of a step by cause. A negative entry is time hidden behind other causes.
       resident: bytes that stay from step to step.
-      transient: bytes besides, while the task runs.
+      transient: additional bytes while the task runs.
     """
 
     seconds: Mapping[str, float]
@@ -29,16 +29,16 @@ class CostBreakdown:
 
     @property
     def resident_bytes(self) -> float:
-        """Bytes of a device that stay."""
+        """Resident bytes per device."""
         return sum(self.resident.values())
 
     @property
     def transient_bytes(self) -> float:
-        """Bytes of a device while the task runs, besides."""
+        """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
     def lines(self) -> list[str]:
-        """One line for each cause, and their sums."""
+        """One line per cause, and the sums."""
         seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
         kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
         brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]

@@ -1,12 +1,12 @@
-"""Decode traces: step by step, the samples that a replica has in flight and the cache that they read.
+"""Decode traces: the samples in flight on a replica and the cache that they read, step by step.
 
-Two ways to the same thing, neither with a model:
+There are two ways to make a trace, both without a model:
 
-    quick_trace     samples go to slots as these fall free, one replica for all; fast enough for a search
+    quick_trace     samples enter slots as these become free, one replica stands for all; fast, for searches
     replayed_trace  the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
                     dispatch, with its early ends, its refills and its smaller programs at the end
 
-The first knows no dispatches, so a slot is refilled at once: it is a little faster than the second.
+`quick_trace` has no dispatches and refills a slot at once, so it predicts slightly shorter times.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST_STRETCHES = 512
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTrace:
-    """Decoding in stretches in which the same samples are in flight on the busiest replica.
+    """Decoding as a sequence of stretches; in each, the busiest replica has the same samples.
 
     Attributes:
-      steps: of each stretch: float64 [stretches].
-      slots: that the program decodes, idle ones too.
-      cached: tokens that attention reads a step, on average: of every sample its own length.
-      samples: in flight, all replicas, on average over all steps.
-      dispatches: of the engine.
+      steps: float64 [stretches], decoding steps of each stretch.
+      slots: slots that the program decodes, idle ones included.
+      cached: mean number of tokens that attention reads per step, summed over samples.
+      samples: mean number of samples in flight on all replicas.
+      dispatches: number of dispatches of the engine.
     """
 
     steps: np.ndarray
@@ -50,17 +50,17 @@ class DecodeTrace:
 def quick_trace(
     prompt_tokens: float, responses: Lengths, samples: int, slots: int, tokens_per_dispatch: int
 ) -> DecodeTrace:
-    """One replica, which stands for all.
+    """Traces one replica, which stands for all.
 
     Args:
-      prompt_tokens: mean, cached from the start.
-      responses: their lengths.
-      samples: S of the replica, from first to last.
-      slots: of the replica.
+      prompt_tokens: mean prompt length, cached from the start.
+      responses: response lengths.
+      samples: total number of samples of the replica.
+      slots: number of slots of the replica.
       tokens_per_dispatch: W.
     """
     lengths = responses.quantiles(samples)
-    # Any order but a sorted one: which sample is long is not known beforehand. The longest is not the last.
+    # Random order, since lengths are not known beforehand; the longest sample must not start last.
     order = np.random.default_rng(0).permutation(samples)
     starts, lengths = _starts(lengths[order], slots), lengths[order]
     steps, running, cached = _stretches(starts, lengths, prompt_tokens)
@@ -72,7 +72,7 @@ def quick_trace(
 def _together(
     steps: np.ndarray, slots: np.ndarray, cached: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same in fewer stretches: neighbours are averaged, which thousands of samples do not feel."""
+    """Averages neighbouring stretches into fewer; with thousands of samples the result hardly changes."""
     if len(steps) <= _MOST_STRETCHES:
         return steps, slots, cached
     firsts = np.arange(_MOST_STRETCHES) * len(steps) // _MOST_STRETCHES
@@ -82,7 +82,7 @@ def _together(
 
 
 def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
-    """In which step each sample begins: as soon as one before it has ended."""
+    """The step in which each sample starts: as soon as an earlier one has ended."""
     count = len(lengths)
     if slots >= count:
         return np.zeros(count, np.int64)
@@ -99,7 +99,7 @@ def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
 def _stretches(
     starts: np.ndarray, lengths: np.ndarray, prompt_tokens: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(steps, samples in flight, tokens cached on average) between one start or end and the next."""
+    """(steps, samples in flight, mean cached tokens) between each start or end and the next."""
     ends = starts + lengths
     edges = np.unique(np.concatenate([starts, ends]))
     steps = np.diff(edges).astype(float)
@@ -108,7 +108,7 @@ def _stretches(
     order = np.argsort(ends)
     ended = np.searchsorted(ends[order], middle)
     running = (begun - ended).astype(float)
-    # A sample of start s has prompt + (step - s) tokens at a step.
+    # A sample that started at step s has prompt + (step - s) tokens.
     started = np.concatenate([[0.0], np.cumsum(np.sort(starts))])[begun]
     finished = np.concatenate([[0.0], np.cumsum(starts[order])])[ended]
     cached = running * (prompt_tokens + middle) - (started - finished)
@@ -131,16 +131,16 @@ def replayed_trace(
     tokens_per_dispatch: int,
     prefill_prompts: int = 32,
 ) -> DecodeTrace:
-    """The engine's scheduler, told beforehand how long each response will be.
+    """Runs the engine's scheduler with known response lengths.
 
     Args:
-      prompt_tokens: mean.
-      lengths: of each response, in the order in which they are asked for.
-      samples_per_prompt: G; so many neighbours share a prefill.
-      replicas: over which slots are shared out.
-      slots: of a replica.
+      prompt_tokens: mean prompt length.
+      lengths: length of each response, in the order of the requests.
+      samples_per_prompt: G; this many neighbouring samples share a prefill.
+      replicas: number of replicas that share the samples.
+      slots: number of slots per replica.
       tokens_per_dispatch: W.
-      prefill_prompts: prompts of one prefill.
+      prefill_prompts: number of prompts per prefill.
     """
     left = np.asarray(lengths, np.int64).copy()
     done = np.zeros_like(left)
@@ -173,6 +173,6 @@ def replayed_trace(
 
 
 def _dispatch_steps(left: np.ndarray, enough_active: int, most: int) -> int:
-    """Steps until so few are active that the host has something to do, at most W."""
+    """Steps until few enough slots are active for the host to act, at most W."""
     ending = math.ceil(len(left) - enough_active)
     return int(min(most, np.partition(left, ending - 1)[ending - 1]))

@@ -1,4 +1,4 @@
-"""What a model weighs and computes, as the simulators need it: floats, each computed once per model."""
+"""Sizes and operation counts of a model for the simulators: floats, computed once per model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxrl.roles.flops import attention_flops, token_flops
 
 @dataclasses.dataclass(frozen=True)
 class ModelNumbers:
-    """Of one model.
+    """Sizes and operation counts of one model.
 
     Attributes:
       layers: L.
-      stacked: parameters of all layers, which a pipeline splits and tensor parallelism too.
-      outside: parameters of embedding and head, which tensor parallelism alone splits.
-      token_flops: operations of a token's forward pass but for attention to others.
-      pair_flops: operations of attention for a token and one that it sees, all layers, without windows.
+      stacked: parameters of all layers, split by pipeline and tensor parallelism.
+      outside: parameters of embedding and head, split by tensor parallelism only.
+      token_flops: operations of a token's forward pass, without attention to other tokens.
+      pair_flops: operations of attention between two tokens, all layers, without windows.
       width: D.
-      kept_values: values of a token that a layer's backward pass wants, those of width D.
+      kept_values: values per token of width D that the backward pass of a layer needs.
       split_values: those of them that tensor parallelism splits.
-      vocabulary: logits or scores of a token.
-      cache_values: keys and values of a token in all layers.
+      vocabulary: logits or scores per token.
+      cache_values: keys and values per token in all layers.
       kv_heads: K.
     """
 
@@ -42,11 +42,11 @@ class ModelNumbers:
     kv_heads: int
 
     def params_of_shard(self, p: int, t: int) -> float:
-        """Parameters on a device of p stages and t tensor shards, without FSDP."""
+        """Parameters per device with p stages and t tensor shards, without FSDP."""
         return (self.stacked / p + self.outside) / t
 
     def cache_values_of_shard(self, p: int, t: int) -> float:
-        """Keys and values of a token on a device; heads that t does not divide are on each (mesh.rules)."""
+        """Cached values per token and device; kv heads that t does not divide are replicated (mesh.rules)."""
         return self.cache_values / p / (t if self.kv_heads % t == 0 else 1)
 
 
@@ -75,10 +75,10 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
 
 @functools.lru_cache(maxsize=256)
 def mean_attention_flops(model: ModelConfig, mean_tokens: float, mean_square: float) -> float:
-    """Operations of attention in a sequence's forward pass, on average.
+    """Mean operations of attention in a sequence's forward pass.
 
-    Without sliding windows attention is quadratic, and two moments say all; with them, that of the root
-    mean square length stands for all.
+    Without sliding windows attention is quadratic, so mean and mean square of the lengths give the exact
+    value. With windows the root mean square length stands for all lengths.
     """
     if not model.sliding_window:
         return model_numbers(model).pair_flops * (mean_square + mean_tokens) / 2

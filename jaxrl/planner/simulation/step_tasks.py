@@ -1,10 +1,10 @@
-"""What each role of a dataflow does in a step, as the planner needs it: HybridFlow's three stages.
+"""The tasks of each role of a dataflow in a step, in HybridFlow's three stages.
 
     generation     the actor samples                                    (ReMax: and answers greedily)
     preparation    log-probabilities, values, scores                    one forward pass each
-    training       the actor and the critics learn
+    training       the actor and the critics are trained
 
-A reward that is a function and no model takes no device: leave its role out of `models`.
+A reward function without a model uses no device: leave its role out of `models`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RoleTasks:
     """The tasks of a role.
 
     Attributes:
-      name: of the role.
-      trains: it has an optimiser.
-      generates: it samples.
-      forwards: passes over the sequences in preparation.
-      greedy: greedy answers are among what it samples or scores.
-      optional: there may be no model for it.
+      name: name of the role.
+      trains: whether it is trained, and so has an optimiser state.
+      generates: whether it samples.
+      forwards: number of forward passes over the sequences in preparation.
+      greedy: whether its work includes greedy answers.
+      optional: whether the dataflow can run without a model for it.
     """
 
     name: str
@@ -73,9 +73,9 @@ def tasks_of(
     """The roles of a dataflow that have a model.
 
     Args:
-      dataflow: its name.
-      models: role -> its model.
-      tasks: of its roles, where they are others than in `TASKS`; one of them generates.
+      dataflow: name of the dataflow.
+      models: model of each role.
+      tasks: tasks of the roles, to replace those of `TASKS`; exactly one role must generate.
 
     Raises:
       UserError: the dataflow or a role is unknown, or a role that needs a model has none.

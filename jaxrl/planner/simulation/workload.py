@@ -1,4 +1,4 @@
-"""What a step has to do: prompts, samples, their lengths, updates; and how models are split for it."""
+"""The work of a step (prompts, samples, lengths, updates), and the strategies to split a model for it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _QUANTILES = 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """How long texts are, in tokens.
+    """Distribution of text lengths in tokens.
 
     Attributes:
-      mean: of all, those that are cut among them.
-      longest: where they are cut, and what memory is kept for.
+      mean: mean length, truncated texts included.
+      longest: maximum length; longer texts are truncated, and memory is reserved for it.
       kind: "constant", or "log-normal" with the spread of many reasoning policies.
-      sigma: standard deviation of the logarithm before the cut.
+      sigma: standard deviation of the logarithm before truncation.
     """
 
     mean: Annotated[float, positive()]
@@ -42,24 +42,24 @@ class Lengths:
 
     @staticmethod
     def exactly(tokens: int) -> Lengths:
-        """All of one length, as the HybridFlow paper forces them (section 8.1)."""
+        """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return Lengths(tokens, tokens)
 
     def quantiles(self, count: int) -> np.ndarray:
-        """`count` lengths that stand for all, growing: int64 [count], the last the longest there is."""
+        """`count` representative lengths, ascending: int64 [count]; the last is the longest possible."""
         if self.kind == "constant":
             return np.full(count, round(self.mean), np.int64)
         places = (np.arange(count) + 0.5) / count * (_QUANTILES - 1)
         z = np.interp(places, np.arange(_QUANTILES), _normals())
         found = np.clip(np.round(self._median * np.exp(self.sigma * z)), 1, self.longest)
         found = found.astype(np.int64)
-        # Everybody waits for the longest, on whichever replica it is.
+        # A batch ends only with its longest sample, on whichever replica that is.
         found[-1] = self.longest
         return found
 
     @functools.cached_property
     def mean_square(self) -> float:
-        """Mean of the squares: what attention grows with."""
+        """Mean of the squared lengths, which the cost of attention is proportional to."""
         return float(np.mean(self.quantiles(4096).astype(float) ** 2))
 
     @functools.cached_property
@@ -84,20 +84,20 @@ def _normals() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step.
+    """The work of a step.
 
     Attributes:
-      prompts, samples: that are learned from, and responses to each.
-      prompt_lengths, response_lengths: in tokens.
-      sampled_per_kept: prompts that are sampled for each that is kept (dynamic sampling); 1 keeps all.
-      updates: optimiser steps that an epoch over the responses is divided into.
-      epochs: over the responses of a step.
-      microbatch_tokens: on a device at a time, in one pipeline microbatch.
-      microbatch_rows: rows of `microbatch_tokens` in the microbatches of every role, which its replicas and
-        stages share out evenly; 0 gives each of them one row, however many that makes for a role.
-      pipeline_microbatches: that follow each other through the stages; 0 is as many as there are stages.
-      tokens_per_dispatch: W, tokens that the engine decodes between two looks of the host.
-      max_slots: of a replica of the engine, whatever memory there is.
+      prompts, samples: number of prompts to train on, and of responses per prompt.
+      prompt_lengths, response_lengths: lengths in tokens.
+      sampled_per_kept: prompts sampled per prompt kept (dynamic sampling); 1 keeps all.
+      updates: optimiser steps per epoch over the responses.
+      epochs: number of epochs over the responses of a step.
+      microbatch_tokens: tokens per device in one pipeline microbatch.
+      microbatch_rows: rows of `microbatch_tokens` in the microbatches of every role, divided evenly over its
+        replicas and stages; 0 gives one row to each of them.
+      pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages.
+      tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
+      max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
     """
 
     prompts: Annotated[int, count(1)]
@@ -123,33 +123,33 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """That are learned from."""
+        """Number of sequences to train on."""
         return self.prompts * self.samples
 
     @property
     def mean_tokens(self) -> float:
-        """Of a prompt and its response."""
+        """Mean tokens of a prompt and its response."""
         return self.prompt_lengths.mean + self.response_lengths.mean
 
     @property
     def longest_tokens(self) -> int:
-        """Of a prompt and its response: what a slot of a contiguous cache holds."""
+        """Maximum tokens of a prompt and its response: the size of a slot in a contiguous cache."""
         return self.prompt_lengths.longest + self.response_lengths.longest
 
     @property
     def mean_square_tokens(self) -> float:
-        """Mean square of their sum, prompts and responses independent."""
+        """Mean square of their sum, for independent prompt and response lengths."""
         prompt, response = self.prompt_lengths, self.response_lengths
         return prompt.mean_square + response.mean_square + 2 * prompt.mean * response.mean
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Strategy:
-    """How a role's model is split over n = p t d devices.
+    """Sharding of a role's model over n = p t d devices.
 
     Attributes:
       p, t, d: pipeline, tensor and data parallel size (HybridFlow section 5.1).
-      fsdp: how many of the d replicas share one copy of weights and optimiser state.
+      fsdp: number of replicas, of the d, that share one copy of weights and optimiser state.
     """
 
     p: int
@@ -159,27 +159,27 @@ class Strategy:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """The number of devices."""
         return self.p * self.t * self.d
 
     @property
     def row_parts(self) -> int:
-        """Into how many parts the rows of a microbatch divide: for each replica, for each stage."""
+        """The number that must divide the rows of a microbatch: replicas times stages."""
         return self.p * self.d
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name."""
         return f"{self.p}-{self.t}-{self.d}" + (f" fsdp {self.fsdp}" if self.fsdp > 1 else "")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class GenerationStrategy:
-    """How an actor's model is split while it generates: p_g divides p, t_g divides t.
+    """Sharding of an actor's model during generation: p_g divides p, t_g divides t.
 
     Attributes:
       p_g, t_g: pipeline and tensor parallel size.
-      slots: samples that a replica decodes side by side.
+      slots: number of slots per replica.
     """
 
     p_g: int
@@ -188,6 +188,6 @@ class GenerationStrategy:
 
 
 def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:
-    """Both as one layout of a mesh; without a generation strategy it is the one of training."""
+    """Both strategies as one layout of a mesh; without a generation strategy the training layout."""
     p_g, t_g = (generation.p_g, generation.t_g) if generation else (strategy.p, strategy.t)
     return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, strategy.fsdp)

@@ -5,8 +5,8 @@
     landlock      Landlock and a seccomp filter                   Linux 6.2; outside paths are visible
     none          limits of time and memory                       only if asked for
 
-In the first three a program cannot start another process. So its limit of memory is the limit of the sum, and
-nothing is left when it is killed. It can write no file, so it can fill no disk.
+In the first three a program cannot start another process. So its memory limit bounds its total use, and
+nothing remains after it is killed. It can write no file, so it cannot fill a disk.
 """
 
 from jaxrl.rewards.sandbox.choose import (

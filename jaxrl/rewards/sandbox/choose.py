@@ -1,4 +1,4 @@
-"""Which sandbox a run uses: the named one, or the first that works on this machine."""
+"""Chooses the sandbox of a run: the named one, or the first that works on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def choose_sandbox(choice: str) -> Sandbox:
       choice: a name of `SANDBOXES`, or "auto" for the first one that works.
 
     Raises:
-      UserError: it does not work, or none does.
+      UserError: the named sandbox does not work, or none does.
     """
     names = [name for name in SANDBOXES if name != "none"] if choice == "auto" else [choice]
     return _first_that_works(choice, [SANDBOXES[name] for name in names])

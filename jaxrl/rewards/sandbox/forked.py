@@ -1,8 +1,8 @@
 """Runs trusted code on untrusted text in a forked process, locked down as far as the kernel allows.
 
-The scorers of reasoning-gym take seconds to import, so they cannot have a new Python for each response. They
-are code of a library, several of which evaluate an answer; answers that look like code are refused before.
-So limits of time and memory are enough where Landlock or libseccomp is missing.
+The scorers of reasoning-gym take seconds to import, so they cannot start a new Python per response. They are
+library code, but several of them evaluate an answer; answers that look like code are refused first. So limits
+of time and memory suffice if Landlock or libseccomp is missing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from jaxrl.rewards.sandbox.syscalls import syscall_filter
 def run_forked(
     function: Callable[[], bytes], limits: SandboxLimits, readable: Sequence[str] = ()
 ) -> bytes | None:
-    """Returns the bytes that `function` returns in a process of its own.
+    """Runs `function` in a forked process and returns its bytes.
 
     Args:
-      function: it sees all that this process has in memory.
-      limits: when it is ended; memory counts beyond what this process has.
-      readable: further files and folders that it may read.
+      function: function to run; it sees all memory of this process.
+      limits: limits of the process; memory counts on top of the use of this process.
+      readable: additional files and folders that it may read.
 
     Returns:
-      The first megabyte; nothing if it has failed; None if its time was over.
+      The first megabyte; empty if the function failed; None if it ran out of time.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # JAX warns that its threads do not survive; here none are needed.
+        # JAX warns that its threads do not survive a fork; the child needs none of them.
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid == 0:
@@ -56,7 +56,7 @@ def run_forked(
         if found is None:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    # The kernel kills it at its limit of processor time.
+    # The kernel kills it when it reaches its limit of processor time.
     killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     return None if killed else found
 
@@ -97,5 +97,5 @@ def _child(
         while content:
             content = content[os.write(3, content) :]
         os._exit(0)
-    except BaseException:  # nothing of this process may go on as its parent
+    except BaseException:  # the child must never continue with the parent's code
         os._exit(1)

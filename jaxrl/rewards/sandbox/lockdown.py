@@ -1,8 +1,8 @@
-"""Locks the process down in which it runs, by limits, Landlock and a seccomp filter.
+"""Locks down the current process by resource limits, Landlock and a seccomp filter.
 
-This file has two uses. The native sandboxes pass its text to a new Python, whose `main` locks itself down and
-then runs the program; so it imports only the standard library. `forked` imports it for processes that have
-the functions they run in memory already.
+It is used in two ways. The native sandboxes pass the text of this file to a new Python; its `main` locks
+itself down and then runs the program. So the file imports only the standard library. `forked` imports it for
+processes that already have their functions in memory.
 
 Landlock decides about files, seccomp about system calls; see "Landlock: unprivileged access control" in
 https://docs.kernel.org/userspace-api/landlock.html.
@@ -56,12 +56,12 @@ def limit_resources(seconds: int, memory_bytes: int) -> None:
 
 
 def restrict(readable: list[str], syscall_filter: bytes, *, landlock: bool) -> None:
-    """Restricts this process for good, as far as asked.
+    """Restricts this process permanently.
 
     Args:
       readable: files and folders that it may still read, if `landlock`.
       syscall_filter: compiled seccomp filter; empty for none.
-      landlock: take every right that this kernel's Landlock knows, but reading `readable`.
+      landlock: whether to drop every right that this kernel's Landlock knows, except reading `readable`.
 
     Raises:
       OSError: the kernel refuses.
@@ -136,7 +136,7 @@ def main() -> None:
     """Locks this process down and runs the program that its caller gives as `__main__`."""
     options = json.loads(sys.argv[1])
     if options["parent"]:
-        # Whoever waits for this process may be killed; it must not go on without its clock.
+        # The parent may be killed. This process must not survive it, because nobody would watch its time.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != options["parent"]:
             os._exit(1)
