@@ -236,10 +236,3 @@ class CostConfig:
 
     def __post_init__(self):
         check_fields(self)
-
-    def check_model(self, dataflow: str) -> None:
-        """Raises UserError if a dataflow with a cost model has none."""
-        if not self.model:
-            raise UserError(
-                f"dataflow {dataflow!r} needs a cost model; set cost.model to its directory"
-            )

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape, RowLimits
-from jaxrl.mesh.pools import Pool, read_placement
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer.cross_checks import roles_of
-
-
-def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
-    """The pools of a config's placement, checked; no devices yet.
-
-    Args:
-      config: of the run.
-      roles: of the run, if they are known already.
-    """
-    return read_placement(config.placement, config.mesh, roles or roles_of(config))
 
 
 def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:

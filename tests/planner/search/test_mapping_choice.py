@@ -30,8 +30,8 @@ from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.planner.trace_plan import trace_plan
-from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
-from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.batch_shapes import check_role_batches
+from jaxrl.trainer.cross_checks import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
 
 

@@ -1,0 +1,117 @@
+"""On-policy distillation: a student approaches a frozen teacher of another size, and no reward is needed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import init_params
+from jaxrl.models.heads import score_config
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer import program
+
+STUDENT = ModelConfig(
+    vocab_size=288, num_layers=1, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
+)
+TEACHER = ModelConfig(
+    vocab_size=288, num_layers=2, d_model=48, d_ff=96, num_heads=6, num_kv_heads=3, head_dim=8
+)
+
+
+def save_model(model: ModelConfig, directory, *, sharper: float = 1.0) -> None:
+    """Random weights, whose last norm scales the logits."""
+    params = init_params(model, jax.random.key(7))
+    params = {
+        name: leaf * sharper if name == "final_norm" else leaf for name, leaf in params.items()
+    }
+    save_checkpoint(params, model, directory, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prompts without answers, and teachers that prefer some tokens by far."""
+    folder = tmp_path_factory.mktemp("distillation")
+    rows = ({"problem": f"{n} say {n * 7 % 10}"} for n in range(100, 400))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_model(TEACHER, folder / "teacher", sharper=6.0)
+    save_model(score_config(TEACHER), folder / "scores")
+    small = ModelConfig(
+        vocab_size=64, num_layers=1, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    save_model(small, folder / "few_tokens")
+    return folder
+
+
+def make_config(folder, output, **changes) -> Config:
+    config = to_config_dict(Config())
+    settings = {
+        "model.vocab_size": STUDENT.vocab_size,
+        "model.num_layers": STUDENT.num_layers,
+        "model.d_model": STUDENT.d_model,
+        "model.d_ff": STUDENT.d_ff,
+        "model.num_heads": STUDENT.num_heads,
+        "model.num_kv_heads": STUDENT.num_kv_heads,
+        "model.head_dim": STUDENT.head_dim,
+        "data.template": "{prompt}\n",
+        "data.max_prompt_tokens": 16,
+        "data.train.path": str(folder / "train.jsonl"),
+        "teacher.weights": str(folder / "teacher"),
+        "rollout.num_prompts": 16,
+        "rollout.num_samples": 4,
+        "rollout.max_response_tokens": 8,
+        "rollout.slots": 32,
+        "rollout.prefill_prompts": 8,
+        "reward.grader_weight": 0.0,
+        "reward.overlong_buffer_tokens": 0,
+        "algorithm.dataflow": "distill",
+        "algorithm.advantage": "reverse_kl",
+        "algorithm.loss": "policy_gradient",
+        "algorithm.loss_options": {},
+        "algorithm.updates_per_step": 1,
+        "train.rows": 4,
+        "train.row_tokens": 48,
+        "optim.lr": 1e-2,
+        "optim.lr_warmup_steps": 0,
+        "evaluation.every": 0,
+        "run.output": str(output),
+        "run.num_steps": 30,
+        "run.save_every": 100,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(settings)
+    return from_config_dict(Config, config)
+
+
+def reverse_kl(config: Config) -> np.ndarray:
+    rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
+    return np.array([row["teacher/reverse_kl"] for row in rows if "teacher/reverse_kl" in row])
+
+
+def test_a_student_approaches_a_teacher_of_another_size(folder, tmp_path):
+    config = make_config(folder, tmp_path)
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    kl = reverse_kl(config)
+    assert len(kl) == 30 and kl[0] > 0.5
+    assert kl[-3:].mean() < 0.5 * kl[:3].mean()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher__weights": ""}, "needs a teacher model; set teacher.weights"),
+        ({"algorithm__advantage": "grpo"}, "set algorithm.advantage to reverse_kl"),
+        ({"teacher__weights": "scores"}, "is a model of scores"),
+        ({"teacher__weights": "few_tokens"}, "use one with the same tokenizer"),
+        ({"algorithm__dataflow": "grpo"}, "needs teacher_logprob_BT"),
+    ],
+)
+def test_what_is_refused_before_anything_compiles(changes, message, folder, tmp_path):
+    if directory := changes.get("teacher__weights"):
+        changes = {"teacher__weights": str(folder / directory)}
+    with pytest.raises(UserError, match=message):
+        program.train(make_config(folder, tmp_path, **changes), devices=jax.devices()[:1])
