@@ -19,8 +19,8 @@ class Dataflow:
 
     Attributes:
       function: from prompts to metrics.
-      roles: it has, the actor and names of `trainer.role_table.ROLES`. A reference and a reward model are there
-        only where the run has a use for them, the others always.
+      roles: it has, the actor and names of `trainer.role_table.ROLES`. A reference and a reward model are
+        there only where the run has a use for them, the others always.
       dynamic_sampling: its steps are full when enough groups are mixed.
       greedy_baseline: it gives the estimator of advantages the reward of a greedy response.
       gives: further arrays that it gives the estimator, by the names of the estimator's arguments.

@@ -102,8 +102,8 @@ class Estimator:
         if missing:
             raise UserError(
                 f"advantage {self.name!r} needs {', '.join(missing)}, which dataflow {dataflow!r} does not "
-                "compute; use another estimator, or a dataflow with a critic (ppo), a greedy answer (remax) or "
-                "the arrays that it takes (gives=... of @dataflow)"
+                "compute; use another estimator, or a dataflow with a critic (ppo), a greedy answer (remax) "
+                "or the arrays that it takes (gives=... of @dataflow)"
             )
 
     def check_uses(self, dataflow: str, computed: frozenset[str]) -> None:

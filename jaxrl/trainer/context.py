@@ -34,6 +34,7 @@ from jaxrl.trainer.memory_check import check_memory_here
 from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
 from jaxrl.trainer.role_models import (
     RoleModels,
+    check_same_tokens,
     check_vocabulary,
     role_models,
 )
@@ -264,6 +265,8 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
         directory = row.weights(config)
         if directory and role in models.by_role:
             check_vocabulary(models.by_role[role], tokenizer, directory)
+            if row.same_tokens:
+                check_same_tokens(tokenizer, row.setting, directory)
 
 
 def tokenizer_of(

@@ -8,6 +8,7 @@ judge                   reward.judge.model, with a tokenizer of its own
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,4 +153,23 @@ def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {directory} "
             f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
             "tokenizer"
+        )
+
+
+def check_same_tokens(policy: Tokenizer, setting: str, directory: str) -> None:
+    """Raises UserError where the tokenizer of a directory has other ids for the policy's tokens.
+
+    Further tokens do no harm, and a directory without a tokenizer is not looked at.
+    """
+    if not (pathlib.Path(directory) / "tokenizer.json").exists():
+        return
+    theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
+    ours = policy.backend.get_vocab(with_added_tokens=True)
+    differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if differing:
+        token = differing[0]
+        raise UserError(
+            f"{setting} {directory} has another tokenizer: {len(differing):,} of the policy's {len(ours):,} "
+            f"tokens have another id there, such as {token!r}, {ours[token]} here and "
+            f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
         )

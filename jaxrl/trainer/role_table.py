@@ -67,6 +67,7 @@ class RoleRow:
       scores: its model has a head of scores.
       adapters: its model has the policy's adapters.
       trains: it has an optimiser.
+      same_tokens: the tokenizer of its directory, if there is one, has the policy's tokens.
     """
 
     build: Callable[[ModelConfig, Place, Config], Any]
@@ -79,6 +80,7 @@ class RoleRow:
     scores: bool = False
     adapters: bool = False
     trains: bool = False
+    same_tokens: bool = False
 
 
 # Checks of directories.
@@ -202,5 +204,6 @@ ROLES: Mapping[str, RoleRow] = {
         weights=lambda config: config.teacher.weights,
         check=_check_language_model,
         needs_weights=True,
+        same_tokens=True,
     ),
 }
