@@ -272,6 +272,7 @@ PATHS = {
     "reward.model",
     "rollout.environment",
     "run.output",
+    "teacher.weights",
     "tokenizer.path",
     "warm_start.path",
     "weights",
