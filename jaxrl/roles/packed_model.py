@@ -147,6 +147,7 @@ class PackedModel:
         self,
         graph: nnx.GraphDef,
         params: Params,
+        ref_model: PackedModel,
         ref_graph: nnx.GraphDef,
         ref_params: Params,
         micro: PackedBatch,
@@ -156,22 +157,26 @@ class PackedModel:
         """`policy`, with the KL to a reference over the whole vocabulary [R, T] in the third place.
 
         Both models' logits are in memory for one chunk of tokens at a time, forward and backward, and the
-        reference keeps nothing for a backward pass but its last hidden states.
+        reference keeps nothing for a backward pass but its last hidden states. Its embedding may have another
+        number of rows: ids that only one of them has get no probability.
         """
         model: Decoder = nnx.merge(graph, params)
         reference: Decoder = nnx.merge(ref_graph, ref_params)
         out = self._run(model, micro)
         with jax.named_scope("reference"):
-            ref_hidden = jax.lax.stop_gradient(self._run(reference, micro).hidden_BTD)
+            ref_hidden = jax.lax.stop_gradient(ref_model._run(reference, micro).hidden_BTD)
 
         def chunk(past: tuple[jax.Array, jax.Array], tokens_RC: jax.Array):
             logprobs_RCV, entropy_RC = log_softmax_entropy(
                 model.logits(past[0], compute=self._compute) / temperature
             )
             ref_logprobs_RCV, _ = log_softmax_entropy(
-                reference.logits(past[1], compute=self._compute) / temperature
+                reference.logits(past[1], compute=ref_model._compute) / temperature
             )
-            kl_RC = over_vocabulary(logprobs_RCV, jax.lax.stop_gradient(ref_logprobs_RCV))
+            ids = min(logprobs_RCV.shape[-1], ref_logprobs_RCV.shape[-1])
+            kl_RC = over_vocabulary(
+                logprobs_RCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_RCV[..., :ids])
+            )
             return of_tokens(logprobs_RCV, tokens_RC), entropy_RC, kl_RC
 
         logprob, entropy, kl = from_past(

@@ -54,7 +54,6 @@ def roles_of(config: Config) -> tuple[str, ...]:
     """
     algorithm = config.algorithm
     declared = find_dataflow(algorithm.dataflow).roles
-    algorithm.kl.check_roles(algorithm.dataflow, declared)
     unknown = [role for role in declared if role != "actor" and role not in ROLES]
     if unknown:
         raise UserError(
@@ -62,8 +61,11 @@ def roles_of(config: Config) -> tuple[str, ...]:
             f"actor it may have {', '.join(ROLES)}"
         )
     roles = [role for role in declared if role == "actor" or not ROLES[role].where_used]
+    compared = compared_role(declared)
+    algorithm.kl.check_compared(algorithm.dataflow, compared)
     # With adapters the actor is its own reference: the same weights without them.
-    if algorithm.kl.needs_reference and not config.model.lora.rank:
+    own_reference = compared == "reference" and not config.model.lora.rank
+    if algorithm.kl.needs_reference and own_reference:
         roles.append("reference")
     if config.reward.model:
         roles.append("reward")
@@ -78,6 +80,11 @@ def roles_of(config: Config) -> tuple[str, ...]:
                 f"dataflow {algorithm.dataflow!r} needs a {role} model; set {row.setting} to its directory"
             )
     return tuple(roles)
+
+
+def compared_role(roles: Sequence[str]) -> str:
+    """The role that the actor's loss may have the KL to; "" if there is none among `roles`."""
+    return next((role for role in roles if role in ROLES and ROLES[role].compared), "")
 
 
 def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
@@ -146,13 +153,14 @@ def _placement(config: Config) -> None:
 
 
 def _full_kl(config: Config) -> None:
-    if "reference" in roles_of(config):
+    role = compared_role(roles_of(config))
+    if role:
         pool = _pool_of(config, "actor")
-        has_reference = "reference" in pool.roles
+        has_reference = role in pool.roles
         config.algorithm.kl.check_pool(
             pool.name,
             has_reference=has_reference,
-            same_layout=has_reference and pool.layout_of("reference") == pool.layout_of("actor"),
+            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
         )
 
 

@@ -67,6 +67,7 @@ class RoleRow:
       scores: its model has a head of scores.
       adapters: its model has the policy's adapters.
       trains: it has an optimiser.
+      compared: the actor's loss may have the KL to it over the whole vocabulary.
       same_tokens: the tokenizer of its directory, if there is one, has the policy's tokens.
     """
 
@@ -81,6 +82,7 @@ class RoleRow:
     adapters: bool = False
     trains: bool = False
     same_tokens: bool = False
+    compared: bool = False
 
 
 # Checks of directories.
@@ -179,7 +181,9 @@ _CRITIC = RoleRow(
 ROLES: Mapping[str, RoleRow] = {
     "critic": _CRITIC,
     "cost_critic": _CRITIC,
-    "reference": RoleRow(_reference, _reference_phase, where_used=True, adapters=True),
+    "reference": RoleRow(
+        _reference, _reference_phase, where_used=True, adapters=True, compared=True
+    ),
     "reward": RoleRow(
         _score_model,
         setting="reward.model",
@@ -205,5 +209,6 @@ ROLES: Mapping[str, RoleRow] = {
         check=_check_language_model,
         needs_weights=True,
         same_tokens=True,
+        compared=True,
     ),
 }

@@ -53,6 +53,11 @@ class Roles:
         return self.others.get("reference")
 
     @property
+    def compared(self) -> Reference | None:
+        """The policy that the actor's loss may have the KL to; None for a run without one."""
+        return next((role for name, role in self.others.items() if ROLES[name].compared), None)
+
+    @property
     def reward(self) -> RewardModel | None:
         """The reward model; None for a run without one."""
         return self.others.get("reward")
@@ -84,7 +89,9 @@ class RoleBuilder:
         pools = read_placement(config.placement, config.mesh, tuple(meshes))
         self._layouts = {role: pool.config_of(role) for pool in pools for role in pool.roles}
 
-    def actor(self, *, optim: OptimConfig, samples: bool = True) -> Actor:
+    def actor(
+        self, *, optim: OptimConfig, samples: bool = True, compared: Reference | None = None
+    ) -> Actor:
         """The actor with the optimiser of one training stage; without `samples` it only learns."""
         return Actor(
             self._models.actor,
@@ -93,6 +100,7 @@ class RoleBuilder:
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
             backend=self._backend() if samples else None,
+            compared=compared,
         )
 
     def other(self, role: str) -> Any:
@@ -153,8 +161,10 @@ def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
       UserError: something does not divide over a mesh, or the rollout backend cannot be built.
     """
     build = RoleBuilder(config, meshes, models)
+    others = {role: build.other(role) for role in ROLES if role in meshes}
+    compared = next((role for name, role in others.items() if ROLES[name].compared), None)
     return Roles(
-        actor=build.actor(optim=config.optim),
-        others={role: build.other(role) for role in ROLES if role in meshes},
+        actor=build.actor(optim=config.optim, compared=compared),
+        others=others,
         judge=build.judge() if "judge" in meshes else None,
     )

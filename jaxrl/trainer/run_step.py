@@ -118,7 +118,7 @@ class StepBuilder:
             config.algorithm.correction,
             self._clock,
             epochs=config.algorithm.epochs,
-            reference=self._roles.reference,
+            reference=self._roles.compared,
             shares_forward=algorithm.shares_forward,
             squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
             pretraining=self._state.pretraining,
