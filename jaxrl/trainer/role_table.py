@@ -14,10 +14,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import CostPhase
-from jaxrl.dataflows.distill import TeacherPhase
+from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
 from jaxrl.dataflows.rewarding import SequenceScores
@@ -28,7 +30,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
-from jaxrl.roles.teacher import Teacher
+from jaxrl.roles.teacher import Teacher, TeacherPrompts
 from jaxrl.roles.value import Critic
 from jaxrl.trainer.batch_shapes import row_limits
 
@@ -44,11 +46,13 @@ class PhaseParts:
       config: of the run.
       actor: of the run.
       clock: of the step.
+      encode: a text to ids, by the policy's tokenizer.
     """
 
     config: Config
     actor: Actor
     clock: Clock
+    encode: Callable[[str], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +162,22 @@ def _cost_phase(name: str, cost: RewardModel | None, parts: PhaseParts) -> CostP
 
 def _teacher_phase(name: str, teacher: Teacher | None, parts: PhaseParts) -> TeacherPhase | None:
     del name
-    return teacher and TeacherPhase(teacher, parts.actor, parts.clock)
+    if teacher is None:
+        return None
+    config = parts.config
+    own = None
+    if config.teacher.changes_prompts:
+        if config.algorithm.kl.is_full:
+            raise UserError(
+                f"teacher.template {config.teacher.template!r} gives the teacher rows of its own, and "
+                "algorithm.kl.loss_estimate 'full' compares both models row by row; set "
+                "algorithm.kl.loss_coef to 0, or teacher.template to '{prompt}'"
+            )
+        longest = config.longest_sequence + config.teacher.max_extra_tokens
+        sequences = config.rollout.num_prompts * config.rollout.num_samples
+        shape = row_limits(config, longest=longest).shape(sequences, minibatches=1)
+        own = OwnRows(TeacherPrompts(config.teacher, parts.encode), shape)
+    return TeacherPhase(teacher, parts.actor, parts.clock, own)
 
 
 def sequence_scores(config: Config, model: RewardModel) -> SequenceScores:

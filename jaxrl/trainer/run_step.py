@@ -90,7 +90,9 @@ class StepBuilder:
 
     def _phases(self) -> dict[str, Any]:
         """The members of roles that the dataflow declares."""
-        parts = PhaseParts(self._run.config, self._roles.actor, self._clock)
+        parts = PhaseParts(
+            self._run.config, self._roles.actor, self._clock, self._run.tokenizer.encode
+        )
         declared = self._run.algorithm.dataflow.roles
         return {
             name: row.phase(name, self._roles.others.get(name), parts)
