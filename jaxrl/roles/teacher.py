@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
-from jaxrl.checks import NAME, PATH, check_fields, count
+from jaxrl.checks import NAME, PATH, check_fields, token_count
 from jaxrl.roles.policy import Reference
 from jaxrl.types import Prompts
 
@@ -29,7 +29,7 @@ class TeacherConfig:
 
     weights: Annotated[str, PATH] = ""
     template: Annotated[str, NAME] = PROMPT
-    max_extra_tokens: Annotated[int, count(1)] = 64
+    max_extra_tokens: Annotated[int, token_count(1)] = 64
 
     def __post_init__(self):
         check_fields(self)

@@ -134,6 +134,7 @@ MEANT = {
             "rollout.top_k",
             "run.keep_checkpoints",
             "run.rollouts_prompts",
+            "teacher.max_extra_tokens",
             "train.logprob_chunk_tokens",
         ),
         ALL,

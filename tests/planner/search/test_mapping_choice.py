@@ -194,7 +194,7 @@ def test_devices_that_nobody_knows_are_to_be_measured():
 
 
 def test_what_the_search_does_not_cover_is_named():
-    with pytest.raises(UserError, match=r"covers ppo, .* this recipe has dataflow 'jaxrl"):
+    with pytest.raises(UserError, match=r"covers dapo, .* this recipe has dataflow 'jaxrl"):
         search_for(
             recipe(dataflow="jaxrl.dataflows.grpo:grpo"), Cluster(accelerator("h100"), (1, 8))
         )
