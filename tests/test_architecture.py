@@ -144,6 +144,23 @@ def test_imports_are_at_the_top(path):
     assert late - LATE_IMPORTS.keys() == set()
 
 
+def test_a_role_is_four_files():
+    """Its class with its settings, its phase with a dataflow, a row of the table, a row of the schema."""
+    files = {
+        path.as_posix()
+        for path in SOURCES
+        if path.parts[0] == "jaxrl"
+        and path.parts[1] != "algos"
+        and "teacher" in (ROOT / path).read_text().lower()
+    }
+    assert files == {
+        "jaxrl/roles/teacher.py",
+        "jaxrl/dataflows/distill.py",
+        "jaxrl/trainer/role_table.py",
+        "jaxrl/config/schema.py",
+    }
+
+
 def test_imports_by_name_are_few():
     found = {path.as_posix() for path in SOURCES if "import_module(" in (ROOT / path).read_text()}
     assert found == IMPORTS_BY_NAME.keys()

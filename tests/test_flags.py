@@ -78,6 +78,7 @@ def test_help_shows_the_docstring_of_the_field(capsys):
         serve_command.main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "--grace_s GRACE_S seconds that open requests may continue after SIGTERM (default: 10.0)" in shown
+        "--grace_s GRACE_S seconds that open requests may continue after SIGTERM (default: 10.0)"
+        in shown
     )
     assert "--http_only" in shown and "--grpc " not in shown

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxrl.algos.segments import masked, next_values, running_sum, segment_scan, windowed_scan
 from jaxrl.algos.whitening import whiten
-from jaxrl.checks import between, token_count
+from jaxrl.checks import between, coefficient, token_count
 
 
 def gae(
@@ -146,3 +146,29 @@ def optimal_token_baseline(
     alone_BT = over_place(jax.ops.segment_sum, live_BT.astype(jnp.int32)) == 1
     advantage_BT = jnp.where(alone_BT, return_BT, above_BT - mean_BT)
     return masked(advantage_BT, live_BT), return_BT
+
+
+def reverse_kl(
+    logprob_BT: jax.Array,
+    teacher_logprob_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    coef: Annotated[float, coefficient()] = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """How much likelier a teacher finds a token: A_t = coef (log p_T(y_t | y_<t) - log p_S(y_t | y_<t)).
+
+    The mean of -A_t over tokens of the student is the reverse KL of the student S to the teacher T (arXiv
+    2306.08543 eq. 1, with samples of one token each), and A_t a policy gradient's advantage for lowering it.
+    Later tokens do not count (a discount of 0), and no reward does.
+
+    Args:
+      logprob_BT: the student's log-probability of its token, at the start of the step.
+      teacher_logprob_BT: the teacher's, of the same token.
+      mask_BT: 1 on trained tokens.
+      coef: of the advantage; 0 where the loss has the KL over the whole vocabulary instead.
+
+    Returns:
+      (advantage, return), equal, [B, T], 0 outside the mask.
+    """
+    advantage_BT = coef * (masked(teacher_logprob_BT, mask_BT) - masked(logprob_BT, mask_BT))
+    return advantage_BT, advantage_BT

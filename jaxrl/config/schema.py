@@ -21,6 +21,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.teacher import TeacherConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_config import RunConfig
@@ -56,6 +57,7 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     cost: CostConfig = dataclasses.field(default_factory=CostConfig)
+    teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)

@@ -68,9 +68,19 @@ class KlConfig:
         """The reference's probabilities of the sampled tokens are asked for."""
         return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
 
-    def check_roles(self, dataflow: str, roles: tuple[str, ...]) -> None:
-        """Raises UserError if a coefficient needs a reference policy and the dataflow's roles have none."""
-        if self.needs_reference and "reference" not in roles:
+    def check_compared(self, dataflow: str, role: str) -> None:
+        """Raises UserError if a coefficient needs a reference policy that the dataflow does not have.
+
+        Args:
+          dataflow: its name.
+          role: the one of its roles that the KL is measured against; "" for none.
+        """
+        if role not in ("", "reference") and self.needs_ref_logprobs:
+            raise UserError(
+                f"dataflow {dataflow!r} has the KL to its {role} over the whole vocabulary alone; set "
+                "algorithm.kl.reward_coef to 0 and algorithm.kl.loss_estimate to 'full'"
+            )
+        if self.needs_reference and not role:
             raise UserError(
                 f"algorithm.kl has a coefficient above 0, but dataflow {dataflow!r} has no reference policy "
                 "to measure it against; set reward_coef and loss_coef to 0, or use dataflow grpo or ppo"
@@ -236,10 +246,3 @@ class CostConfig:
 
     def __post_init__(self):
         check_fields(self)
-
-    def check_model(self, dataflow: str) -> None:
-        """Raises UserError if a dataflow with a cost model has none."""
-        if not self.model:
-            raise UserError(
-                f"dataflow {dataflow!r} needs a cost model; set cost.model to its directory"
-            )

@@ -10,9 +10,6 @@ from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 from jaxrl.errors import UserError
 
-# Every role that a dataflow may declare.
-ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
-
 StepFunction = Callable[[Step, PromptSource], Metrics]
 
 
@@ -22,16 +19,18 @@ class Dataflow:
 
     Attributes:
       function: from prompts to metrics.
-      roles: it has. A critic, a cost model and a critic of costs must then be there; a reference and a reward
-        model only where the run has a use for them.
+      roles: it has, the actor and names of `trainer.role_table.ROLES`. A reference and a reward model are
+        there only where the run has a use for them, the others always.
       dynamic_sampling: its steps are full when enough groups are mixed.
       greedy_baseline: it gives the estimator of advantages the reward of a greedy response.
+      gives: further arrays that it gives the estimator, by the names of the estimator's arguments.
     """
 
     function: StepFunction
     roles: tuple[str, ...]
     dynamic_sampling: bool = False
     greedy_baseline: bool = False
+    gives: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,21 +48,23 @@ class Dataflow:
 
 
 def dataflow(
-    *, roles: tuple[str, ...], dynamic_sampling: bool = False, greedy_baseline: bool = False
+    *,
+    roles: tuple[str, ...],
+    dynamic_sampling: bool = False,
+    greedy_baseline: bool = False,
+    gives: tuple[str, ...] = (),
 ) -> Callable[[StepFunction], Dataflow]:
     """Declares a function of one step as a dataflow; arguments as of `Dataflow`.
 
     Raises:
-      UserError: there is no such role, or no actor.
+      UserError: there is no actor.
     """
-    unknown = [role for role in roles if role not in ROLES]
-    if unknown or "actor" not in roles:
+    if "actor" not in roles:
         raise UserError(
-            f"a dataflow with the roles {', '.join(roles) or 'none'}; it has an actor, and perhaps others of "
-            f"{', '.join(ROLES)}"
+            f"a dataflow with the roles {', '.join(roles) or 'none'} has nothing that samples; add 'actor'"
         )
 
     def declared(function: StepFunction) -> Dataflow:
-        return Dataflow(function, roles, dynamic_sampling, greedy_baseline)
+        return Dataflow(function, roles, dynamic_sampling, greedy_baseline, gives)
 
     return declared

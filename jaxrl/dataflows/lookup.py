@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxrl.algos.registry import lookup
 from jaxrl.dataflows.dapo import dapo
 from jaxrl.dataflows.dataflow import Dataflow
+from jaxrl.dataflows.distill import distill
 from jaxrl.dataflows.grpo import grpo
 from jaxrl.dataflows.ppo import ppo
 from jaxrl.dataflows.remax import remax
@@ -12,7 +13,9 @@ from jaxrl.dataflows.safe_rlhf import safe_rlhf
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
-DATAFLOWS: dict[str, Dataflow] = {flow.name: flow for flow in (dapo, grpo, ppo, remax, safe_rlhf)}
+DATAFLOWS: dict[str, Dataflow] = {
+    flow.name: flow for flow in (dapo, distill, grpo, ppo, remax, safe_rlhf)
+}
 
 
 def find_dataflow(name: str) -> Dataflow:

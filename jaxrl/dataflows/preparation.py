@@ -169,6 +169,12 @@ class Advantages:
             targets = ValueBatch(**experience.batch.packing(), old_value=value, target=target)
             return experience.extended(experience.batch, value_metrics("critic", targets)), targets
 
+    def of_tokens(self, experience: Experience, **arrays: jax.Array) -> Experience:
+        """By an estimator of single tokens, from arrays that the dataflow's `gives` names, [U, M, R, T]."""
+        with self._clock.phase("adv"):
+            arrays = {name: self._actor.place(x) for name, x in arrays.items()}
+            return self._done(self._estimated(experience, arrays=arrays)[0])
+
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Rewards less that of the greedy response to the same prompt (ReMax)."""
         with self._clock.phase("adv"):

@@ -15,8 +15,8 @@ evaluation, checkpoints, logs) is the same for all and lies in the trainer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jaxrl.dataflows.costs import CostPhase, Multiplier
 from jaxrl.dataflows.experience import Sampled
@@ -25,7 +25,7 @@ from jaxrl.dataflows.preparation import Advantages, Packer, ReferencePhase
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.types import Prompts
 
-Part = TypeVar("Part")
+Phase = TypeVar("Phase")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Step:
       pack: groups to `Experience`.
       actor: log-probabilities and updates of the policy.
       advantages: from rewards to advantages.
-      critic_phase, reference_phase, cost_phase, cost_critic_phase, multiplier_phase: what `critic`,
-        `reference`, `cost`, `cost_critic` and `multiplier` return.
+      multiplier: the Lagrange multiplier of costs.
+      phases: of the other roles by name, for `phase`.
     """
 
     sample: Callable[[PromptSource], Sampled]
@@ -47,40 +47,33 @@ class Step:
     pack: Packer
     actor: ActorPhase
     advantages: Advantages
-    critic_phase: CriticPhase | None = None
-    reference_phase: ReferencePhase | None = None
-    cost_phase: CostPhase | None = None
-    cost_critic_phase: CriticPhase | None = None
-    multiplier_phase: Multiplier | None = None
+    multiplier: Multiplier
+    phases: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def critic(self) -> CriticPhase:
         """Values and updates of the critic."""
-        return _declared(self.critic_phase, "critic")
+        return self.phase("critic", CriticPhase)
 
     @property
     def reference(self) -> ReferencePhase:
         """Log-probabilities of the reference policy."""
-        return _declared(self.reference_phase, "reference")
+        return self.phase("reference", ReferencePhase)
 
     @property
     def cost(self) -> CostPhase:
         """Costs of responses."""
-        return _declared(self.cost_phase, "cost")
+        return self.phase("cost", CostPhase)
 
     @property
     def cost_critic(self) -> CriticPhase:
         """Values and updates of the critic of costs."""
-        return _declared(self.cost_critic_phase, "cost_critic")
+        return self.phase("cost_critic", CriticPhase)
 
-    @property
-    def multiplier(self) -> Multiplier:
-        """The Lagrange multiplier of costs."""
-        return _declared(self.multiplier_phase, "cost")
-
-
-def _declared(part: Part | None, role: str) -> Part:
-    assert part is not None, (
-        f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
-    )
-    return part
+    def phase(self, role: str, kind: type[Phase]) -> Phase:
+        """What a role does in a step, by the role's name and the type of its phase."""
+        del kind  # tells a type checker what it is
+        assert role in self.phases, (
+            f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
+        )
+        return self.phases[role]

@@ -22,7 +22,8 @@ from jaxrl.planner.slot_choice import with_compiled_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
+from jaxrl.trainer.batch_shapes import check_role_batches
+from jaxrl.trainer.cross_checks import pools_of
 
 Watch = Callable[[CompiledProgram], None]
 
@@ -153,7 +154,7 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
             "rollout.partial",
             "unfinished samples are prefilled again, which is not in the seconds",
         )
-    if config.cost.pretrain_coef and roles.roles.cost is not None:
+    if config.cost.pretrain_coef and "cost" in roles.roles.others:
         yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
     if config.warm_start.num_steps:
         yield "warm start", "not planned: the same weights, batches of its own"

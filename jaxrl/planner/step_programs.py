@@ -21,6 +21,7 @@ from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.trainer.batch_shapes import step_shape
+from jaxrl.trainer.cross_checks import compared_role
 
 
 def programs_of(planned: PlannedRoles, load: StepLoad) -> Iterator[tuple[str, Program, Any]]:
@@ -57,11 +58,12 @@ def _actor_programs(planned: PlannedRoles, load: StepLoad) -> Iterator[Program]:
     config, algorithm, roles = planned.config, planned.algorithm, planned.roles
     reference = None
     # A model with adapters is its own reference.
-    if algorithm.objective.needs_reference and roles.reference is not None:
-        reference = roles.reference.abstract_params()
+    if algorithm.objective.needs_reference and roles.compared is not None:
+        reference = roles.compared.abstract_params()
     return policy_programs(
         *(roles.actor, algorithm.objective, step_shape(config), load),
         reference=reference,
+        compared=compared_role(algorithm.roles),
         first_minibatch=int(algorithm.shares_forward),
         epochs=config.algorithm.epochs,
     )

@@ -135,5 +135,5 @@ def _notes(roles: PlannedRoles, slots_are_chosen: bool) -> Iterator[tuple[str, s
 
 def _left_out(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
     """(subject, reason) pairs of memory that is not counted."""
-    if roles.config.cost.pretrain_coef and roles.roles.cost is not None:
+    if roles.config.cost.pretrain_coef and "cost" in roles.roles.others:
         yield "cost.pretrain_coef", "the batch of written solutions in every update"

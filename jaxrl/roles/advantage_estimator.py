@@ -103,16 +103,18 @@ class Estimator:
         if missing:
             raise UserError(
                 f"advantage {self.name!r} needs {', '.join(missing)}, which dataflow {dataflow!r} does not "
-                "compute; use another estimator, or a dataflow with a critic (ppo) or a greedy answer (remax)"
+                "compute; use another estimator, or a dataflow with a critic (ppo), a greedy answer (remax) "
+                "or the arrays that it takes (gives=... of @dataflow)"
             )
 
     def check_uses(self, dataflow: str, computed: frozenset[str]) -> None:
         """Raises UserError if a dataflow computes `computed` for it, and it does not use all of it."""
         if not computed <= self.inputs:
+            users = [name for name, f in ADVANTAGES.items() if computed <= set(inputs_of(f))]
             raise UserError(
                 f"dataflow {dataflow!r} computes {', '.join(sorted(computed))}, which advantage "
                 f"{self.name!r} does not use; set algorithm.advantage to "
-                f"{'gae' if VALUES in computed else 'remax'}, or use dataflow grpo"
+                f"{' or '.join(users) or 'one that does'}, or use dataflow grpo"
             )
 
     def check_group_size(self, num_samples: int) -> None:
@@ -142,6 +144,7 @@ class Estimator:
         baseline_B: np.ndarray | None = None,
         score_BK: np.ndarray | None = None,
         weight_K: np.ndarray | None = None,
+        arrays: Mapping[str, jax.Array] | None = None,
         kl_coef: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The advantage and return of every token.
@@ -155,12 +158,15 @@ class Estimator:
           value: float32 [U, M, R, T], values of a critic; None if the estimator does not use them.
           baseline_B: float32, reward of the greedy answer; None if not used.
           score_BK, weight_K: float32, components of the reward and their weights; None if not used.
+          arrays: further inputs of the estimator by name, [U, M, R, T].
           kl_coef: coefficient of the KL penalty.
 
         Returns:
           (advantage, return, kl): [U, M, R, T] twice, and the mean over sequences of their mean KL estimate.
         """
-        given = {"score_BK": score_BK, "weight_K": weight_K}
+        T = batch.tokens.shape[-1]
+        by_token = {name: x.reshape(-1, T) for name, x in (arrays or {}).items()}
+        given = {"score_BK": score_BK, "weight_K": weight_K, **by_token}
         return _estimate(
             self, num_groups, batch, score_B, group_B, value, baseline_B, given, np.float32(kl_coef)
         )

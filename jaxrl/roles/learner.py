@@ -292,7 +292,7 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = self._learning_rate(state.step)
         trained, frozen = self._split(state.params)
-        reference = frozen if self.model.lora.rank else reference
+        reference = frozen if self.model.lora.rank and reference is None else reference
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
         batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
         staged = shards_of("layers", TRAIN_RULES, self.mesh) > 1

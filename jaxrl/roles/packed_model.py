@@ -157,6 +157,7 @@ class PackedModel:
         self,
         graph: nnx.GraphDef,
         params: Params,
+        ref_model: PackedModel,
         ref_graph: nnx.GraphDef,
         ref_params: Params,
         micro: PackedBatch,
@@ -166,22 +167,26 @@ class PackedModel:
         """`policy` with the exact KL to a reference: (log-probability, entropy, KL, routing), [R, T] each.
 
         The logits of both models are in memory for one chunk of tokens at a time, forward and backward. Of
-        the reference only the last hidden states are kept for the backward pass.
+        the reference only the last hidden states are kept for the backward pass. Its embedding may have
+        another number of rows: ids that only one of them has get no probability.
         """
         model: Decoder = nnx.merge(graph, params)
         reference: Decoder = nnx.merge(ref_graph, ref_params)
         out = self._run(model, micro)
         with jax.named_scope("reference"):
-            ref_hidden = jax.lax.stop_gradient(self._run(reference, micro).hidden_BTD)
+            ref_hidden = jax.lax.stop_gradient(ref_model._run(reference, micro).hidden_BTD)
 
         def chunk(past: tuple[jax.Array, jax.Array], tokens_RC: jax.Array):
             logprobs_RCV, entropy_RC = log_softmax_entropy(
                 model.logits(past[0], compute=self._compute) / temperature
             )
             ref_logprobs_RCV, _ = log_softmax_entropy(
-                reference.logits(past[1], compute=self._compute) / temperature
+                reference.logits(past[1], compute=ref_model._compute) / temperature
             )
-            kl_RC = over_vocabulary(logprobs_RCV, jax.lax.stop_gradient(ref_logprobs_RCV))
+            ids = min(logprobs_RCV.shape[-1], ref_logprobs_RCV.shape[-1])
+            kl_RC = over_vocabulary(
+                logprobs_RCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_RCV[..., :ids])
+            )
             return of_tokens(logprobs_RCV, tokens_RC), entropy_RC, kl_RC
 
         logprob, entropy, kl = from_past(

@@ -28,7 +28,7 @@ from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.optim_config import OptimConfig
-from jaxrl.roles.packed_model import each_micro
+from jaxrl.roles.packed_model import PackedModel, each_micro
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import OnGroup, RolloutBackend, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
@@ -72,6 +72,7 @@ class Actor(Learner):
         temperature: float,
         seed: int,
         backend: RolloutBackend | None = None,
+        compared: PackedModel | None = None,
         state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
     ):
@@ -84,6 +85,8 @@ class Actor(Learner):
             probability.
           seed: seed of random weights and of random choices of an objective.
           backend: rollout backend, which the actor closes in the end. None for an actor that never samples.
+          compared: model of the reference that an objective compares the policy with, on the same mesh; None
+            is the policy's own, without adapters.
           state_rules: sharding rules of weights, gradients and moments in training.
           offload: keep the training state in pinned host memory while the actor samples.
         """
@@ -108,6 +111,7 @@ class Actor(Learner):
         self.logprobs_program = jax.jit(self._packed_logprobs, static_argnames="first_minibatch")
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
+        self._compared = compared
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
     def _resharding_to(self, backend: RolloutBackend) -> Resharding | Transfer:
@@ -326,7 +330,8 @@ class Actor(Learner):
         *outputs, routing = self.policy_and_kl(
             self.graph,
             params,
-            self._base_graph,
+            self if self._compared is None else self._compared,
+            self._base_graph if self._compared is None else self._compared.graph,
             reference,
             micro,
             temperature=self._temperature,

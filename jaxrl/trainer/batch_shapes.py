@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape, RowLimits
-from jaxrl.mesh.pools import Pool, read_placement
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.trainer.cross_checks import roles_of
-
-
-def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
-    """The checked pools of a config's placement, without devices.
-
-    Args:
-      config: config of the run.
-      roles: names of the run's roles, if they are already known.
-    """
-    return read_placement(config.placement, config.mesh, roles or roles_of(config))
 
 
 def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:

@@ -33,12 +33,12 @@ from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.memory_check import check_memory_here
 from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
 from jaxrl.trainer.role_models import (
-    READERS,
     RoleModels,
+    check_same_tokens,
     check_vocabulary,
     role_models,
-    weights_of,
 )
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
@@ -261,10 +261,12 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
             f"rollout.stop_ids {', '.join(map(str, unknown))}: the tokenizer has no such tokens, its ids go "
             f"from 0 to {tokenizer.vocab_size - 1}; name one of these, or a text in rollout.stop_strings"
         )
-    for role in READERS:
-        directory = weights_of(role, config)
+    for role, row in ROLES.items():
+        directory = row.weights(config)
         if directory and role in models.by_role:
             check_vocabulary(models.by_role[role], tokenizer, directory)
+            if row.same_tokens:
+                check_same_tokens(tokenizer, row.setting, directory)
 
 
 def tokenizer_of(

@@ -13,7 +13,7 @@ are independent of each other; their order only decides which error is reported 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
@@ -22,15 +22,14 @@ from jaxrl.config.schema import Config
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, places, read_placement
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
 from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
 from jaxrl.trainer.memory_check import check_memory
-
-# Roles that a dataflow has only if the config uses them.
-_WHERE_USED = ("reference", "reward")
+from jaxrl.trainer.role_table import ROLES
 
 
 def check_algorithm(config: Config) -> None:
@@ -55,10 +54,18 @@ def roles_of(config: Config) -> tuple[str, ...]:
     """
     algorithm = config.algorithm
     declared = find_dataflow(algorithm.dataflow).roles
-    algorithm.kl.check_roles(algorithm.dataflow, declared)
-    roles = [role for role in declared if role not in _WHERE_USED]
-    # With adapters the actor's own frozen weights, without the adapters, are the reference.
-    if algorithm.kl.needs_reference and not config.model.lora.rank:
+    unknown = [role for role in declared if role != "actor" and role not in ROLES]
+    if unknown:
+        raise UserError(
+            f"dataflow {algorithm.dataflow!r} declares {', '.join(unknown)}, which no run has; besides the "
+            f"actor it may have {', '.join(ROLES)}"
+        )
+    roles = [role for role in declared if role == "actor" or not ROLES[role].where_used]
+    compared = compared_role(declared)
+    algorithm.kl.check_compared(algorithm.dataflow, compared)
+    # With adapters the actor is its own reference: the same weights without them.
+    own_reference = compared == "reference" and not config.model.lora.rank
+    if algorithm.kl.needs_reference and own_reference:
         roles.append("reference")
     if config.reward.model:
         roles.append("reward")
@@ -66,9 +73,28 @@ def roles_of(config: Config) -> tuple[str, ...]:
         roles.append("judge")
     if algorithm.one_step_off or places(config.placement, "rollout"):
         roles.append("rollout")
-    if "cost" in roles:
-        config.cost.check_model(algorithm.dataflow)
+    for role in declared:
+        row = ROLES.get(role)
+        if row is not None and row.needs_weights and not row.weights(config):
+            raise UserError(
+                f"dataflow {algorithm.dataflow!r} needs a {role} model; set {row.setting} to its directory"
+            )
     return tuple(roles)
+
+
+def compared_role(roles: Sequence[str]) -> str:
+    """The role that the actor's loss may have the KL to; "" if there is none among `roles`."""
+    return next((role for role in roles if role in ROLES and ROLES[role].compared), "")
+
+
+def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
+    """The pools of a config's placement, checked; no devices yet.
+
+    Args:
+      config: of the run.
+      roles: of the run, if they are known already.
+    """
+    return read_placement(config.placement, config.mesh, roles or roles_of(config))
 
 
 def estimator_of(config: Config) -> Estimator:
@@ -122,19 +148,20 @@ def policy_objective(config: Config) -> Objective:
 
 
 def _placement(config: Config) -> None:
-    pools = _pools(config)
+    pools = pools_of(config)
     if not config.weights:
         check_memory(config, config.model, num_devices=sum(pool.num_devices for pool in pools))
 
 
 def _full_kl(config: Config) -> None:
-    if "reference" in roles_of(config):
+    role = compared_role(roles_of(config))
+    if role:
         pool = _pool_of(config, "actor")
-        has_reference = "reference" in pool.roles
+        has_reference = role in pool.roles
         config.algorithm.kl.check_pool(
             pool.name,
             has_reference=has_reference,
-            same_layout=has_reference and pool.layout_of("reference") == pool.layout_of("actor"),
+            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
         )
 
 
@@ -189,6 +216,7 @@ def _advantage(config: Config) -> None:
     dataflow = find_dataflow(config.algorithm.dataflow)
     computed = {VALUES} if "critic" in dataflow.roles else set()
     computed |= {BASELINE} if dataflow.greedy_baseline else set()
+    computed |= set(dataflow.gives)
     estimator = estimator_of(config)
     estimator.check_inputs(config.algorithm.dataflow, frozenset(computed | {SUM_PI_SQUARED}))
     estimator.check_uses(config.algorithm.dataflow, frozenset(computed))
@@ -231,10 +259,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
 )
 
 
-def _pools(config: Config) -> tuple[Pool, ...]:
-    return read_placement(config.placement, config.mesh, roles_of(config))
-
-
 def _pool_of(config: Config, role: str) -> Pool:
-    (pool,) = (pool for pool in _pools(config) if role in pool.roles)
+    (pool,) = (pool for pool in pools_of(config) if role in pool.roles)
     return pool

@@ -20,14 +20,13 @@ from jaxrl.data.problems import ProblemReader
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
-from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.model_shape import tokenizer_directory
 from jaxrl.trainer.requirements import Finder
-from jaxrl.trainer.role_models import check_score_model, load_judge_tokenizer, weights_of
+from jaxrl.trainer.role_models import load_judge_tokenizer
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 
 
@@ -137,12 +136,11 @@ def _find_rewards(config: Config, roles: set[str], find: Finder) -> Tokenizer | 
     """Reward functions and the models that come with weights; returns the tokenizer of the judge."""
     for name, function in config.reward.functions.items():
         find(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
-    for role in ("reward", "cost"):
-        if role in roles and (directory := weights_of(role, config)):
-            check = functools.partial(check_score_model, f"{role}.model", directory)
-            find(f"{role}.model", check)
-    if config.critic.weights:
-        find("critic.weights", functools.partial(_check_critic, config.critic.weights))
+    # Roles of one setting, the critics, have the same weights.
+    rows = {row.setting: row for role, row in ROLES.items() if role in roles}
+    for setting, row in rows.items():
+        if directory := row.weights(config):
+            find(setting, functools.partial(row.check, setting, directory))
     if not config.reward.judge.model:
         return None
     return find("reward.judge.model", functools.partial(load_judge_tokenizer, config))
@@ -157,10 +155,6 @@ def _find_pairs(config: Config, find: Finder) -> dict[str, tuple[Preference, ...
         if path:
             found[path] = find(setting, functools.partial(_pairs, config, path))
     return found
-
-
-def _check_critic(directory: str) -> None:
-    check_params(directory, read_config(directory))
 
 
 def _demonstrations(config: Config) -> tuple[Demonstration, ...]:

@@ -229,7 +229,7 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
     """
     actor = run.roles.actor(optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:
-        reference = run.roles.reference(mesh_of="actor")
+        reference = run.roles.reference_with("actor")
         starting = functools.partial(starting_params, run, stop)
         loop.run(DpoStage(run, actor, reference, loop, starting))
 

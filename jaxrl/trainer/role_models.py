@@ -1,14 +1,14 @@
 """The model of every role of a run, before any role is built.
 
 actor, reference        config.weights, or config.model
-critic, cost critic     critic.weights, else the actor's trunk
-reward, cost            reward.model, cost.model: a head of scores
+others                  weights of their own (`role_table.ROLES`), else the actor's trunk
 judge                   reward.judge.model, with a tokenizer of its own
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +23,7 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer.model_shape import is_here, model_of
-
-# Roles whose models read the policy's tokens and are weights of their own where the config names some.
-READERS = ("critic", "cost_critic", "reward", "cost")
+from jaxrl.trainer.role_table import ROLES
 
 
 class _NoTokenizer:
@@ -71,10 +69,11 @@ class RoleModels:
           judge: the generative judge's; None without a judge.
         """
         own = {} if judge is None else {"judge": judge.vocab_size}
-        readers = ("actor", "reference", "critic", "cost_critic")
-        ids = dict.fromkeys(readers, policy.vocab_size) | own
+        # A model that is too small for the policy's tokens is refused by `check_vocabulary`.
         sized = {
-            role: dataclasses.replace(model, num_tokens=ids[role]) if role in ids else model
+            role: dataclasses.replace(
+                model, num_tokens=min(model.vocab_size, own.get(role, policy.vocab_size))
+            )
             for role, model in self.by_role.items()
         }
         return dataclasses.replace(
@@ -94,7 +93,8 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
         if role == "rollout":
             continue
         directory, model = weights_of(role, config), lora.base_config(actor)
-        if role in ("actor", "reference"):
+        row = ROLES.get(role)
+        if role == "actor" or (row is not None and row.adapters):
             model = actor
         elif directory and is_here(directory):
             model = read_config(directory)
@@ -105,35 +105,16 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
                     f"counted as large as the actor: {directory} is not here, so its shape is not known",
                 )
             )
-        scores = role in ("reward", "cost") and not model.num_scores
+        scores = row is not None and row.scores and not model.num_scores
         found[role] = score_config(model) if scores else model
     return RoleModels(found, origin, tuple(assumed))
 
 
 def weights_of(role: str, config: Config) -> str:
     """The directory of a role's own weights; "" of a role that starts from the policy's."""
-    return {
-        "critic": config.critic.weights,
-        "cost_critic": config.critic.weights,
-        "reward": config.reward.model,
-        "cost": config.cost.model,
-        "judge": config.reward.judge.model,
-    }.get(role, "")
-
-
-def check_score_model(setting: str, directory: str) -> None:
-    """Looks through the files of a reward or cost model.
-
-    Raises:
-      UserError: a file is missing or broken, or the model gives no scores.
-    """
-    model = read_config(directory)
-    if not model.num_scores:
-        raise UserError(
-            f"{setting} {directory} is a language model; it must be a ...ForSequenceClassification, "
-            "with a head of scores, such as launch/reward_model.py trains"
-        )
-    check_params(directory, model)
+    if role == "judge":
+        return config.reward.judge.model
+    return ROLES[role].weights(config) if role in ROLES else ""
 
 
 def load_judge_tokenizer(config: Config) -> Tokenizer:
@@ -172,4 +153,23 @@ def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {directory} "
             f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
             "tokenizer"
+        )
+
+
+def check_same_tokens(policy: Tokenizer, setting: str, directory: str) -> None:
+    """Raises UserError where the tokenizer of a directory has other ids for the policy's tokens.
+
+    Further tokens do no harm, and a directory without a tokenizer is not looked at.
+    """
+    if not (pathlib.Path(directory) / "tokenizer.json").exists():
+        return
+    theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
+    ours = policy.backend.get_vocab(with_added_tokens=True)
+    differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if differing:
+        token = differing[0]
+        raise UserError(
+            f"{setting} {directory} has another tokenizer: {len(differing):,} of the policy's {len(ours):,} "
+            f"tokens have another id there, such as {token!r}, {ours[token]} here and "
+            f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
         )

@@ -27,6 +27,7 @@ from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.trainer.batch_shapes import engine_config, judge_engine_config
 from jaxrl.trainer.role_models import RoleModels
+from jaxrl.trainer.role_table import ROLES
 
 Meshes = Mapping[str, Mesh]
 """The mesh of each role of a run, and of "rollout" where the actor samples elsewhere."""
@@ -34,20 +35,37 @@ Meshes = Mapping[str, Mesh]
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The roles of a run; None for those that its dataflow does without."""
+    """The roles of a run.
+
+    Attributes:
+      actor: the policy.
+      others: roles of `role_table.ROLES` that the run has, by name.
+      judge: the generative judge; None without one.
+    """
 
     actor: Actor
-    critic: Critic | None = None
-    cost_critic: Critic | None = None
-    reference: Reference | None = None
-    reward: RewardModel | None = None
-    cost: RewardModel | None = None
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     judge: GenerativeJudge | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        """The policy that training started from; None for a run without one."""
+        return self.others.get("reference")
+
+    @property
+    def compared(self) -> Reference | None:
+        """The policy that the actor's loss may have the KL to; None for a run without one."""
+        return next((role for name, role in self.others.items() if ROLES[name].compared), None)
+
+    @property
+    def reward(self) -> RewardModel | None:
+        """The reward model; None for a run without one."""
+        return self.others.get("reward")
 
     @property
     def critics(self) -> dict[str, Critic]:
         """Those that learn values."""
-        return _present({"critic": self.critic, "cost_critic": self.cost_critic})
+        return {name: role for name, role in self.others.items() if isinstance(role, Critic)}
 
     @property
     def learners(self) -> dict[str, Learner]:
@@ -57,7 +75,7 @@ class Roles:
     @property
     def frozen(self) -> dict[str, Frozen]:
         """Models whose weights stay as they are."""
-        return _present({"reward": self.reward, "cost": self.cost, "reference": self.reference})
+        return {name: role for name, role in self.others.items() if isinstance(role, Frozen)}
 
 
 class RoleBuilder:
@@ -71,7 +89,9 @@ class RoleBuilder:
         pools = read_placement(config.placement, config.mesh, tuple(meshes))
         self._layouts = {role: pool.config_of(role) for pool in pools for role in pool.roles}
 
-    def actor(self, *, optim: OptimConfig, samples: bool = True) -> Actor:
+    def actor(
+        self, *, optim: OptimConfig, samples: bool = True, compared: Reference | None = None
+    ) -> Actor:
         """The actor with the optimiser of one training stage; without `samples` it only learns."""
         return Actor(
             self._models.actor,
@@ -80,25 +100,17 @@ class RoleBuilder:
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
             backend=self._backend() if samples else None,
+            compared=compared,
         )
 
-    def reference(self, *, mesh_of: str = "reference") -> Reference:
-        """A reference policy on the mesh of a role."""
-        temperature = self._config.rollout.temperature
-        return Reference(self._models.actor, **self._common(mesh_of), temperature=temperature)
+    def other(self, role: str) -> Any:
+        """A role of `role_table.ROLES`."""
+        return ROLES[role].build(self._models.by_role[role], self._common(role), self._config)
 
-    def critic(self, role: str) -> Critic:
-        """The critic, or the cost critic."""
-        return Critic(
-            self._models.by_role[role],
-            **self._common(role),
-            optim=self._config.critic.optim(self._config.optim),
-            seed=self._config.seed,
-        )
-
-    def reward_model(self, role: str) -> RewardModel:
-        """The reward model, or the cost model."""
-        return RewardModel(self._models.by_role[role], **self._common(role))
+    def reference_with(self, role: str) -> Reference:
+        """A reference policy on the mesh of another role."""
+        build = ROLES["reference"].build
+        return build(self._models.actor, self._common(role), self._config)
 
     def judge(self) -> GenerativeJudge:
         """The generative judge, which samples with an engine of its own."""
@@ -149,16 +161,10 @@ def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
       UserError: something does not divide over a mesh, or the rollout backend cannot be built.
     """
     build = RoleBuilder(config, meshes, models)
+    others = {role: build.other(role) for role in ROLES if role in meshes}
+    compared = next((role for name, role in others.items() if ROLES[name].compared), None)
     return Roles(
-        actor=build.actor(optim=config.optim),
-        critic=build.critic("critic") if "critic" in meshes else None,
-        cost_critic=build.critic("cost_critic") if "cost_critic" in meshes else None,
-        reference=build.reference() if "reference" in meshes else None,
-        reward=build.reward_model("reward") if "reward" in meshes else None,
-        cost=build.reward_model("cost") if "cost" in meshes else None,
+        actor=build.actor(optim=config.optim, compared=compared),
+        others=others,
         judge=build.judge() if "judge" in meshes else None,
     )
-
-
-def _present(roles: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: role for name, role in roles.items() if role is not None}

@@ -16,7 +16,6 @@ from jaxrl.dataflows.rewarding import (
     OverlongPunishment,
     Rewards,
     RewardTerm,
-    SequenceScores,
 )
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import GraderChoice, Graders
@@ -24,8 +23,7 @@ from jaxrl.rewards.grading import Row
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.roles.reward_model import RewardModel
-from jaxrl.trainer.batch_shapes import row_limits
+from jaxrl.trainer.role_table import sequence_scores
 from jaxrl.trainer.roles import Roles
 
 
@@ -126,13 +124,6 @@ def rewards_of(
         grader_weight=reward.grader_weight,
         terms=terms,
     )
-
-
-def sequence_scores(config: Config, model: RewardModel) -> SequenceScores:
-    """Makes a function that scores sampled sequences with a reward or cost model."""
-    rollout = config.rollout
-    most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0
-    return SequenceScores(model, row_limits(config), most_sequences=most)
 
 
 def _judge_reward(config: Config, judge: GenerativeJudge) -> JudgeReward:

@@ -7,20 +7,19 @@ from typing import Any
 
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.clock import Clock
-from jaxrl.dataflows.costs import CostPhase, Multiplier
+from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
-from jaxrl.dataflows.learning import ActorPhase, CriticPhase, Pretraining
-from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer, ReferencePhase
+from jaxrl.dataflows.learning import ActorPhase, Pretraining
+from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
 from jaxrl.dataflows.step import Step
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
-from jaxrl.roles.losses import clipped_values, likelihood
-from jaxrl.roles.value import Critic
+from jaxrl.roles.losses import likelihood
 from jaxrl.trainer.batch_shapes import row_limits, step_shape
 from jaxrl.trainer.context import RunContext, supervised_stream
+from jaxrl.trainer.role_table import ROLES, PhaseParts
 from jaxrl.trainer.roles import Roles
-from jaxrl.trainer.run_rewards import sequence_scores
 
 
 class StepState:
@@ -56,7 +55,7 @@ class StepState:
 
 
 class StepBuilder:
-    """Builds the phases of a step, one method for each role."""
+    """Builds the step of a run."""
 
     def __init__(self, run: RunContext, roles: Roles, state: StepState, clock: Clock):
         """Args: the run, its roles, what its steps change, and the clock of its steps."""
@@ -79,23 +78,27 @@ class StepBuilder:
           generation, rewards: for greedy responses.
           look: is shown what is learned from.
         """
-        roles = self._roles
-        needs_ref_logprobs = self._run.config.algorithm.kl.needs_ref_logprobs
         return Step(
             sample=sampler.sample,
             greedy=GreedySampling(generation, rewards),
             pack=self._packer(),
             actor=self._actor_phase(look),
             advantages=self._advantages(),
-            critic_phase=self._critic_phase("critic", roles.critic),
-            reference_phase=ReferencePhase(
-                roles.actor, roles.reference, self._clock, asked=needs_ref_logprobs
-            ),
-            cost_phase=roles.cost
-            and CostPhase(sequence_scores(self._run.config, roles.cost), self._clock),
-            cost_critic_phase=self._critic_phase("cost_critic", roles.cost_critic),
-            multiplier_phase=self._state.multiplier,
+            multiplier=self._state.multiplier,
+            phases=self._phases(),
         )
+
+    def _phases(self) -> dict[str, Any]:
+        """The members of roles that the dataflow declares."""
+        parts = PhaseParts(
+            self._run.config, self._roles.actor, self._clock, self._run.tokenizer.encode
+        )
+        declared = self._run.algorithm.dataflow.roles
+        return {
+            name: row.phase(name, self._roles.others.get(name), parts)
+            for name, row in ROLES.items()
+            if name in declared and row.phase is not None
+        }
 
     def _packer(self) -> Packer:
         config = self._run.config
@@ -117,7 +120,7 @@ class StepBuilder:
             config.algorithm.correction,
             self._clock,
             epochs=config.algorithm.epochs,
-            reference=self._roles.reference,
+            reference=self._roles.compared,
             shares_forward=algorithm.shares_forward,
             squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
             pretraining=self._state.pretraining,
@@ -134,13 +137,6 @@ class StepBuilder:
             penalizes=self._run.config.algorithm.kl.reward_coef > 0,
             multiplier=self._state.multiplier,
         )
-
-    def _critic_phase(self, name: str, critic: Critic | None) -> CriticPhase | None:
-        if critic is None:
-            return None
-        options = self._run.config.critic
-        values = clipped_values(clip=options.clip)
-        return CriticPhase(name, critic, values, self._clock, epochs=options.epochs)
 
 
 def _pretraining(run: RunContext) -> Pretraining:

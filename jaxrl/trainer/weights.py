@@ -52,7 +52,7 @@ def load_or_init(run: RunContext) -> Params:
 
 
 def load_frozen(roles: Roles, run: RunContext) -> None:
-    """Gives reward model, cost model and judge the weights of their directories."""
+    """Gives frozen models and the judge the weights of their directories."""
     for name, role in roles.frozen.items():
         if directory := weights_of(name, run.config):
             role.load(load_params(directory, role.model, role.train_shardings))
@@ -67,9 +67,8 @@ def load_frozen(roles: Roles, run: RunContext) -> None:
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:
     """Gives every learner and the reference their first weights: `params`, which the actor takes over."""
     keep_reference(roles, params)
-    for critic in (roles.critic, roles.cost_critic):
-        if critic is not None:
-            critic.start_from(_first_of_critic(critic, params, run.config))
+    for critic in roles.critics.values():
+        critic.start_from(_first_of_critic(critic, params, run.config))
     roles.actor.start_from(params)
 
 

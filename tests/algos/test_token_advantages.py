@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -179,3 +180,14 @@ def test_rows_and_packing_do_not_matter(name):
         np.testing.assert_allclose(
             packed[:, row, first : first + n], alone[:, i, :n], rtol=1e-5, atol=1e-6
         )
+
+
+def test_reverse_kl_by_hand():
+    student, teacher = jnp.log(jnp.array([[0.5, 0.2, 0.9]])), jnp.log(jnp.array([[0.25, 0.4, 0.9]]))
+    mask = jnp.array([[1.0, 1.0, 0.0]])
+    nowhere = jnp.array([[0.0, 0.0, jnp.nan]])
+    advantage, target = token_advantages.reverse_kl(student, teacher + nowhere, mask)
+    np.testing.assert_allclose(advantage, [[-np.log(2), np.log(2), 0.0]], rtol=1e-6)
+    np.testing.assert_array_equal(target, advantage)
+    halved, _ = token_advantages.reverse_kl(student, teacher, mask, coef=0.5)
+    np.testing.assert_allclose(halved, advantage / 2, rtol=1e-6)

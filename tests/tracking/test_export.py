@@ -27,8 +27,8 @@ from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import pools_of
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.cross_checks import pools_of
 from jaxrl.trainer.model_shape import check_policy
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.weights import load_or_init

@@ -363,7 +363,7 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
-        ("reinforce", {}, "dataflow 'reinforce' is not known; use one of dapo, grpo, ppo"),
+        ("reinforce", {}, "dataflow 'reinforce' is not known; use one of dapo, distill, grpo, ppo"),
         ("dapo", {"algorithm__kl__loss_coef": 0.1}, "dataflow 'dapo' has no reference"),
         ("grpo", {"rollout__num_samples": 1}, "at least 2 answers to each prompt"),
         ("grpo", {"algorithm__advantage": "gae"}, "advantage 'gae' needs value_BT"),

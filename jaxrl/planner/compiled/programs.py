@@ -237,6 +237,7 @@ def policy_programs(
     load: StepLoad,
     *,
     reference: Any = None,
+    compared: str = "reference",
     first_minibatch: int = 0,
     epochs: int = 1,
 ) -> Iterator[Program]:
@@ -248,6 +249,7 @@ def policy_programs(
       shape: of its batches.
       load: of a step.
       reference: shapes of the weights that the objective compares with.
+      compared: name of their role.
       first_minibatch: of the log-probabilities; those before are computed by the update.
       epochs: how often it goes through the minibatches.
     """
@@ -270,7 +272,7 @@ def policy_programs(
         (state, (batch,), reference),
         open_loops=micro,
     )
-    holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({"reference, frozen"} if reference else set())
+    holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({f"{compared}, frozen"} if reference else set())
     yield Program(
         *("actor", "update", "learning", (update,), frozenset(holds)),
         _read_by_update(state, epochs * shape.minibatches, micro),

@@ -13,8 +13,11 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 
+from jaxrl.dataflows.dataflow import Dataflow
+from jaxrl.dataflows.lookup import DATAFLOWS
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.trainer.role_table import ROLES
 
 STAGES = ("generation", "preparation", "training")
 
@@ -40,28 +43,26 @@ class RoleTasks:
     optional: bool = False
 
 
-_ACTOR = RoleTasks("actor", trains=True, generates=True)
-_CRITIC = RoleTasks("critic", trains=True)
-_REFERENCE = RoleTasks("reference", optional=True)
-_REWARD = RoleTasks("reward", optional=True)
+def _tasks(flow: Dataflow) -> tuple[RoleTasks, ...]:
+    """The tasks of a dataflow's roles: critics learn, and whatever else is frozen reads once."""
+
+    def of(role: str) -> RoleTasks:
+        if role == "actor":
+            return RoleTasks(role, trains=True, generates=True, greedy=flow.greedy_baseline)
+        row = ROLES[role]
+        # A reward model scores the greedy answers too.
+        greedy = flow.greedy_baseline and role == "reward"
+        optional = row.where_used or role in _UNKNOWN_COSTS
+        return RoleTasks(role, trains=row.trains, greedy=greedy, optional=optional)
+
+    return tuple(of(role) for role in flow.roles)
+
+
+# A search may leave them out, though a run does not.
+_UNKNOWN_COSTS = ("cost", "cost_critic")
 
 TASKS: Mapping[str, tuple[RoleTasks, ...]] = {
-    "ppo": (_ACTOR, _CRITIC, _REFERENCE, _REWARD),
-    "remax": (
-        dataclasses.replace(_ACTOR, greedy=True),
-        _REFERENCE,
-        dataclasses.replace(_REWARD, greedy=True),
-    ),
-    "safe_rlhf": (
-        _ACTOR,
-        _CRITIC,
-        _REFERENCE,
-        _REWARD,
-        RoleTasks("cost", optional=True),
-        RoleTasks("cost_critic", trains=True, optional=True),
-    ),
-    "grpo": (_ACTOR, _REFERENCE, _REWARD),
-    "dapo": (_ACTOR, _REWARD),
+    name: _tasks(flow) for name, flow in DATAFLOWS.items()
 }
 
 

@@ -30,8 +30,8 @@ from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
 from jaxrl.planner.trace_plan import trace_plan
-from jaxrl.trainer.batch_shapes import check_role_batches, pools_of
-from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.batch_shapes import check_role_batches
+from jaxrl.trainer.cross_checks import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
 
 
@@ -194,7 +194,7 @@ def test_devices_that_nobody_knows_are_to_be_measured():
 
 
 def test_what_the_search_does_not_cover_is_named():
-    with pytest.raises(UserError, match=r"covers ppo, .* this recipe has dataflow 'jaxrl"):
+    with pytest.raises(UserError, match=r"covers dapo, .* this recipe has dataflow 'jaxrl"):
         search_for(
             recipe(dataflow="jaxrl.dataflows.grpo:grpo"), Cluster(accelerator("h100"), (1, 8))
         )

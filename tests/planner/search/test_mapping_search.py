@@ -193,7 +193,7 @@ def test_a_model_that_fits_nowhere_says_so():
 @pytest.mark.parametrize(
     ("dataflow", "models", "cluster", "placements", "message"),
     [
-        ("pppo", {}, "h100:1x8", None, "'pppo' is not one of ppo.*did you mean ppo"),
+        ("pppo", {}, "h100:1x8", None, "'pppo' is not one of dapo.*did you mean ppo"),
         ("dapo", {"critic": toy_model()}, "h100:1x8", None, "'critic' is not one of dapo's"),
         ("ppo", {"actor": toy_model()}, "h100:1x8", None, "ppo has no model for critic; name one"),
         ("dapo", {"actor": toy_model()}, "h1000:1x8", None, "'h1000' is not one of"),

@@ -1,0 +1,30 @@
+"""Distillation on two CPU cores: a model of two layers learns from what the DAPO demo has trained.
+
+    python launch/train.py --config configs/dapo_tiny.py
+    python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out runs/dapo_teacher
+    python launch/train.py --config configs/distill_tiny.py
+
+The student samples, the teacher says how likely each of its tokens was, and no answer is graded for training.
+
+Hardware: any two cores; some four minutes after the demo. Scores: docs/distillation.md.
+"""
+
+import pathlib
+
+from jaxrl.config.command_line import load_recipe
+
+
+def get_config():
+    config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
+    config.name = "distill_tiny"
+    config.teacher.weights = "runs/dapo_teacher"
+    # A smaller student, with a warm start of its own: half as long as the demo's.
+    config.model.num_layers = 2
+    config.warm_start.run = ""
+    config.warm_start.num_steps = 600
+    config.reward.grader_weight = 0.0
+    config.algorithm.dataflow = "distill"
+    config.algorithm.advantage = "reverse_kl"
+    config.algorithm.updates_per_step = 1
+    config.optim.lr = 1e-3
+    return config

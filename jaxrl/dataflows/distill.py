@@ -1,0 +1,123 @@
+"""On-policy distillation: the student samples, a frozen teacher says how likely each token was.
+
+GKD (arXiv 2306.13649) with samples of the student alone and the reverse KL; the token-wise policy gradient is
+that of MiniLLM (arXiv 2306.08543) with a horizon of one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.algos.moments import Moments
+from jaxrl.algos.segments import masked
+from jaxrl.data.packing import PackedShape
+from jaxrl.dataflows.clock import Clock
+from jaxrl.dataflows.dataflow import dataflow
+from jaxrl.dataflows.experience import Experience, Metrics
+from jaxrl.dataflows.samplers import PromptSource
+from jaxrl.dataflows.step import Step
+from jaxrl.mesh import hosts
+from jaxrl.mesh.rules import TRAIN_RULES, shards_of
+from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.policy import Actor
+from jaxrl.roles.teacher import Teacher, TeacherPrompts
+from jaxrl.types import Completions, Prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """How a teacher with prompts of its own reads responses: in rows of its own.
+
+    Attributes:
+      prompts: the prompts as the teacher reads them.
+      shape: of its packed rows.
+    """
+
+    prompts: TeacherPrompts
+    shape: PackedShape
+
+
+class TeacherPhase:
+    """The teacher in a step."""
+
+    def __init__(self, teacher: Teacher, actor: Actor, clock: Clock, own: OwnRows | None = None):
+        """Args: the role, the student, the clock of the step, and prompts that differ from the student's."""
+        self._teacher = teacher
+        self._actor = actor
+        self._clock = clock
+        self._own = own
+
+    def logprobs(self, experience: Experience) -> tuple[Experience, jax.Array]:
+        """Log-probability of every token of the student's, float32 [U, M, R, T].
+
+        With prompts of its own these are of the tokens of responses alone, 0 elsewhere.
+
+        Returns:
+          (the experience with the metric `teacher/reverse_kl`, log-probabilities). The metric is the mean of
+          log p_S - log p_T over trained tokens, in nats.
+        """
+        with self._clock.phase("teacher"):
+            batch, metrics = experience.batch, {}
+            found: Any
+            if self._own is None:
+                found = self._teacher.logprobs(batch)
+            else:
+                found, num_cut = self._of_own_rows(experience, self._own)
+                metrics["teacher/cut_prompts"] = num_cut
+            logprob: jax.Array = self._actor.place(found)
+            kl = _mean_difference(batch.old_logprob, logprob, batch.loss_mask)
+            metrics["teacher/reverse_kl"] = self._clock.when_done(kl)
+            return experience.extended(batch, metrics), logprob
+
+    def _of_own_rows(self, experience: Experience, own: OwnRows) -> tuple[np.ndarray, int]:
+        completions = experience.completions
+        prompts, num_cut = own.prompts.of(completions.prompts)
+        student = experience.batch
+        sequence, positions = hosts.fetch((student.sequence, student.positions))
+        ours = _places(sequence, positions, completions.prompts, completions)
+        shards = shards_of("batch", TRAIN_RULES, self._teacher.mesh)
+        rows = pack_completions(
+            dataclasses.replace(completions, prompts=prompts), own.shape, shards=shards
+        )
+        logprob = hosts.fetch(self._teacher.logprobs(self._teacher.place(rows)))
+        theirs = _places(rows.sequence, rows.positions, prompts, completions)
+        longest = max(len(tokens) for tokens in completions.tokens)
+        by_sequence = np.zeros((len(completions), longest), np.float32)
+        by_sequence[theirs.sequence, theirs.token] = logprob[theirs.where]
+        out = np.zeros(student.tokens.shape, np.float32)
+        out[ours.where] = by_sequence[ours.sequence, ours.token]
+        return out, num_cut
+
+
+class _Places(NamedTuple):
+    """Tokens of responses in packed rows: a bool array of these, and for each its sequence and its number."""
+
+    where: np.ndarray
+    sequence: np.ndarray
+    token: np.ndarray
+
+
+def _places(sequence: Any, positions: Any, prompts: Prompts, completions: Completions) -> _Places:
+    sequence, positions = np.asarray(sequence), np.asarray(positions)
+    lengths_N = np.array([len(tokens) for tokens in prompts.tokens])
+    first = lengths_N[completions.prompt_index_B][sequence]
+    where = (sequence >= 0) & (positions >= first)
+    return _Places(where, sequence[where], (positions - first)[where])
+
+
+@jax.jit
+def _mean_difference(logprob: jax.Array, teacher_logprob: jax.Array, mask: jax.Array) -> jax.Array:
+    return Moments.of(masked(logprob, mask) - masked(teacher_logprob, mask), mask).mean
+
+
+@dataflow(roles=("actor", "teacher"), gives=("teacher_logprob_BT",))
+def distill(step: Step, prompts: PromptSource) -> Metrics:
+    """Each token's advantage is how much likelier the teacher finds it than the student."""
+    batch = step.actor.logprobs(step.pack(step.sample(prompts)))
+    batch, logprob = step.phase("teacher", TeacherPhase).logprobs(batch)
+    batch = step.advantages.of_tokens(batch, teacher_logprob_BT=logprob)
+    return batch.metrics | step.actor.update(batch)

@@ -1,0 +1,194 @@
+"""On-policy distillation: a student approaches a frozen teacher of another size, and no reward is needed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import init_params
+from jaxrl.models.heads import score_config
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.teacher import TeacherConfig, TeacherPrompts
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer import program
+from jaxrl.types import Prompts
+
+STUDENT = ModelConfig(
+    vocab_size=288, num_layers=1, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
+)
+TEACHER = ModelConfig(
+    vocab_size=288, num_layers=2, d_model=48, d_ff=96, num_heads=6, num_kv_heads=3, head_dim=8
+)
+
+
+def save_model(model: ModelConfig, directory, *, sharper: float = 1.0) -> None:
+    """Random weights, whose last norm scales the logits."""
+    params = init_params(model, jax.random.key(7))
+    params["final_norm"] = jax.tree.map(lambda x: x * sharper, params["final_norm"])
+    save_checkpoint(params, model, directory, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prompts without answers, and teachers that prefer some tokens by far."""
+    folder = tmp_path_factory.mktemp("distillation")
+    rows = ({"problem": f"{n} say {n * 7 % 10}"} for n in range(100, 400))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"problem": f"{n} say", "answer": str(n % 7)} for n in range(100, 400))
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_model(TEACHER, folder / "teacher", sharper=2.0)
+    save_model(score_config(TEACHER), folder / "scores")
+    small = ModelConfig(
+        vocab_size=64, num_layers=1, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    save_model(small, folder / "few_tokens")
+    save_model(TEACHER, folder / "other_tokens")
+    train_tokenizer(["yes we can"], vocab_size=288).save(folder / "other_tokens")
+    return folder
+
+
+def make_config(folder, output, **changes) -> Config:
+    config = to_config_dict(Config())
+    settings = {
+        "model.vocab_size": STUDENT.vocab_size,
+        "model.num_layers": STUDENT.num_layers,
+        "model.d_model": STUDENT.d_model,
+        "model.d_ff": STUDENT.d_ff,
+        "model.num_heads": STUDENT.num_heads,
+        "model.num_kv_heads": STUDENT.num_kv_heads,
+        "model.head_dim": STUDENT.head_dim,
+        "data.template": "{prompt}\n",
+        "data.max_prompt_tokens": 16,
+        "data.train.path": str(folder / "train.jsonl"),
+        "teacher.weights": str(folder / "teacher"),
+        "rollout.num_prompts": 32,
+        "rollout.num_samples": 4,
+        "rollout.max_response_tokens": 8,
+        "rollout.slots": 32,
+        "rollout.prefill_prompts": 8,
+        "reward.grader_weight": 0.0,
+        "reward.overlong_buffer_tokens": 0,
+        "algorithm.dataflow": "distill",
+        "algorithm.advantage": "reverse_kl",
+        "algorithm.loss": "policy_gradient",
+        "algorithm.loss_options": {},
+        "algorithm.updates_per_step": 1,
+        "train.rows": 4,
+        "train.row_tokens": 48,
+        "optim.lr": 1e-2,
+        "optim.lr_warmup_steps": 0,
+        "run.output": str(output),
+        "run.num_steps": 30,
+        "run.save_every": 100,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(settings)
+    return from_config_dict(Config, config)
+
+
+def reverse_kl(config: Config) -> np.ndarray:
+    rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
+    return np.array([row["teacher/reverse_kl"] for row in rows if "teacher/reverse_kl" in row])
+
+
+def test_a_student_approaches_a_teacher_of_another_size(folder, tmp_path):
+    config = make_config(folder, tmp_path)
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    kl = reverse_kl(config)
+    assert len(kl) == 30
+    # 2.5 nats at first; one layer of the student's comes to 1.7.
+    assert kl[-5:].mean() < 0.75 * kl[:3].mean()
+
+
+def test_over_the_whole_vocabulary_it_approaches_faster(folder, tmp_path):
+    full = {
+        "algorithm__advantage_options": {"coef": 0.0},
+        "algorithm__kl__loss_coef": 1.0,
+        "algorithm__kl__loss_estimate": "full",
+    }
+    config = make_config(folder, tmp_path, **full)
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    kl = reverse_kl(config)
+    assert kl[-5:].mean() < 0.65 * kl[0]
+    # The mean of log-ratios of sampled tokens estimates the exact KL of the same step.
+    rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
+    exact = np.array([row["actor/kl_loss"] for row in rows if "actor/kl_loss" in row])
+    np.testing.assert_allclose(kl.mean(), exact.mean(), rtol=0.1)
+
+
+def first_kl(folder, output, **changes) -> float:
+    config = make_config(
+        folder,
+        output,
+        run__num_steps=1,
+        data__train__path=str(folder / "answers.jsonl"),
+        data__train__source="say",
+        **changes,
+    )
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    return reverse_kl(config)[0]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_teacher_that_reads_another_prompt(folder, tmp_path, monkeypatch, share_prompts):
+    rows = {"train__share_prompts": share_prompts, "train__row_tokens": 64}
+    given = {"teacher__max_extra_tokens": 16, **rows}
+    as_it_is = first_kl(folder, tmp_path / "plain", **rows)
+    hinted = first_kl(
+        folder, tmp_path / "hint", teacher__template="{prompt}Hint: {answer}", **given
+    )
+    assert abs(hinted - as_it_is) > 1e-3
+    # A text of no tokens: rows of its own with nothing added give the same numbers.
+    monkeypatch.setattr(TeacherPrompts, "of", lambda self, prompts: (prompts, 0))
+    same = first_kl(folder, tmp_path / "same", teacher__template="{prompt}{answer}", **given)
+    assert same == pytest.approx(as_it_is, rel=1e-5)
+
+
+def test_prompts_of_a_teacher():
+    encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)  # noqa: E731
+    prompts = Prompts(np.arange(2), (encode("ab"), encode("c")), ("", ""), ("7", "89"), ("", ""))
+    config = TeacherConfig(template="<{answer}>{prompt}!", max_extra_tokens=4)
+    read, num_cut = TeacherPrompts(config, encode).of(prompts)
+    assert [bytes(t.astype(np.uint8)) for t in read.tokens] == [b"<7>ab!", b"<89>c"]
+    assert num_cut == 1
+    with pytest.raises(ValueError, match=r"has \{prompt\} 0 times"):
+        TeacherConfig(template="Hint: {answer}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher__weights": ""}, "needs a teacher model; set teacher.weights"),
+        ({"algorithm__advantage": "grpo"}, "set algorithm.advantage to reverse_kl"),
+        ({"teacher__weights": "scores"}, "is a model of scores"),
+        ({"teacher__weights": "few_tokens"}, "use one with the same tokenizer"),
+        ({"teacher__weights": "other_tokens"}, "has another tokenizer: .* tokens have another id"),
+        (
+            {"algorithm__kl__loss_coef": 0.1},
+            "the KL to its teacher over the whole vocabulary alone",
+        ),
+        (
+            {
+                "teacher__template": "{prompt}{answer}",
+                "algorithm__kl__loss_coef": 1.0,
+                "algorithm__kl__loss_estimate": "full",
+            },
+            "gives the teacher rows of its own",
+        ),
+        (
+            {"teacher__template": "{prompt}{answer}"},
+            "rows of 48 tokens cannot hold a sequence of 88",
+        ),
+        ({"algorithm__dataflow": "grpo", "teacher__weights": ""}, "needs teacher_logprob_BT"),
+    ],
+)
+def test_what_is_refused_before_anything_compiles(changes, message, folder, tmp_path):
+    if directory := changes.get("teacher__weights"):
+        changes = {"teacher__weights": str(folder / directory)}
+    with pytest.raises(UserError, match=message):
+        program.train(make_config(folder, tmp_path, **changes), devices=jax.devices()[:1])
