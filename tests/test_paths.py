@@ -24,7 +24,7 @@ NO_PATHS = {
     *("hardware", "hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
     *("warm_start.prompt_field", "warm_start.response_field", "warm_start.messages_field"),
-    *("reward.judge.template", "algorithm.aggregation", "run.wandb_project"),
+    *("reward.judge.template", "teacher.template", "algorithm.aggregation", "run.wandb_project"),
     *("preference.made", "preference.margin_field", "preference.loss"),
     *(
         f"data.{name}.{field}"

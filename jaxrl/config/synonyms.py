@@ -98,7 +98,6 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("model.num_layers",),
     "num_attention_heads": ("model.num_heads",),
     "num_key_value_heads": ("model.num_kv_heads",),
-    "num_experts_per_tok": ("model.experts_per_token",),
     "tie_word_embeddings": ("model.tie_embeddings",),
     "lora_rank": ("model.lora.rank",),
     "lora_r": ("model.lora.rank",),
