@@ -145,7 +145,7 @@ def test_imports_are_at_the_top(path):
 
 
 def test_a_role_is_four_files():
-    """Its class with its settings, its phase with a dataflow, a row of the table, a row of the schema."""
+    """Its settings with its own parts, its dataflow, a row of the role table, a row of the schema."""
     files = {
         path.as_posix()
         for path in SOURCES

@@ -23,8 +23,8 @@ from jaxrl.dataflows.step import Step
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.policy import Actor
-from jaxrl.roles.teacher import Teacher, TeacherPrompts
+from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.types import Completions, Prompts
 
 
@@ -44,7 +44,7 @@ class OwnRows:
 class TeacherPhase:
     """The teacher in a step."""
 
-    def __init__(self, teacher: Teacher, actor: Actor, clock: Clock, own: OwnRows | None = None):
+    def __init__(self, teacher: Reference, actor: Actor, clock: Clock, own: OwnRows | None = None):
         """Args: the role, the student, the clock of the step, and prompts that differ from the student's."""
         self._teacher = teacher
         self._actor = actor

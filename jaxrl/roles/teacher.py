@@ -1,4 +1,8 @@
-"""A teacher: a frozen policy of another size or family, which a student is to approach (distillation)."""
+"""What is particular about a teacher: its settings and the text around the student's prompts.
+
+The role itself is a `roles.policy.Reference` with a model of its own, of another size or family, which a
+student is to approach (distillation).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Annotated
 import numpy as np
 
 from jaxrl.checks import NAME, PATH, check_fields, token_count
-from jaxrl.roles.policy import Reference
 from jaxrl.types import Prompts
 
 PROMPT, ANSWER = "{prompt}", "{answer}"
@@ -43,10 +46,6 @@ class TeacherConfig:
     def changes_prompts(self) -> bool:
         """Whether the teacher reads anything but the student's prompts."""
         return self.template != PROMPT
-
-
-class Teacher(Reference):
-    """A frozen policy with a model of its own. It reads the student's tokens as they are."""
 
 
 class TeacherPrompts:

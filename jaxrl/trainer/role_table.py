@@ -30,7 +30,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
-from jaxrl.roles.teacher import Teacher, TeacherPrompts
+from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.roles.value import Critic
 from jaxrl.trainer.batch_shapes import row_limits
 
@@ -133,10 +133,6 @@ def _reference(model: ModelConfig, place: Place, config: Config) -> Reference:
     return Reference(model, **place, temperature=config.rollout.temperature)
 
 
-def _teacher(model: ModelConfig, place: Place, config: Config) -> Teacher:
-    return Teacher(model, **place, temperature=config.rollout.temperature)
-
-
 # Phases.
 
 
@@ -160,7 +156,7 @@ def _cost_phase(name: str, cost: RewardModel | None, parts: PhaseParts) -> CostP
     return cost and CostPhase(sequence_scores(parts.config, cost), parts.clock)
 
 
-def _teacher_phase(name: str, teacher: Teacher | None, parts: PhaseParts) -> TeacherPhase | None:
+def _teacher_phase(name: str, teacher: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
     del name
     if teacher is None:
         return None
@@ -221,7 +217,7 @@ ROLES: Mapping[str, RoleRow] = {
         scores=True,
     ),
     "teacher": RoleRow(
-        _teacher,
+        _reference,
         _teacher_phase,
         setting="teacher.weights",
         weights=lambda config: config.teacher.weights,
