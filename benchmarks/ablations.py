@@ -3,7 +3,7 @@
     python benchmarks/ablations.py --seeds 0 1 2 --record benchmarks/results/2026-11-21-ablations.md \
         --figure docs/images/ablations.svg
 
-All runs of a seed begin with the demo's warm start of that seed. A run that is there already is not repeated.
+All runs of a seed begin with the demo's SFT stage of that seed. A run that is there already is not repeated.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def run(index: int, settings: dict[str, object], seed: int, args: argparse.Names
     name = f"ablation{index}"
     folder = pathlib.Path(args.output) / name / f"seed{seed}"
     command = [sys.executable, "launch/train.py", "--config", CONFIG, f"--config.seed={seed}"]
-    command += [f"--config.name={name}", "--config.warm_start.run=dapo_tiny"]
+    command += [f"--config.name={name}", "--config.sft.run=dapo_tiny"]
     command += [f"--config.run.output={args.output}", f"--config.run.num_steps={args.steps}"]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -68,7 +68,7 @@ def table(logs: dict[str, list[list[dict]]]) -> str:
         "|---|---|---|---|---|",
     ]
     before = [curve(rows, ACCURACY)[1][0] for rows in next(iter(logs.values()))]
-    lines.append(f"| warm start | {_percent(before)} | {100 * statistics.mean(before):.1f} | | |")
+    lines.append(f"| SFT | {_percent(before)} | {100 * statistics.mean(before):.1f} | | |")
     for name, seeds in logs.items():
         after = [curve(rows, ACCURACY)[1][-1] for rows in seeds]
         entropy, length = (

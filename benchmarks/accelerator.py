@@ -429,7 +429,7 @@ def demo(scale: Scale):
     ]
     if missing:
         return {"left_out": f"needs {', '.join(missing)}"}
-    settings = {"warm_start.num_steps": 20, "run.num_steps": 2, "rollout.if_too_few": "fill"}
+    settings = {"sft.num_steps": 20, "run.num_steps": 2, "rollout.on_shortage": "fill"}
     command = [sys.executable, "launch/train.py", "--config", "configs/dapo_tiny.py"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     begun = time.perf_counter()

@@ -52,11 +52,11 @@ SETTINGS = {
     "model.d_ff": 64,
     "model.head_dim": 8,
     "data.max_prompt_tokens": 16,
-    "warm_start.num_steps": 40,
-    "warm_start.save_every": 10,
-    "warm_start.log_every": 1,
-    "warm_start.examples_per_step": 16,
-    "warm_start.optim.lr": 1e-2,
+    "sft.num_steps": 40,
+    "sft.save_every": 10,
+    "sft.log_every": 1,
+    "sft.examples_per_step": 16,
+    "sft.optim.lr": 1e-2,
     "rollout.num_prompts": 8,
     "rollout.num_samples": 4,
     "rollout.generation_prompts": 16,
@@ -149,7 +149,7 @@ def kill(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
             raise SystemExit(f"the undisturbed run failed: see {work}/whole.log")
     expected = whole.rows()
     rng = random.Random(args.seed)
-    lines = ["| run | killed at (warm start, DAPO) steps | same rows |", "|---|---|---|"]
+    lines = ["| run | killed at (SFT, DAPO) steps | same rows |", "|---|---|---|"]
     kills, wrong, number = 0, 0, 0
     while kills < args.rounds:
         run = Run(work, f"killed{number}", **settings)

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.data.packing import Families, PackedShape, plan_packing
+from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
@@ -136,7 +136,7 @@ def batch_of(
     rng = np.random.default_rng(0)
     families = None
     if shared:
-        families = Families(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
+        families = PrefixGroups(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
     packing = plan_packing(lengths, shape, families=families)
     pack = packing.pack
     live = packing.segment_ids > 0

@@ -18,14 +18,19 @@ from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping_problem import Limits
+from jaxrl.planner.search.mapping_problem import SearchLimits
 from jaxrl.planner.search.placements import placement_name
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.simulation.workload import (
+    GenerationStrategy,
+    LengthDistribution,
+    Strategy,
+    Workload,
+)
 
 # 200 Gbps leave a host, shared by its eight devices.
 A100 = dataclasses.replace(accelerator("a100"), host_gbs=25.0)
@@ -40,8 +45,8 @@ PAPER = Assumptions(
 )
 WORK = Workload(
     prompts=1024,
-    prompt_lengths=Lengths.exactly(1024),
-    response_lengths=Lengths.exactly(1024),
+    prompt_lengths=LengthDistribution.exactly(1024),
+    response_lengths=LengthDistribution.exactly(1024),
     updates=8,
     pipeline_microbatches=8,
 )
@@ -138,7 +143,7 @@ def placement_row(actor, critic, devices, expected, fsdp):
             WORK,
             Cluster(A100, (devices // 8, 8)),
             assumptions=PAPER,
-            limits=Limits(fsdp=fsdp),
+            limits=SearchLimits(fsdp=fsdp),
             tasks=PPO,
             every_placement=True,
         )
@@ -185,7 +190,7 @@ def scaled(dataflow, name, assume):
 
     def seconds(hosts):
         cluster = Cluster(A100, (hosts, 8))
-        limits = Limits(fsdp=False)
+        limits = SearchLimits(fsdp=False)
         try:
             return search_mapping(
                 *(dataflow, models, WORK, cluster), assumptions=assume, limits=limits, tasks=tasks
@@ -240,8 +245,8 @@ def generation_by_tensor(model, cluster, strategy, assume):
 REASONING = Workload(
     prompts=1536,
     samples=16,
-    prompt_lengths=Lengths(300, 2048),
-    response_lengths=Lengths(3950, 20_480, "log-normal"),
+    prompt_lengths=LengthDistribution(300, 2048),
+    response_lengths=LengthDistribution(3950, 20_480, "log-normal"),
     updates=16,
     microbatch_tokens=22_528,
 )

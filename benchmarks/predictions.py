@@ -39,7 +39,12 @@ from jaxrl.planner.search.mapping_choice import assumptions_of, workload_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.simulation.workload import (
+    GenerationStrategy,
+    LengthDistribution,
+    Strategy,
+    Workload,
+)
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.tracking.metrics import read_metrics
@@ -161,8 +166,8 @@ class Ran:
         prompt, response = (medians[f"{name}_length/mean"] for name in ("prompt", "response"))
         return dataclasses.replace(
             workload_of(config),
-            prompt_lengths=Lengths(prompt, config.data.max_prompt_tokens),
-            response_lengths=Lengths(
+            prompt_lengths=LengthDistribution(prompt, config.data.max_prompt_tokens),
+            response_lengths=LengthDistribution(
                 response, config.rollout.max_response_tokens, "log-normal", sigma=_SPREAD
             ),
             sampled_per_kept=1.0,

@@ -55,8 +55,8 @@ SETTINGS = {
     "rollout.slots": 128,
     "rollout.max_response_tokens": 192,
     "reward.overlong_buffer_tokens": 0,
-    "warm_start.run": "",
-    "warm_start.num_steps": 0,
+    "sft.run": "",
+    "sft.num_steps": 0,
     # Sums of some terms are prompts of 50 to 64 characters.
     "data.train.options.min_terms": 14,
     "data.train.options.max_terms": 14,

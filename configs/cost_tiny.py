@@ -2,9 +2,9 @@
 
     python launch/reward_model.py --config configs/cost_tiny.py
 
-Pairs are made of the demo's own solutions. It starts from the demo's warm start; a minute.
+Pairs are made of the demo's own solutions. It starts from the demo's SFT stage; a minute.
 
-Hardware: any two cores; a minute after the demo's warm start. Score to expect: nearly all pairs in order.
+Hardware: any two cores; a minute after the demo's SFT stage. Score to expect: nearly all pairs in order.
 """
 
 import pathlib

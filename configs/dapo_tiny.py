@@ -3,7 +3,7 @@
     python launch/train.py --config configs/dapo_tiny.py
 
 Hardware: any two cores, 2 GB of memory, no accelerator; about three minutes. Score to expect: held-out
-accuracy (avg@8, temperature 1) from 45 to 50% after the warm start to 80% and more; benchmarks/results/
+accuracy (avg@8, temperature 1) from 45 to 50% after SFT to 80% and more; benchmarks/results/
 has the record of three seeds.
 """
 
@@ -35,16 +35,16 @@ def get_config():
     config.model.head_dim = 32
 
     # Muon needs a third of AdamW's examples. What they learn to write: data/worked_sums.py.
-    config.warm_start.num_steps = 1250
-    config.warm_start.examples_per_step = 12
-    config.warm_start.save_every = 250
-    config.warm_start.optim.kind = "muon"
-    config.warm_start.log_every = 20
-    config.warm_start.optim.lr = 2e-3
-    config.warm_start.optim.lr_warmup_steps = 20
-    config.warm_start.optim.lr_decay_steps = config.warm_start.get_ref("num_steps")
-    config.warm_start.optim.lr_final = 0.1
-    config.warm_start.optim.weight_decay = 0.01
+    config.sft.num_steps = 1250
+    config.sft.examples_per_step = 12
+    config.sft.save_every = 250
+    config.sft.optim.kind = "muon"
+    config.sft.log_every = 20
+    config.sft.optim.lr = 2e-3
+    config.sft.optim.lr_warmup_steps = 20
+    config.sft.optim.lr_decay_steps = config.sft.get_ref("num_steps")
+    config.sft.optim.lr_final = 0.1
+    config.sft.optim.weight_decay = 0.01
 
     # Dynamic sampling: 40 prompts at a time until 24 groups of 8 have both right and wrong answers.
     config.rollout.num_prompts = 24

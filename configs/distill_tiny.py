@@ -18,10 +18,10 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "distill_tiny"
     config.teacher.weights = "runs/dapo_teacher"
-    # A smaller student, with a warm start of its own: half as long as the demo's.
+    # A smaller student, with an SFT stage of its own: half as long as the demo's.
     config.model.num_layers = 2
-    config.warm_start.run = ""
-    config.warm_start.num_steps = 600
+    config.sft.run = ""
+    config.sft.num_steps = 600
     config.reward.grader_weight = 0.0
     config.algorithm.dataflow = "distill"
     config.algorithm.advantage = "reverse_kl"

@@ -2,9 +2,9 @@
 
     python launch/dpo.py --config configs/dpo_tiny.py
 
-Worked solutions are preferred to guesses. It starts from the demo's warm start; two minutes.
+Worked solutions are preferred to guesses. It starts from the demo's SFT stage; two minutes.
 
-Hardware: any two cores; two minutes after the demo's warm start. Score to expect: see docs/algorithms.md.
+Hardware: any two cores; two minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """
 
 import pathlib

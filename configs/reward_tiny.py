@@ -2,9 +2,9 @@
 
     python launch/reward_model.py --config configs/reward_tiny.py
 
-Pairs are made of the demo's own solutions. It starts from the demo's warm start; five minutes.
+Pairs are made of the demo's own solutions. It starts from the demo's SFT stage; five minutes.
 
-Hardware: any two cores; five minutes after the demo's warm start. Score to expect: see docs/algorithms.md.
+Hardware: any two cores; five minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """
 
 import pathlib
@@ -16,8 +16,8 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "reward_tiny"
     config.preference.made = "right_or_wrong"
-    # As in the warm start, but for the rate and the length.
-    config.optim.update(config.warm_start.optim.copy_and_resolve_references())
+    # As in SFT, but for the rate and the length.
+    config.optim.update(config.sft.optim.copy_and_resolve_references())
     config.optim.lr = 1e-3
     config.optim.lr_decay_steps = 2000
     config.run.num_steps = 2000

@@ -4,7 +4,7 @@
 
 It wants the cost model first: python launch/reward_model.py --config configs/cost_tiny.py. Four minutes.
 
-Hardware: any two cores; four minutes after the demo's warm start. Score to expect: see docs/algorithms.md.
+Hardware: any two cores; four minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """
 
 import pathlib

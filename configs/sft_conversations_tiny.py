@@ -1,6 +1,6 @@
 """Supervised fine-tuning on a file of your own: the demo's small model learns what an assistant says.
 
-    python launch/sft.py --config configs/sft_conversations_tiny.py --config.warm_start.path=FILE
+    python launch/sft.py --config configs/sft_conversations_tiny.py --config.sft.path=FILE
 
 A line of the file is a conversation, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
 ...}]}, or a question with its answer, {"prompt": ..., "response": ...}. The tokenizer is trained on the file;
@@ -21,9 +21,9 @@ def get_config():
     config.name = "sft_conversations_tiny"
     config.data.train = to_config_dict(SourceConfig())
     config.data.evaluation = to_config_dict(SourceConfig())
-    config.warm_start.path = "conversations.jsonl"
-    config.warm_start.num_steps = 300
-    config.warm_start.examples_per_step = 16
+    config.sft.path = "conversations.jsonl"
+    config.sft.num_steps = 300
+    config.sft.examples_per_step = 16
     # A conversation longer than a row is left out.
     config.train.row_tokens = 512
     return config

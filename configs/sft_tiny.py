@@ -3,7 +3,7 @@
     python launch/sft.py --config configs/sft_tiny.py
 
 Hardware: any two cores; two minutes. Score to expect: 48 to 50% of the held-out sums right, as the demo's
-warm start, which it is, alone.
+SFT, which it is, alone.
 """
 
 import pathlib

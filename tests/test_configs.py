@@ -53,7 +53,7 @@ DAPO_32B = {
     "evaluation.top_p": 0.7,  # rollout.val_kwargs.top_p
     "run.save_every": 5,  # trainer.save_freq
     "run.resume": "auto",  # trainer.resume_mode auto
-    "warm_start.num_steps": 0,
+    "sft.num_steps": 0,
     "model.rms_norm_eps": 1e-5,
     "model.vocab_size": 152_064,
     "model.num_tokens": 151_665,

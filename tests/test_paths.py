@@ -23,7 +23,7 @@ ODD = {
 NO_PATHS = {
     *("hardware", "hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
-    *("warm_start.prompt_field", "warm_start.response_field", "warm_start.messages_field"),
+    *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation", "run.wandb_project"),
     *("preference.made", "preference.margin_field", "preference.loss"),
     *(
@@ -53,7 +53,7 @@ PATHS = [name for name, rules in text_settings() if PATH in rules]
 def test_every_setting_of_text_is_a_path_or_is_known_to_be_none():
     choices = {name for name, rules in text_settings() if any(isinstance(r, OneOf) for r in rules)}
     # With run.output these make the folder of a run, which is checked as a whole.
-    of_folder = {"name", "warm_start.run"}
+    of_folder = {"name", "sft.run"}
     others = {name for name, _ in text_settings()} - choices - of_folder
     assert others - set(PATHS) == NO_PATHS
     assert {"weights", "tokenizer.path", "data.train.path", "run.output"} < set(PATHS)

@@ -39,7 +39,7 @@ CHEAP = {
     "rollout.num_samples": 2,
     "rollout.generation_prompts": 2,
     "rollout.max_generation_batches": 1,
-    "rollout.if_too_few": "fill",
+    "rollout.on_shortage": "fill",
     "rollout.max_response_tokens": 16,
     "rollout.slots": 8,
     "rollout.prefill_prompts": 4,

@@ -12,7 +12,7 @@ from jaxrl.planner.search.role_options import divisors, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import Lengths, Workload
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # Little is hidden and nothing set aside, so that every term decides something.
 ASSUME = Assumptions(memory_share=1.0, scratch_gb=0.0, overlap=0.25, collective_latency_s=1e-6)
@@ -58,8 +58,8 @@ def toy_work(**changes) -> Workload:
         **{
             "prompts": 12,
             "samples": 2,
-            "prompt_lengths": Lengths.exactly(64),
-            "response_lengths": Lengths(96, 256, "log-normal"),
+            "prompt_lengths": LengthDistribution.exactly(64),
+            "response_lengths": LengthDistribution(96, 256, "log-normal"),
             "updates": 2,
             "microbatch_tokens": 512,
         }

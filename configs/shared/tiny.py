@@ -1,4 +1,4 @@
-"""What the small recipes share: the demo's task, model and warm start, and a step without dynamic sampling.
+"""What the small recipes share: the demo's task, model and SFT, and a step without dynamic sampling.
 
 Not a recipe of its own: ppo_tiny.py, grpo_tiny.py and the others say what they change.
 """
@@ -10,8 +10,8 @@ from jaxrl.config.command_line import load_recipe
 
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parents[1] / "dapo_tiny.py")
-    # All start from the demo's warm start, which is trained if it is not there.
-    config.warm_start.run = "dapo_tiny"
+    # All start from the demo's SFT stage, which is trained if it is not there.
+    config.sft.run = "dapo_tiny"
     config.rollout.num_prompts = 24
     config.rollout.num_samples = 8
     config.reward.overlong_buffer_tokens = 0

@@ -24,7 +24,7 @@ def train(argv: Sequence[str]) -> int:
 
 def sft(argv: Sequence[str]) -> int:
     """Trains a recipe by supervised fine-tuning, the stage that `train` starts with."""
-    command = _later("fine_tune", "Trains the warm start of a recipe.")
+    command = _later("fine_tune", "Trains the SFT stage of a recipe.")
     return command_line.run(command, Config, argv=argv)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_OPTIM = "it takes the run's; set optim.{leaf}"
-
 # Dotted name, or a group prefix that ends with a dot -> text for the error message.
 REMOVED = {
     "critic.optim.lr": "set critic.lr",
@@ -14,14 +12,18 @@ REMOVED = {
     "preference.num_steps": "set run.num_steps",
     "preference.optim.": "set optim.{leaf}",
     "preference.optim": "set optim",
+    "rollout.if_too_few": "set rollout.on_shortage",
     "run.report_samples": "the report shows 8 problems",
-    "warm_start.optim.beta1": _OPTIM,
-    "warm_start.optim.beta2": _OPTIM,
-    "warm_start.optim.epsilon": _OPTIM,
-    "warm_start.optim.grad_clip": _OPTIM,
-    "warm_start.optim.lr_stable_steps": "the warm start decays at once; leave it out",
-    "warm_start.optim.moments": _OPTIM,
-    "warm_start.optim.moments_on_host": _OPTIM,
+    "train.products": "set train.matmuls",
+    "warm_start.": "it is called sft.{leaf} now",
+    "warm_start.optim.": "it is called sft.optim.{leaf} now",
+    "warm_start.optim.beta1": "it takes the run's; set optim.beta1",
+    "warm_start.optim.beta2": "it takes the run's; set optim.beta2",
+    "warm_start.optim.epsilon": "it takes the run's; set optim.epsilon",
+    "warm_start.optim.grad_clip": "it takes the run's; set optim.grad_clip",
+    "warm_start.optim.moments": "it takes the run's; set optim.moments",
+    "warm_start.optim.moments_on_host": "it takes the run's; set optim.moments_on_host",
+    "warm_start.optim.lr_stable_steps": "SFT decays at once; leave it out",
 }
 
 

@@ -11,7 +11,7 @@ import pathlib
 from typing import Annotated, Any
 
 from jaxrl.checks import NAME, PATH, SEED, check_fields, check_path, shown
-from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, WarmStartConfig
+from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
 from jaxrl.errors import UserError
@@ -53,7 +53,7 @@ class Config:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
+    sft: SftConfig = dataclasses.field(default_factory=SftConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     cost: CostConfig = dataclasses.field(default_factory=CostConfig)
@@ -69,7 +69,7 @@ class Config:
     def __post_init__(self):
         check_fields(self)
         check_path("run.output with name", self.run_folder.path)
-        check_path("run.output with warm_start.run", self.warm_start_folder.path)
+        check_path("run.output with sft.run", self.sft_folder.path)
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
                 f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "
@@ -111,9 +111,9 @@ class Config:
         return self._folder_of(self.name)
 
     @property
-    def warm_start_folder(self) -> StageFolder:
+    def sft_folder(self) -> StageFolder:
         """The folder of the supervised warm-up, of this run or of another run with the same seed."""
-        return self._folder_of(self.warm_start.run or self.name).sft
+        return self._folder_of(self.sft.run or self.name).sft
 
     def _folder_of(self, name: str) -> RunFolder:
         return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")

@@ -11,7 +11,7 @@ from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmStartConfig:
+class SftConfig:
     """Supervised learning (SFT), before reinforcement learning or by itself.
 
     Attributes:
@@ -42,7 +42,7 @@ class WarmStartConfig:
         check_fields(self)
         if self.run and not self.num_steps:
             raise ValueError(
-                f"run {self.run!r} names a warm start to begin with, and num_steps 0 skips it; set num_steps "
+                f"run {self.run!r} names an SFT stage to begin with, and num_steps 0 skips it; set num_steps "
                 "as that run has it, or leave run empty"
             )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-_LR = ("optim.lr", "critic.lr", "warm_start.optim.lr")
-_WARMUP = ("optim.lr_warmup_steps", "warm_start.optim.lr_warmup_steps")
+_LR = ("optim.lr", "critic.lr", "sft.optim.lr")
+_WARMUP = ("optim.lr_warmup_steps", "sft.optim.lr_warmup_steps")
 _GRAD_CLIP = ("optim.grad_clip",)
-_STEPS = ("run.num_steps", "warm_start.num_steps")
+_STEPS = ("run.num_steps", "sft.num_steps")
 _SAMPLES = ("rollout.num_samples", "evaluation.num_samples")
 _RESPONSE = ("rollout.max_response_tokens",)
 _CLIP_LOW = ("algorithm.loss_options.clip_low",)

@@ -134,7 +134,7 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Families:
+class PrefixGroups:
     """Sequences that begin alike, such as the answers to one prompt.
 
     Attributes:
@@ -152,7 +152,7 @@ def plan_packing(
     *,
     shards: int = 1,
     fill_minibatches: bool = False,
-    families: Families | None = None,
+    families: PrefixGroups | None = None,
 ) -> Packing:
     """Places sequences, in order, an equal number to each minibatch, best-fit by decreasing length.
 
@@ -224,7 +224,7 @@ Rows = list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Segment:
     """A segment of a row: tokens `first` to `stop` of a sequence, or of what several share.
 
     Attributes:
@@ -241,24 +241,24 @@ class _Piece:
     sharers: tuple[int, ...] = ()
 
 
-def _pieces(row: list[int], lengths: np.ndarray, families: Families | None) -> list[_Piece]:
+def _pieces(row: list[int], lengths: np.ndarray, families: PrefixGroups | None) -> list[_Segment]:
     """The segments of a row, in order: what a family shares stands before its members."""
     kin: dict[int, list[int]] = {}
     for i in row:
         kin.setdefault(-1 - i if families is None else int(families.family_B[i]), []).append(i)
-    pieces: list[_Piece] = []
+    pieces: list[_Segment] = []
     for members in kin.values():
         shared = 0 if families is None else int(families.shared_B[members[0]])
         if len(members) == 1 or not shared:
-            pieces += [_Piece(0, int(lengths[i]), sequence=i) for i in members]
+            pieces += [_Segment(0, int(lengths[i]), sequence=i) for i in members]
             continue
-        pieces.append(_Piece(0, shared, sharers=tuple(members)))
+        pieces.append(_Segment(0, shared, sharers=tuple(members)))
         prefix = len(pieces)
-        pieces += [_Piece(shared, int(lengths[i]), prefix, sequence=i) for i in members]
+        pieces += [_Segment(shared, int(lengths[i]), prefix, sequence=i) for i in members]
     return pieces
 
 
-def _work(pieces: list[_Piece]) -> int:
+def _work(pieces: list[_Segment]) -> int:
     """Of attention in a row: for each of its tokens, those before it in its sequence."""
     return sum(piece.stop**2 - piece.first**2 for piece in pieces)
 
@@ -287,7 +287,7 @@ def _best_fit_decreasing(members: np.ndarray, lengths: np.ndarray, capacity: int
 
 
 def _best_fit_families(
-    members: np.ndarray, lengths: np.ndarray, families: Families, capacity: int
+    members: np.ndarray, lengths: np.ndarray, families: PrefixGroups, capacity: int
 ) -> Rows:
     """As `_best_fit_decreasing`, the largest family first, and of each as many in a row as it has room for.
 

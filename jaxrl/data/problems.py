@@ -111,10 +111,10 @@ class ProblemReader:
         train = [source.without_prompts_of(held_out) for source in train]
         settings = settings_by_name((*train, *evaluation))
         if truths is not None:
-            refuse, fault_of = self._data.bad_rows == "error", truths(settings)
-            of_training = fault_of if self._needs_truths else _unless_empty(fault_of)
+            refuse, validate = self._data.bad_rows == "error", truths(settings)
+            of_training = validate if self._needs_truths else _unless_empty(validate)
             train = [s.with_readable_truths(of_training, refuse=refuse) for s in train]
-            evaluation = [s.with_readable_truths(fault_of, refuse=refuse) for s in evaluation]
+            evaluation = [s.with_readable_truths(validate, refuse=refuse) for s in evaluation]
         return Problems(tuple(train), tuple(evaluation))
 
     @property
@@ -134,9 +134,9 @@ class ProblemReader:
         return self._found[name]
 
 
-def _unless_empty(fault_of: FaultOf) -> FaultOf:
+def _unless_empty(validate: FaultOf) -> FaultOf:
     """The check of a ground truth, where there is one."""
-    return lambda answer, extra, source: fault_of(answer, extra, source) if answer else None
+    return lambda answer, extra, source: validate(answer, extra, source) if answer else None
 
 
 def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:

@@ -16,7 +16,7 @@ from jaxrl.data.row_layouts import RowLayout, question_in, value_at, without
 MALFORMED = "malformed rows"
 NO_PROMPT = "rows without a prompt"
 NO_TRUTH = "rows without a truth"
-UNREADABLE = "truths that the grader cannot read"
+UNREADABLE = "ground truths that the grader cannot read"
 DUPLICATES = "duplicates"
 CONTRADICTIONS = "rows of problems with contradicting answers"
 HELD_OUT = "prompts of the evaluation"

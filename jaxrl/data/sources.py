@@ -104,11 +104,11 @@ class Source:
         """Names of the data sets in it, under which metrics are kept."""
         return tuple(dict.fromkeys(record.source for record in self.records))
 
-    def with_readable_truths(self, fault_of: FaultOf, *, refuse: bool) -> Self:
+    def with_readable_truths(self, validate: FaultOf, *, refuse: bool) -> Self:
         """Without the rows whose ground truth its grader cannot read.
 
         Args:
-          fault_of: asks the grader.
+          validate: asks the grader.
           refuse: a single one is an error.
 
         Raises:
@@ -116,14 +116,14 @@ class Source:
         """
         faults: dict[int, str] = {}
         for row, record in enumerate(self.records):
-            fault = fault_of(record.answer, record.extra, record.source)
+            fault = validate(record.answer, record.extra, record.source)
             if fault is not None:
                 faults[row] = f"{self._place(row)}: {fault}"
                 if refuse:
                     raise UserError(f"{self.name}: {faults[row]}")
 
         def check(record: Record) -> tuple[str, str] | None:
-            fault = fault_of(record.answer, record.extra, record.source)
+            fault = validate(record.answer, record.extra, record.source)
             return None if fault is None else (UNREADABLE, fault)
 
         made = self.made and self.made.checked(check)

@@ -32,7 +32,7 @@ ADDITIONS_FIRST = 0.25
 _SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
 
 
-class Step(NamedTuple):
+class SumStep(NamedTuple):
     """One step of the work, written "left operator right = result" without spaces."""
 
     left: int
@@ -72,11 +72,11 @@ def solve(expression: str, rng: random.Random) -> str:
     return f"Answer: {total + slip}"
 
 
-def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[Step], int]:
+def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[SumStep], int]:
     total = terms[0][1]
     steps = []
     for sign, number in terms[1:]:
-        step = Step(total, sign, number, total + number if sign == "+" else total - number)
+        step = SumStep(total, sign, number, total + number if sign == "+" else total - number)
         steps.append(step)
         total = step.result
     return steps, total
@@ -90,15 +90,15 @@ def _additions_first(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, in
     return sorted(terms, key=lambda term: term[0] == "-")  # stable: order is kept within each kind
 
 
-def _as_lines(steps: Sequence[Step]) -> str:
+def _as_lines(steps: Sequence[SumStep]) -> str:
     return "".join(f"{step}\n" for step in steps)
 
 
-def _as_list(steps: Sequence[Step]) -> str:
+def _as_list(steps: Sequence[SumStep]) -> str:
     return f"{'; '.join(map(str, steps))}\n" if steps else ""
 
 
-def _as_sentence(steps: Sequence[Step]) -> str:
+def _as_sentence(steps: Sequence[SumStep]) -> str:
     return f"First {', then '.join(map(str, steps))}.\n" if steps else ""
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.controllers import raised_multiplier
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics, Sampled
 from jaxrl.dataflows.rewarding import SequenceScores
+from jaxrl.dataflows.step_timer import StepTimer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Costs:
 class CostPhase:
     """The cost model in a step."""
 
-    def __init__(self, scores: SequenceScores, clock: Clock):
+    def __init__(self, scores: SequenceScores, timer: StepTimer):
         self._scores = scores
-        self._clock = clock
+        self._timer = timer
 
     def score(self, sampled: Sampled) -> Costs:
         """The cost of each response."""
-        with self._clock.phase("cost"):
+        with self._timer.phase("cost"):
             cost_B = self._scores(sampled.completions)
             return Costs(cost_B, {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()})
 

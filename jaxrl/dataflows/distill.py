@@ -15,11 +15,11 @@ import numpy as np
 from jaxrl.algos.moments import Moments
 from jaxrl.algos.segments import masked
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.batches import pack_completions
@@ -44,11 +44,13 @@ class OwnRows:
 class TeacherPhase:
     """The teacher in a step."""
 
-    def __init__(self, teacher: Reference, actor: Actor, clock: Clock, own: OwnRows | None = None):
-        """Args: the role, the student, the clock of the step, and prompts that differ from the student's."""
+    def __init__(
+        self, teacher: Reference, actor: Actor, timer: StepTimer, own: OwnRows | None = None
+    ):
+        """Args: the role, the student, the timer of the step, and prompts that differ from the student's."""
         self._teacher = teacher
         self._actor = actor
-        self._clock = clock
+        self._timer = timer
         self._own = own
 
     def logprobs(self, experience: Experience) -> tuple[Experience, jax.Array]:
@@ -60,7 +62,7 @@ class TeacherPhase:
           (the experience with the metric `teacher/reverse_kl`, log-probabilities). The metric is the mean of
           log p_S - log p_T over trained tokens, in nats.
         """
-        with self._clock.phase("teacher"):
+        with self._timer.phase("teacher"):
             batch, metrics = experience.batch, {}
             found: Any
             if self._own is None:
@@ -70,7 +72,7 @@ class TeacherPhase:
                 metrics["teacher/cut_prompts"] = num_cut
             logprob: jax.Array = self._actor.place(found)
             kl = _mean_difference(batch.old_logprob, logprob, batch.loss_mask)
-            metrics["teacher/reverse_kl"] = self._clock.when_done(kl)
+            metrics["teacher/reverse_kl"] = self._timer.when_done(kl)
             return experience.extended(batch, metrics), logprob
 
     def _of_own_rows(self, experience: Experience, own: OwnRows) -> tuple[np.ndarray, int]:

@@ -211,7 +211,7 @@ class GroupBuffer:
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
             f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
             f"that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
-            "rollout.max_generation_batches, or go on with what there is by rollout.if_too_few=fill"
+            "rollout.max_generation_batches, or go on with what there is by rollout.on_shortage=fill"
         )
 
 

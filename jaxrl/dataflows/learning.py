@@ -9,9 +9,9 @@ import jax
 
 from jaxrl.data.demonstrations import DemonstrationStream
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
@@ -46,7 +46,7 @@ class ActorPhase:
         actor: Actor,
         objective: Objective,
         correction: CorrectionConfig,
-        clock: Clock,
+        timer: StepTimer,
         *,
         epochs: int = 1,
         reference: Reference | None = None,
@@ -61,7 +61,7 @@ class ActorPhase:
         actor: the role.
         objective: what its updates minimise.
         correction: for sampling with other probabilities than the trainer's.
-        clock: of the step.
+        timer: of the step.
         epochs: how often a step's minibatches are gone through.
         reference: whose weights an objective that compares whole distributions is given.
         shares_forward: the objective takes the first minibatch's old log-probabilities from its own forward
@@ -74,7 +74,7 @@ class ActorPhase:
         self._actor = actor
         self._objective = objective
         self._correction = correction
-        self._clock = clock
+        self._timer = timer
         self._epochs = epochs
         self._reference = reference
         self._shares_forward = shares_forward
@@ -88,13 +88,13 @@ class ActorPhase:
 
         Where the update has a forward pass that gives them, they are still 0 for the first minibatch.
         """
-        with self._clock.phase("old_log_prob"):
+        with self._timer.phase("old_log_prob"):
             batch = experience.batch
             if self._correction.bypass:
                 # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
             if self._shares_forward and not self._is_frozen:
-                return experience.extended(self._clock.when_done(self._with_later_logprobs(batch)))
+                return experience.extended(self._timer.when_done(self._with_later_logprobs(batch)))
             if self._squared_probabilities:
                 logprob, sum_pi_squared = self._actor.squared_probabilities(batch)
                 batch = batch.replace(old_logprob=logprob)
@@ -102,7 +102,7 @@ class ActorPhase:
             else:
                 batch = batch.replace(old_logprob=self._actor.logprobs(batch))
             batch, metrics = corrected(self._correction, batch)
-            return experience.extended(self._clock.when_done(batch), metrics)
+            return experience.extended(self._timer.when_done(batch), metrics)
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probabilities of all minibatches but the first."""
@@ -112,15 +112,15 @@ class ActorPhase:
 
     @property
     def _is_frozen(self) -> bool:
-        return self._clock.step < self._frozen_steps
+        return self._timer.step < self._frozen_steps
 
     def update(self, experience: Experience) -> Metrics:
         """All optimiser updates of the step."""
         if self._is_frozen:
             return self._metrics(experience)
-        with self._clock.phase("update_actor", shown="update"):
+        with self._timer.phase("update_actor", shown="update"):
             metrics, experience = self._updated(experience)
-            metrics = self._clock.when_done(prefixed("actor", metrics))
+            metrics = self._timer.when_done(prefixed("actor", metrics))
         # Reading them waits, which nothing may do before the updates are under way.
         return metrics | self._metrics(experience)
 
@@ -153,23 +153,23 @@ class CriticPhase:
     """A critic in a step: its values before, and its updates."""
 
     def __init__(
-        self, name: str, critic: Critic, objective: Objective, clock: Clock, *, epochs: int = 1
+        self, name: str, critic: Critic, objective: Objective, timer: StepTimer, *, epochs: int = 1
     ):
-        """Args: what its metrics are called, the role, what it minimises, the clock, and how often a step's
+        """Args: what its metrics are called, the role, what it minimises, the timer, and how often a step's
         minibatches are gone through."""
         self._name = name
         self._critic = critic
         self._objective = objective
-        self._clock = clock
+        self._timer = timer
         self._epochs = epochs
 
     def values(self, experience: Experience) -> jax.Array:
         """Of the state before every token, [U, M, R, T]."""
-        with self._clock.phase("values"):
+        with self._timer.phase("values"):
             return self._critic.values(experience.batch)
 
     def update(self, targets: ValueBatch) -> Metrics:
         """All optimiser updates of the step."""
-        with self._clock.phase("update_critic", shown="update"):
+        with self._timer.phase("update_critic", shown="update"):
             metrics = self._critic.update(targets, self._objective, epochs=self._epochs)
-            return self._clock.when_done(prefixed(self._name, metrics))
+            return self._timer.when_done(prefixed(self._name, metrics))

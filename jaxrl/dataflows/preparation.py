@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxrl.algos.controllers import adaptive, constrained_advantage
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
@@ -74,22 +74,22 @@ class Packer:
 class ReferencePhase:
     """Log-probabilities of the policy that training started from."""
 
-    def __init__(self, actor: Actor, reference: Reference | None, clock: Clock, *, asked: bool):
+    def __init__(self, actor: Actor, reference: Reference | None, timer: StepTimer, *, asked: bool):
         """Args.
 
         actor: with adapters it is its own reference, without them.
         reference: a policy of its own; None takes the actor's.
-        clock: of the step.
+        timer: of the step.
         asked: some coefficient of the KL penalty wants them; else the batch passes through as it is.
         """
         self._actor = actor
         self._reference = reference
-        self._clock = clock
+        self._timer = timer
         self._asked = asked
 
     def logprobs(self, experience: Experience) -> Experience:
         """Adds them."""
-        with self._clock.phase("ref"):
+        with self._timer.phase("ref"):
             if not self._asked:
                 return experience
             batch = experience.batch
@@ -97,7 +97,7 @@ class ReferencePhase:
                 ref_logprob = self._actor.reference_logprobs(batch)
             else:
                 ref_logprob = self._actor.place(self._reference.logprobs(batch))
-            batch = self._clock.when_done(batch.replace(ref_logprob=ref_logprob))
+            batch = self._timer.when_done(batch.replace(ref_logprob=ref_logprob))
             return experience.extended(batch)
 
 
@@ -132,7 +132,7 @@ class Advantages:
         actor: Actor,
         estimator: Estimator,
         kl: KlCoefficient,
-        clock: Clock,
+        timer: StepTimer,
         *,
         penalizes: bool = False,
         multiplier: Multiplier | None = None,
@@ -142,20 +142,20 @@ class Advantages:
         actor: where the batch lies.
         estimator: of the algorithm.
         kl: the coefficient of the reward's KL penalty.
-        clock: of the step.
+        timer: of the step.
         penalizes: the reward pays for the KL to the reference, which is then reported.
         multiplier: of costs, where there are any.
         """
         self._actor = actor
         self._estimator = estimator
         self._kl = kl
-        self._clock = clock
+        self._timer = timer
         self._penalizes = penalizes
         self._multiplier = multiplier
 
     def __call__(self, experience: Experience) -> Experience:
         """Relative to the other responses of the group, or of the batch."""
-        with self._clock.phase("adv"):
+        with self._timer.phase("adv"):
             parts = self._reward_parts(experience)
             return self._done(self._estimated(experience, **parts)[0])
 
@@ -163,7 +163,7 @@ class Advantages:
         self, experience: Experience, values: jax.Array
     ) -> tuple[Experience, ValueBatch]:
         """Generalised advantages over a critic's values, and what the critic is to learn."""
-        with self._clock.phase("adv"):
+        with self._timer.phase("adv"):
             value = self._actor.place(values)
             experience, target = self._estimated(experience, value=value)
             targets = ValueBatch(**experience.batch.packing(), old_value=value, target=target)
@@ -171,13 +171,13 @@ class Advantages:
 
     def of_tokens(self, experience: Experience, **arrays: jax.Array) -> Experience:
         """By an estimator of single tokens, from arrays that the dataflow's `gives` names, [U, M, R, T]."""
-        with self._clock.phase("adv"):
+        with self._timer.phase("adv"):
             arrays = {name: self._actor.place(x) for name, x in arrays.items()}
             return self._done(self._estimated(experience, arrays=arrays)[0])
 
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Rewards less that of the greedy response to the same prompt (ReMax)."""
-        with self._clock.phase("adv"):
+        with self._timer.phase("adv"):
             reward_N = greedy.scored.reward_B
             baseline_B = reward_N[experience.completions.prompt_index_B]
             experience, _ = self._estimated(experience, baseline_B=baseline_B)
@@ -191,7 +191,7 @@ class Advantages:
     ) -> tuple[Experience, ValueBatch]:
         """Takes the multiplier's share of the costs' advantages off those of the rewards (Safe RLHF)."""
         assert self._multiplier is not None, "costs have a multiplier"
-        with self._clock.phase("adv"):
+        with self._timer.phase("adv"):
             batch, completions = experience.batch, experience.completions
             value = self._actor.place(values)
             cost_advantage, target, _ = self._estimator(
@@ -238,4 +238,4 @@ class Advantages:
         }
 
     def _done(self, experience: Experience) -> Experience:
-        return experience.extended(self._clock.when_done(experience.batch))
+        return experience.extended(self._timer.when_done(experience.batch))

@@ -18,8 +18,8 @@ import numpy as np
 from jaxrl.algos.segments import to_sequences
 from jaxrl.algos.shaping import soft_overlong_penalty
 from jaxrl.data.packing import RowLimits
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
@@ -65,13 +65,13 @@ class FunctionReward:
     weight: float
     path: str
     functions: UserRewards
-    clock: Clock
+    timer: StepTimer
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         """What the function returns."""
         scores = hosts.on_first(lambda: self._ask(completions))
         if scores is None:
-            self.clock.check_stop()
+            self.timer.check_stop()
         assert scores is not None, "only a signal interrupts, and then the check has raised"
         return np.array(scores, np.float32), {}
 
@@ -276,15 +276,15 @@ class Rewards:
         self,
         graders: Graders,
         overlong: OverlongPunishment,
-        clock: Clock,
+        timer: StepTimer,
         *,
         grader_weight: float = 1.0,
         terms: Sequence[RewardTerm] = (),
     ):
-        """Args: the graders with their weight, what length costs, the clock, and the rewards beside."""
+        """Args: the graders with their weight, what length costs, the timer, and the rewards beside."""
         self._grading = Grading(graders)
         self._overlong = overlong
-        self._clock = clock
+        self._timer = timer
         self._grader_weight = grader_weight
         self._terms = tuple(terms)
 
@@ -320,7 +320,7 @@ class Rewards:
         Raises:
           UserError: a reward is not a finite number for each response, or processes disagree.
         """
-        with self._clock.phase("reward"):
+        with self._timer.phase("reward"):
             # Graders that have processes of their own work while models and functions do.
             begun = self._begin(completions) if beside is None else beside.of(completions)
             others: list[Term] = []
@@ -334,7 +334,7 @@ class Rewards:
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)
             hosts.check_same(
-                f"the rewards of step {self._clock.step + 1}",
+                f"the rewards of step {self._timer.step + 1}",
                 [scored.correct_B, scored.reward_B, *completions.tokens],
             )
             return Sampled(scored, metrics | of_terms)

@@ -20,9 +20,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
@@ -120,22 +120,22 @@ class Generation:
       options: how it samples; `step` is set for each call.
     """
 
-    def __init__(self, actor: Policy, options: SamplingOptions, clock: Clock):
+    def __init__(self, actor: Policy, options: SamplingOptions, timer: StepTimer):
         self.actor = actor
         self.options = options
-        self.clock = clock
+        self.timer = timer
         # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
         self._lengths: dict[int, int] = {}
 
     def load_weights(self) -> None:
         """Brings the actor's weights to where it samples, unless they are there."""
         if not self.actor.can_sample:
-            with self.clock.phase("update_weights"):
+            with self.timer.phase("update_weights"):
                 self.actor.for_sampling()
 
     def current(self, **changes: Any) -> SamplingOptions:
         """The options of the present step, with changes."""
-        return self.options.replace(step=self.clock.step, **changes)
+        return self.options.replace(step=self.timer.step, **changes)
 
     def generate(self, prompts: Prompts, on_group: OnGroup, **changes: Any) -> Completions:
         """Every response to its end.
@@ -187,8 +187,8 @@ class Sampling:
         """The next generation batch with its rewards."""
         del enough
         batch, beside = next(prompts), self._rewards.beside()
-        with self._generation.clock.phase("gen", shown="generate", may_stop=True):
-            check_same_prompts(batch, self._generation.clock.step)
+        with self._generation.timer.phase("gen", shown="generate", may_stop=True):
+            check_same_prompts(batch, self._generation.timer.step)
             completions = self._generation.generate(batch, beside)
         return self._rewards(completions, beside)
 
@@ -212,7 +212,7 @@ class GreedySampling:
     def __call__(self, prompts: Prompts) -> Sampled:
         """One response to each."""
         beside = self._rewards.beside()
-        with self._generation.clock.phase("gen_max", shown="generate"):
+        with self._generation.timer.phase("gen_max", shown="generate"):
             completions = self._generation.generate(prompts, beside, num_samples=1, temperature=0.0)
         return self._rewards(completions, beside)
 
@@ -239,7 +239,7 @@ class OneStepAhead:
         """The batch that was begun a step ago, once the next one has been begun."""
         del enough
         generation = self._generation
-        with generation.clock.phase("gen", shown="generate", may_stop=True):
+        with generation.timer.phase("gen", shown="generate", may_stop=True):
             current = self._ahead or self._start(prompts)
             completions = current.result()
             self._ahead = self._start(prompts)
@@ -284,7 +284,7 @@ class PartialSampling:
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The groups that were finished when there was enough of them, or all."""
         generation = self._generation
-        step = generation.clock.step
+        step = generation.timer.step
         unfinished = self._num_unfinished
         batch = self._fill_up(prompts, unfinished)
         beside = self._rewards.beside()
@@ -297,7 +297,7 @@ class PartialSampling:
             scored, asked = self._rewards.graded(beside.of(group)), enough
             return hosts.on_first(lambda: asked(scored))
 
-        with generation.clock.phase("gen", shown="generate", may_stop=True):
+        with generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, step)
             generation.load_weights()
             rollout = generation.actor.resume(

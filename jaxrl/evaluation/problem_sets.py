@@ -16,7 +16,7 @@ from jaxrl.data.stream import Overlong, encode_prompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.grading import Row
+from jaxrl.rewards.grading import GradingTask
 from jaxrl.types import Prompts
 
 
@@ -50,7 +50,8 @@ def read_sets(
         )
         source = read_source(settings, f"--set {path}", refuse_bad_rows=True)
         sets[name] = source.with_readable_truths(
-            lambda answer, extra, origin: graders.fault_of(Row(answer, extra, origin)), refuse=True
+            lambda answer, extra, origin: graders.validate(GradingTask(answer, extra, origin)),
+            refuse=True,
         )
     return sets
 

@@ -47,8 +47,8 @@ def matmul_in(kind: MatmulKind) -> Product | None:
         import qwix  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise UserError(
-            f"train.products {kind!r} takes the package qwix, which is not installed; run "
-            "pip install 'jaxrl[qwix]', or set train.products to 'full'"
+            f"train.matmuls {kind!r} takes the package qwix, which is not installed; run "
+            "pip install 'jaxrl[qwix]', or set train.matmuls to 'full'"
         ) from error
     return functools.partial(_product, qwix, kind)
 

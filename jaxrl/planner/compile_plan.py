@@ -156,5 +156,5 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
         )
     if config.cost.pretrain_coef and "cost" in roles.roles.others:
         yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
-    if config.warm_start.num_steps:
-        yield "warm start", "not planned: the same weights, batches of its own"
+    if config.sft.num_steps:
+        yield "SFT", "not planned: the same weights, batches of its own"

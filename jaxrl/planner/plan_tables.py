@@ -41,7 +41,7 @@ _OF_PROGRAMS = (
     *("at least, PREDICTED", "products", "memory", "traffic", "bound by"),
 )
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
@@ -118,7 +118,7 @@ def _title(plan: Plan) -> str:
     return f"{plan.title}: {where}\n{topology.name}: {topology.kind}, {memory:.0f} GB each"
 
 
-def _sections(plan: Plan) -> Iterator[list[Row]]:
+def _sections(plan: Plan) -> Iterator[list[TableRow]]:
     """Groups of rows, separated by lines in the table."""
     for pool in plan.pools:
         of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
@@ -134,11 +134,11 @@ def _sections(plan: Plan) -> Iterator[list[Row]]:
     yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
 
 
-def _held(held: ResidentBuffers) -> Row:
+def _held(held: ResidentBuffers) -> TableRow:
     return held.name, held.layout, f"{held.num_values:,}", _size(held.bytes_per_device)
 
 
-def _totals(of_pool: str, pool: PlannedPool) -> list[Row]:
+def _totals(of_pool: str, pool: PlannedPool) -> list[TableRow]:
     totals = {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")}
     return [
         (f"{of_pool}{phase}, before temporaries", _left(n), "", _size(n))
@@ -146,7 +146,7 @@ def _totals(of_pool: str, pool: PlannedPool) -> list[Row]:
     ]
 
 
-def _program(plan: Plan, program: CompiledProgram) -> Row:
+def _program(plan: Plan, program: CompiledProgram) -> TableRow:
     """Memory of a compiled program, and the predicted seconds of a step."""
     seconds = plan.seconds(program)
     fits = "fits" if program.fits else "DOES NOT FIT"
@@ -171,7 +171,7 @@ def _program(plan: Plan, program: CompiledProgram) -> Row:
     )
 
 
-def _received(program: CompiledProgram, traffic: Traffic) -> Row:
+def _received(program: CompiledProgram, traffic: Traffic) -> TableRow:
     """Bytes that a device receives from others in a step of a program."""
     links = "network" if traffic.across_hosts else "near"
     where = f"received along {', '.join(traffic.axes)}, {links}"

@@ -42,7 +42,7 @@ from jaxrl.trainer.weights import load_or_init
 _STEPS_BEFORE = 2
 
 
-class _TracedClock:
+class _TracedTimer:
     """Times a step by writing its phases as annotations of the trace."""
 
     stop_pending = False
@@ -77,13 +77,13 @@ def profile(config: Config) -> int:
     ensure_writable(config.run_folder.path)
     with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
         run = build_context(config, kind=REINFORCEMENT)
-        roles, clock = build_roles(config, run.meshes, run.models), _TracedClock()
+        roles, timer = build_roles(config, run.meshes, run.models), _TracedTimer()
         starting = functools.partial(load_or_init, run)
-        with contextlib.closing(RlStage(run, roles, clock, starting)) as stage:
+        with contextlib.closing(RlStage(run, roles, timer, starting)) as stage:
             stage.begin(None)
-            for clock.step in range(_STEPS_BEFORE):
+            for timer.step in range(_STEPS_BEFORE):
                 jax.block_until_ready(stage.step())
-            clock.step = _STEPS_BEFORE
+            timer.step = _STEPS_BEFORE
             with _traced(folder):
                 jax.block_until_ready(stage.step())
             known = compiled_operations()
@@ -100,8 +100,8 @@ def _for_one_step(config: Config) -> Config:
     replace = dataclasses.replace
     return replace(
         config,
-        warm_start=replace(config.warm_start, num_steps=0),
-        rollout=replace(config.rollout, max_generation_batches=1, if_too_few="fill"),
+        sft=replace(config.sft, num_steps=0),
+        rollout=replace(config.rollout, max_generation_batches=1, on_shortage="fill"),
         run=replace(config.run, rollouts_every=0),
     )
 

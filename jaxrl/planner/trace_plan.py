@@ -129,8 +129,8 @@ def _notes(roles: PlannedRoles, slots_are_chosen: bool) -> Iterator[tuple[str, s
         )
     if config.rollout.partial:
         yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
-    if config.warm_start.num_steps:
-        yield "warm start", "the stage before: the same weights, batches of its own"
+    if config.sft.num_steps:
+        yield "SFT", "the stage before: the same weights, batches of its own"
 
 
 def _left_out(roles: PlannedRoles) -> Iterator[tuple[str, str]]:

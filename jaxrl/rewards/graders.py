@@ -3,7 +3,7 @@
     Graders(("answer", {}), {"math500": ("math", {}), "puzzles": ("reasoning_gym", {"task": "countdown"})})
       .grade(samples)   ->  each sample to the grader of its row's source  ->  verdicts, in order
       .submit(samples)  ->  the same beside whatever comes next
-      .fault_of(row)    ->  why the ground truth of a row cannot be graded against
+      .validate(row)    ->  why the ground truth of a row cannot be graded against
 
 Graders that need processes share one pool, which starts with the first question to it. The first failure
 of each kind is logged in full; all of them are in the verdicts.
@@ -34,8 +34,8 @@ from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
     Grader,
-    Row,
-    Sample,
+    GradingTask,
+    Response,
     TextGrader,
     Verdict,
     empty_fault,
@@ -137,7 +137,7 @@ class Graders:
         self._shown: set[str] = set()
         self._aside: concurrent.futures.ThreadPoolExecutor | None = None
         self._waiting: collections.deque[
-            tuple[Sequence[Sample], concurrent.futures.Future[list[Verdict]]]
+            tuple[Sequence[Response], concurrent.futures.Future[list[Verdict]]]
         ] = collections.deque()
 
     @staticmethod
@@ -147,7 +147,7 @@ class Graders:
         graders._graders[""], graders._names[""] = grader, type(grader).__name__
         return graders
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each sample, in order; neither right nor failed where there is no truth.
 
         Raises:
@@ -168,7 +168,7 @@ class Graders:
         self._show_new_failures(samples, ordered)
         return ordered
 
-    def submit(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Verdict]]:
+    def submit(self, samples: Sequence[Response]) -> concurrent.futures.Future[list[Verdict]]:
         """Grades beside whatever comes next, on one thread, in the order in which samples come.
 
         All that waits is graded at once: a sample that takes long holds up those that came with it, and the
@@ -199,9 +199,9 @@ class Graders:
             for samples, future in asked:
                 future.set_result(list(itertools.islice(verdicts, len(samples))))
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """Why the row cannot be graded against; None if it can."""
-        return empty_fault(row) or self._grader_of(row).fault_of(row)
+        return empty_fault(row) or self._grader_of(row).validate(row)
 
     def close(self) -> None:
         """Ends what grades beside, and the processes."""
@@ -210,17 +210,17 @@ class Graders:
         if self._aside is not None:
             self._aside.shutdown()
 
-    def _grader_of(self, row: Row) -> Grader:
+    def _grader_of(self, row: GradingTask) -> Grader:
         return self._graders.get(row.source, self._graders[""])
 
-    def _show_new_failures(self, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
+    def _show_new_failures(self, samples: Sequence[Response], verdicts: Sequence[Verdict]) -> None:
         for sample, verdict in zip(samples, verdicts, strict=True):
             failure = verdict.failure
             if failure is not None and failure.kind not in self._shown:
                 self._shown.add(failure.kind)
                 self._show(sample, failure)
 
-    def _show(self, sample: Sample, failure: GraderFailure) -> None:
+    def _show(self, sample: Response, failure: GraderFailure) -> None:
         name = self._names.get(sample.row.source, self._names[""])
         logger.warning(
             "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
@@ -254,12 +254,12 @@ class _PathGrader:
             path, "grader", takes=("response", "answer"), own_process=True
         )
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
         return [self._verdict(future) for future in asked]
 
-    def fault_of(self, row: Row) -> str | None:
-        return FunctionGrader(self._function).fault_of(row)
+    def validate(self, row: GradingTask) -> str | None:
+        return FunctionGrader(self._function).validate(row)
 
     def _verdict(self, future: concurrent.futures.Future[Any]) -> Verdict:
         try:

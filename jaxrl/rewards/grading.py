@@ -1,6 +1,6 @@
 """What a grader is: of each response a verdict, and of each ground truth whether it can be read.
 
-    Sample(text, tokens, row) -> Grader -> Verdict(score, correct, prediction), or one with a GraderFailure
+    Response(text, tokens, row) -> Grader -> Verdict(score, correct, prediction), or one with a GraderFailure
 
 A failure is no verdict on the response: the grader ran out of time, or broke. The response counts as wrong,
 since a policy must not gain by what breaks its grader; and the failure is counted and shown.
@@ -20,7 +20,7 @@ from jaxrl.types import GraderFailure
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class GradingTask:
     """What the data say of a prompt.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class Response:
     """What the policy wrote of a response, with the row that it answers.
 
     What an environment wrote is left out: an answer that a tool gives is not the policy's.
@@ -48,7 +48,7 @@ class Sample:
 
     text: str
     tokens: np.ndarray
-    row: Row
+    row: GradingTask
 
 
 RIGHT, WRONG = 1.0, -1.0
@@ -87,11 +87,11 @@ class Verdict:
 class Grader(Protocol):
     """Judges responses, by itself or in processes that it is given."""
 
-    def grade(self, samples: Sequence[Sample]) -> Sequence[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> Sequence[Verdict]:
         """A verdict on each. Raises UserError for a ground truth that it cannot read, and for no response."""
         ...
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """Why the row's ground truth cannot be graded against; None if it can."""
         ...
 
@@ -108,15 +108,15 @@ class FunctionGrader:
     def __init__(self, function: TextGrader):
         self._function = function
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """What the function says; what it raises, other than UserError, is a failure."""
         return [self._verdict(sample) for sample in samples]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """What the function says of the ground truth beside an empty response."""
         return empty_fault(row) or refusal(lambda: self._function("", row.answer))
 
-    def _verdict(self, sample: Sample) -> Verdict:
+    def _verdict(self, sample: Response) -> Verdict:
         try:
             grade = self._function(sample.text, sample.row.answer)
         except UserError:
@@ -135,7 +135,7 @@ def refusal(reads: Callable[[], Any]) -> str | None:
     return None
 
 
-def empty_fault(row: Row) -> str | None:
+def empty_fault(row: GradingTask) -> str | None:
     """The fault of a ground truth that is empty, which no grader can do with."""
     if row.answer.strip():
         return None

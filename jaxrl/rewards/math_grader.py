@@ -19,7 +19,7 @@ from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import answer_span, normalize_answer
 from jaxrl.rewards.answer_reader import MAX_CHARS, closing_brace, spelled, undressed
-from jaxrl.rewards.grading import Row, Sample, Verdict, empty_fault
+from jaxrl.rewards.grading import GradingTask, Response, Verdict, empty_fault
 
 EQUAL = "math"
 """The name of the comparison among a pool's functions."""
@@ -99,7 +99,7 @@ class MathGrader:
         """Args: processes that have `load_equality`'s function under the name `EQUAL`."""
         self._pool = pool
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each; pairs of a truth and an answer that occur more than once are compared once."""
         answers = [math_answer(sample.text) for sample in samples]
         pairs = [
@@ -118,7 +118,7 @@ class MathGrader:
             for truth, answer in pairs
         ]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """That it is empty, or too long."""
         truth = math_truth(row.answer)
         if fault := empty_fault(row):
@@ -132,8 +132,8 @@ class MathGrader:
             )
         return None
 
-    def _truth(self, row: Row) -> str:
-        if fault := self.fault_of(row):
+    def _truth(self, row: GradingTask) -> str:
+        if fault := self.validate(row):
             raise UserError(fault)
         return math_truth(row.answer)
 

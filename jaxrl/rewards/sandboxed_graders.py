@@ -13,7 +13,15 @@ from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import extract_answer
 from jaxrl.rewards.code_tests import read_tests
-from jaxrl.rewards.grading import RIGHT, WRONG, Row, Sample, Verdict, empty_fault, refusal
+from jaxrl.rewards.grading import (
+    RIGHT,
+    WRONG,
+    GradingTask,
+    Response,
+    Verdict,
+    empty_fault,
+    refusal,
+)
 
 CODE, TASK = "code", "reasoning_gym"
 """Names of what they ask a pool for."""
@@ -44,17 +52,17 @@ class CodeGrader:
         self._sandbox = sandbox
         self._part_marks = part_marks
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each."""
         asked: list[Any] = []
         for sample in samples:
-            if fault := self.fault_of(sample.row):
+            if fault := self.validate(sample.row):
                 raise UserError(fault)
             program = program_of(sample.text)
             asked.append(program and (program, self._submit(program, sample.row.answer)))
         return [Verdict.of(False, None) if x is None else self._verdict(*x) for x in asked]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """That they are no tests."""
         return empty_fault(row) or refusal(lambda: read_tests(row.answer))
 
@@ -97,17 +105,17 @@ class ReasoningGymGrader:
         self._task = task
         self._part_marks = part_marks
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each."""
         asked: list[Any] = []
         for sample in samples:
-            if fault := self.fault_of(sample.row):
+            if fault := self.validate(sample.row):
                 raise UserError(fault)
             answer = tagged_answer(sample.text)
             asked.append(answer and (answer, self._submit(answer, sample.row)))
         return [Verdict.of(False, None) if not x else self._verdict(*x) for x in asked]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """That there is no task, or nothing that its scorer could look at."""
         if fault := empty_fault(row):
             return fault
@@ -118,7 +126,7 @@ class ReasoningGymGrader:
             )
         return None
 
-    def _submit(self, answer: str, row: Row) -> Any:
+    def _submit(self, answer: str, row: GradingTask) -> Any:
         metadata = row.extra["metadata"]
         task = self._task or metadata.get("source_dataset") or row.source
         entry = {

@@ -9,25 +9,25 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.grading import Row, Sample, Verdict
+from jaxrl.rewards.grading import GradingTask, Response, Verdict
 from jaxrl.types import Completions, Prompts, Scored
 
 
-def rows_of(prompts: Prompts) -> list[Row]:
+def rows_of(prompts: Prompts) -> list[GradingTask]:
     """What graders see of N prompts."""
     return [
-        Row(answer, extra, source)
+        GradingTask(answer, extra, source)
         for answer, extra, source in zip(
             prompts.answers, prompts.extras, prompts.sources, strict=True
         )
     ]
 
 
-def samples_of(completions: Completions) -> list[Sample]:
+def samples_of(completions: Completions) -> list[Response]:
     """What graders see of B responses: what the policy wrote, and nothing of an environment."""
     rows = rows_of(completions.prompts)
     return [
-        Sample(text, tokens[mask > 0], rows[n])
+        Response(text, tokens[mask > 0], rows[n])
         for text, tokens, mask, n in zip(
             completions.policy_texts,
             completions.tokens,
@@ -73,7 +73,7 @@ def _naming_the_prompt(graders: Graders, prompts: Prompts) -> Iterator[None]:
         yield
     except UserError as error:
         for n, row in enumerate(rows_of(prompts)):
-            if fault := graders.fault_of(row):
+            if fault := graders.validate(row):
                 where = f"prompt {prompts.ids_N[n]} of {row.source!r}"
                 raise UserError(f"{where}: {fault}") from error
         raise

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import extract_answer
-from jaxrl.rewards.grading import Row, Sample, Verdict, empty_fault
+from jaxrl.rewards.grading import GradingTask, Response, Verdict, empty_fault
 
 SEARCH = "regex"
 """The name of the search among a pool's functions."""
@@ -36,19 +36,19 @@ class ChoiceGrader:
     A second letter, "or" and "not" make the answer wrong, whatever the first one is.
     """
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each."""
         return [self._verdict(sample) for sample in samples]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """Anything but a letter."""
         short = len(row.answer) <= _MAX_TRUTH
         if short and _LABEL.fullmatch(_undressed(row.answer).upper()):
             return None
         return f"ground truth {row.answer[:80]!r} is no letter such as 'C' or '(C)'; fix or drop the row"
 
-    def _verdict(self, sample: Sample) -> Verdict:
-        if fault := self.fault_of(sample.row):
+    def _verdict(self, sample: Response) -> Verdict:
+        if fault := self.validate(sample.row):
             raise UserError(fault)
         label = _LABEL.fullmatch(_undressed(sample.row.answer).upper())
         assert label is not None, "there is no fault"
@@ -88,16 +88,16 @@ class ExactGrader:
         self._whole = whole
         self._ignore_case = ignore_case
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each."""
         return [self._verdict(sample) for sample in samples]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """That it is empty."""
         return empty_fault(row)
 
-    def _verdict(self, sample: Sample) -> Verdict:
-        if fault := self.fault_of(sample.row):
+    def _verdict(self, sample: Response) -> Verdict:
+        if fault := self.validate(sample.row):
             raise UserError(fault)
         said = sample.text if self._whole else extract_answer(sample.text)
         right = said is not None and self._spelled(said) == self._spelled(sample.row.answer)
@@ -136,11 +136,11 @@ class RegexGrader:
         if fault := _pattern_fault(pattern, self._flags):
             raise UserError(f"grader_options.pattern {fault}")
 
-    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """A verdict on each."""
         asked = []
         for sample in samples:
-            if fault := self.fault_of(sample.row):
+            if fault := self.validate(sample.row):
                 raise UserError(fault)
             pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
             text = sample.text[-self._max_chars :]
@@ -149,14 +149,14 @@ class RegexGrader:
             self._verdict(sample.row, future) for sample, future in zip(samples, asked, strict=True)
         ]
 
-    def fault_of(self, row: Row) -> str | None:
+    def validate(self, row: GradingTask) -> str | None:
         """That it is empty, or no pattern where it has to be one."""
         if fault := empty_fault(row):
             return fault
         fault = None if self._pattern else _pattern_fault(row.answer, self._flags)
         return fault and f"ground truth {fault}"
 
-    def _verdict(self, row: Row, asked) -> Verdict:
+    def _verdict(self, row: GradingTask, asked) -> Verdict:
         try:
             found: str | None = asked.result()
         except WorkerFault as fault:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
-from jaxrl.data.packing import Families, PackedShape, Packing, plan_packing
+from jaxrl.data.packing import PackedShape, Packing, PrefixGroups, plan_packing
 from jaxrl.types import Completions, PackedBatch, TrainBatch
 
 
@@ -38,7 +38,7 @@ def pack_completions(
         shape,
         shards=shards,
         fill_minibatches=fill_minibatches,
-        families=Families(completions.prompt_index_B, shared_B) if share_prompts else None,
+        families=PrefixGroups(completions.prompt_index_B, shared_B) if share_prompts else None,
     )
     return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
 

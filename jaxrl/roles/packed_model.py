@@ -76,7 +76,7 @@ class PackedModel:
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
         self.state_rules = state_rules
-        _check_products(train, model)
+        _check_matmuls(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
         if train.shares_prompts and model.sliding_window:
@@ -95,7 +95,7 @@ class PackedModel:
             ),
             unroll=train.layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
-            in_8_bits=matmul_in(train.products),
+            in_8_bits=matmul_in(train.matmuls),
         )
         platform, tree = platform_of(mesh), train.shares_prompts
         implementation = pick_implementation(
@@ -224,11 +224,11 @@ class PackedModel:
         )
 
 
-def _check_products(train: TrainConfig, model: ModelConfig) -> None:
+def _check_matmuls(train: TrainConfig, model: ModelConfig) -> None:
     """Raises UserError if the model does not support 8-bit matmuls."""
-    if train.products != "full" and model.num_experts:
+    if train.matmuls != "full" and model.num_experts:
         raise UserError(
-            f"train.products {train.products!r} does not reach the {model.num_experts} experts of this "
+            f"train.matmuls {train.matmuls!r} does not reach the {model.num_experts} experts of this "
             "model, whose products are grouped; set it to 'full'"
         )
 

@@ -28,7 +28,7 @@ class TrainConfig:
         docs/learning.md says where that pays, which is where "auto" does it.
       logprob_chunk_tokens: positions of a row whose logits are in memory at once.
       dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
-      products: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
+      matmuls: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
         "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
       remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
       unroll: layers per iteration of the layer scan; with all of them there is none. "auto" is all of up to 8
@@ -47,7 +47,7 @@ class TrainConfig:
     share_prompts: bool | Literal["auto"] = "auto"
     logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
-    products: Literal["full", "int8", "fp8"] = "full"
+    matmuls: Literal["full", "int8", "fp8"] = "full"
     remat: Literal["full", "projections", "offload", "none"] = "none"
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
     pipeline_microbatches: Annotated[int, coefficient()] = 0

@@ -24,7 +24,7 @@ from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms
 
 
-class Progress(NamedTuple):
+class DecodeProgress(NamedTuple):
     """The part of a state that changes during a dispatch.
 
     Attributes:
@@ -71,20 +71,20 @@ class GenerateProgram:
         model: Decoder = nnx.merge(self.graph, params)
         past = self.slots.cache.decoding(model, state.context.cache, state.context.length)
 
-        def unfinished(progress: Progress):
+        def unfinished(progress: DecodeProgress):
             return (progress.i < self.slots.tokens_per_dispatch) & (
                 progress.active.sum() > least_active
             )
 
-        def decode(progress: Progress):
+        def decode(progress: DecodeProgress):
             return self._decode(model, past, state, progress)
 
         progress = jax.lax.while_loop(unfinished, decode, self._start(state))
         return self.slots.layout.place(self._end(state, progress))
 
-    def _start(self, state: DecodeState) -> Progress:
+    def _start(self, state: DecodeState) -> DecodeProgress:
         """The progress at the start of a dispatch: no tokens yet."""
-        return Progress(
+        return DecodeProgress(
             jnp.int32(0),
             self.slots.layout.place_buffer(
                 self.slots.cache.buffer(state.num_slots, self.slots.tokens_per_dispatch)
@@ -97,7 +97,7 @@ class GenerateProgram:
             jnp.zeros_like(state.out_entropy),
         )
 
-    def _end(self, state: DecodeState, progress: Progress) -> DecodeState:
+    def _end(self, state: DecodeState, progress: DecodeProgress) -> DecodeState:
         """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
         start = state.context
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
@@ -116,8 +116,8 @@ class GenerateProgram:
         )
 
     def _decode(
-        self, model: Decoder, past: DecodeStep, state: DecodeState, progress: Progress
-    ) -> Progress:
+        self, model: Decoder, past: DecodeStep, state: DecodeState, progress: DecodeProgress
+    ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
         i, active = progress.i, progress.active
         hidden_n1D, new = past(progress.recent, i, active).run(
@@ -136,7 +136,7 @@ class GenerateProgram:
             new_n = jnp.where(active, new_n, jnp.zeros_like(new_n))
             return jax.lax.dynamic_update_slice_in_dim(all_nW, new_n[:, None], i, 1)
 
-        return Progress(
+        return DecodeProgress(
             i + 1,
             self.slots.cache.put(progress.recent, new, i),
             jnp.where(active, token_n, progress.token),
@@ -148,7 +148,7 @@ class GenerateProgram:
         )
 
     def _sample(
-        self, logits_nV: jax.Array, state: DecodeState, progress: Progress
+        self, logits_nV: jax.Array, state: DecodeState, progress: DecodeProgress
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Draws one token per slot.
 
@@ -171,7 +171,7 @@ class GenerateProgram:
         return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
 
 
-def seen_tokens(vocab_size: int, state: DecodeState, progress: Progress) -> jax.Array:
+def seen_tokens(vocab_size: int, state: DecodeState, progress: DecodeProgress) -> jax.Array:
     """Bool [n, V], whether the token occurs in the slot's sequence so far."""
     context = state.context
     slot_n1 = jnp.arange(state.num_slots)[:, None]

@@ -38,7 +38,7 @@ class RolloutConfig(EngineSettings):
       keep_groups: group filter of dynamic sampling. "correctness" keeps groups with both right and wrong
         answers; "score" keeps groups whose scores differ, for rewards without right and wrong.
       min_spread: with "score", a group is kept only if its best and worst score differ by more than this.
-      if_too_few: what happens if the last generation batch leaves too few groups. "error" ends the run;
+      on_shortage: what happens if the last generation batch leaves too few groups. "error" ends the run;
         "fill" completes the step with groups that the filter dropped.
       max_response_tokens: maximum length of a response, end-of-sequence included.
       temperature: divisor of the logits, in sampling and in training.
@@ -64,7 +64,7 @@ class RolloutConfig(EngineSettings):
     max_generation_batches: Annotated[int, between(0, 10_000)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
     min_spread: Annotated[float, coefficient()] = 0.0
-    if_too_few: Literal["error", "fill"] = "error"
+    on_shortage: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
     temperature: Annotated[float, TEMPERATURE] = 1.0
     top_k: Annotated[int, TOP_K] = 0
@@ -85,11 +85,11 @@ class RolloutConfig(EngineSettings):
                 f"min_response_tokens {self.min_response_tokens} leaves no room below max_response_tokens "
                 f"{self.max_response_tokens}, and every response would be cut; make it smaller"
             )
-        if not self.max_generation_batches and self.if_too_few == "fill":
+        if not self.max_generation_batches and self.on_shortage == "fill":
             raise ValueError(
-                "if_too_few 'fill' completes a step after its last generation batch, and "
-                "max_generation_batches 0 says that there is no last one; set it to 1 or more, or if_too_few "
-                "to error"
+                "on_shortage 'fill' completes a step after its last generation batch, and "
+                "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
+                "on_shortage to error"
             )
         if "" in self.stop_strings:
             raise ValueError(

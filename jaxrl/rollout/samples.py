@@ -25,7 +25,7 @@ def host_bytes(num_samples: int, max_response_tokens: int) -> int:
     return num_samples * (max_response_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
 
 
-class _Piece(NamedTuple):
+class _DecodedTokens(NamedTuple):
     """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their mask and version."""
 
     tokens: np.ndarray
@@ -52,7 +52,7 @@ class Sample:
         self.step = step
         self.finished = False
         self.truncated = False
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_DecodedTokens] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -69,14 +69,14 @@ class Sample:
         self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
     ) -> None:
         """Appends tokens that the policy of this version has decoded."""
-        self._add(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
+        self._add(_DecodedTokens(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
 
     def add_given(self, tokens: np.ndarray, version: int) -> None:
         """Appends tokens from the environment."""
         zeros = np.zeros(len(tokens), np.float32)
-        self._add(_Piece(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
+        self._add(_DecodedTokens(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
 
-    def _add(self, piece: _Piece) -> None:
+    def _add(self, piece: _DecodedTokens) -> None:
         if len(piece.tokens):
             self._pieces.append(piece)
             self._count += len(piece.tokens)
@@ -89,7 +89,7 @@ class Sample:
             self._count -= len(piece.tokens)
             tokens, logprob, entropy = piece.tokens, piece.logprob, piece.entropy
             kept = (tokens[:keep], logprob[:keep], entropy[:keep])
-            self._add(_Piece(*kept, piece.mask, piece.version))
+            self._add(_DecodedTokens(*kept, piece.mask, piece.version))
 
     def tail(self, count: int) -> np.ndarray:
         """The last `count` tokens of the current turn, or all of them if there are fewer."""
@@ -126,7 +126,7 @@ class Sample:
         """Int32 [R], policy version of each token: the training step of its weights."""
         return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
 
-    def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
+    def _joined(self, of: Callable[[_DecodedTokens], np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
 
 

@@ -11,7 +11,7 @@ from jaxrl.mesh import hosts
 from jaxrl.rollout.environment import Environment, Turn, load_environment
 
 
-class Tokenizer(Protocol):
+class TokenizerLike(Protocol):
     """The part of a tokenizer that is used here; the user's function gets the whole object."""
 
     @property
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
         ...
 
 
-def environment_of(path: str, tokenizer: Tokenizer) -> Environment | None:
+def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:
     """The environment at `path`, "package.module:function" or "path/to/file.py:function"; None for "".
 
     Only the first process calls the user's function and sends the answer to the others, because a tool may

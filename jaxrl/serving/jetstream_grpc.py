@@ -104,7 +104,9 @@ def start_driver(
       engine, params, tokenizer: engine, weights and tokenizer of the model.
       lock: context manager that is held during each dispatch, for another driver of the same devices.
     """
-    of_text = engine_adapter.Tokenizer(tokenizer.encode, tokenizer.decode, tokenizer.stop_ids)
+    of_text = engine_adapter.JetstreamTokenizer(
+        tokenizer.encode, tokenizer.decode, tokenizer.stop_ids
+    )
     adapter = engine_adapter.JetStreamEngine(engine, params, of_text, DrawSettings(), lock=lock)
     return TextDriver(adapter)
 

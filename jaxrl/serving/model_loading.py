@@ -61,18 +61,18 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     graph, shapes, _ = decoder_graph(model)
     where = model_directory.generation_shardings(model, mesh)
 
-    def engine_of(lengths: Lengths) -> Engine:
+    def engine_of(lengths: TokenLimits) -> Engine:
         return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
 
     def fitting() -> int:
-        return _fitting_tokens(config, engine_of(Lengths(1, 1, 2)), shapes, where)
+        return _fitting_tokens(config, engine_of(TokenLimits(1, 1, 2)), shapes, where)
 
     engine = engine_of(lengths_of(config, found.context_tokens, fitting))
     params = load_params(directory, model, where, dtype=config.dtype)
     return Loaded(engine, params, tokenizer)
 
 
-class Lengths(NamedTuple):
+class TokenLimits(NamedTuple):
     """Maximum numbers of tokens of a prompt, of a response, and of both together."""
 
     prompt: int
@@ -80,7 +80,7 @@ class Lengths(NamedTuple):
     context: int
 
 
-def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) -> Lengths:
+def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) -> TokenLimits:
     """Determines the sequence limits of a server.
 
     Args:
@@ -96,7 +96,7 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     if not prompt and not response:
         context = min(context, max(fitting(), model_directory.SHORTEST_CONTEXT))
-        return Lengths(max(context - 1, 1), max(context - 1, 1), context)
+        return TokenLimits(max(context - 1, 1), max(context - 1, 1), context)
     prompt = prompt or context - response
     response = response or context - prompt
     if min(prompt, response) < 1 or prompt + response > context:
@@ -105,11 +105,11 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
             f"{config.max_response_tokens} do not fit into the {context} positions of the model "
             "(max_position_embeddings of its config.json); lower them, or leave them out"
         )
-    return Lengths(prompt, response, prompt + response)
+    return TokenLimits(prompt, response, prompt + response)
 
 
 def _engine_config(
-    config: ServeConfig, lengths: Lengths, stop_ids: tuple[int, ...]
+    config: ServeConfig, lengths: TokenLimits, stop_ids: tuple[int, ...]
 ) -> EngineConfig:
     chunk = min(config.prefill_chunk_tokens, lengths.context)
     return EngineConfig(

@@ -139,14 +139,14 @@ def _start_http(
     config: ServeConfig, loaded: Loaded, driver: OnlineDriver, stack: contextlib.ExitStack
 ) -> int:
     from jaxrl.serving.http_server import HttpServer
-    from jaxrl.serving.openai.calls import Limits
+    from jaxrl.serving.openai.calls import RequestLimits
     from jaxrl.serving.openai.endpoint import build_app
 
     sizes = loaded.engine.config
     app = build_app(
         driver,
         loaded.tokenizer,
-        Limits(config.model_name, sizes.max_response_tokens, sizes.max_context_tokens),
+        RequestLimits(config.model_name, sizes.max_response_tokens, sizes.max_context_tokens),
         max_body_bytes=config.max_body_bytes,
     )
     server = HttpServer(

@@ -1,6 +1,6 @@
 """Everything that a run reads from outside, found before it builds or trains anything.
 
-A warm start can take hours, and a missing reward function after it costs them all. So a run says at its start
+An SFT stage can take hours, and a missing reward function after it costs them all. So a run says at its start
 which kind it is. Devices, weights, data, functions and models of that kind are looked for; all that is
 missing is told at once; what was read is kept for later.
 """
@@ -54,7 +54,7 @@ PREFERENCES = RunKind(pairs=True)
 def fine_tuning(config: Config) -> RunKind:
     """Supervised fine-tuning alone: evaluated where the config names problems for that."""
     evaluates = bool(config.data.evaluation_sources)
-    return RunKind(grades=evaluates, needs_problems=not config.warm_start.path)
+    return RunKind(grades=evaluates, needs_problems=not config.sft.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Findings:
 
     Attributes:
       problems: reads the config's problems, each source once.
-      demonstrations: of the warm start's file, if it has one.
+      demonstrations: of SFT's file, if it has one.
       pairs: the preference pairs of each file.
       judge_tokenizer: of the generative judge, if there is one.
     """
@@ -100,8 +100,8 @@ def find_everything(
         find(name, read)
     _find_packages(config, find)
     demonstrations, pairs, judge_tokenizer = None, {}, None
-    if config.warm_start.num_steps and config.warm_start.path:
-        demonstrations = find("warm_start.path", functools.partial(_demonstrations, config))
+    if config.sft.num_steps and config.sft.path:
+        demonstrations = find("sft.path", functools.partial(_demonstrations, config))
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
         find("reward.grader", functools.partial(graders_of, config, sources))
@@ -158,7 +158,7 @@ def _find_pairs(config: Config, find: Finder) -> dict[str, tuple[Preference, ...
 
 
 def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
-    options = config.warm_start
+    options = config.sft
     return read_demonstrations(
         options.path,
         source=options.path,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Experience
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.tracking.rollout_files import RolloutFiles
 from jaxrl.tracking.sample_rows import TokenPieces, logprobs_by_response, sample_rows
@@ -21,10 +21,10 @@ from jaxrl.types import PackedBatch, Scored
 class KeptRollouts:
     """Keeps the samples of the steps that the config selects; the first process writes them."""
 
-    def __init__(self, run: RunContext, clock: Clock, *, terms: Sequence[str]):
+    def __init__(self, run: RunContext, timer: StepTimer, *, terms: Sequence[str]):
         """Args: the run, the loop of its steps, and the names of its reward terms."""
         config = run.config.run
-        self._clock = clock
+        self._timer = timer
         self._terms = tuple(terms)
         self._most_prompts = config.rollouts_prompts or None
         # A step that trains on the sampler's log-probabilities has none of the trainer's.
@@ -37,12 +37,12 @@ class KeptRollouts:
     def begin_step(self) -> None:
         """Deletes files of steps that this resumed run will repeat. Call before the first step."""
         if not self._begun and hosts.is_first():
-            self._files.go_on_from(self._clock.step)
+            self._files.go_on_from(self._timer.step)
         self._begun = True
 
     def look(self, experience: Experience) -> None:
         """Starts writing the step's samples if the step is selected. Collective."""
-        step = self._clock.step + 1
+        step = self._timer.step + 1
         if not self._files.is_due(step):
             return
         old_logprob = None
@@ -55,7 +55,7 @@ class KeptRollouts:
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
         """Writes the samples of a step that found too few groups; returns the path."""
-        step = self._clock.step + 1
+        step = self._timer.step + 1
         if hosts.is_first():
             kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
             settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}

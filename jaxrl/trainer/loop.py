@@ -84,7 +84,7 @@ class TrainingStage(abc.ABC):
 class Loop:
     """The loop of a training stage, "sft" or "rl", in its own folder. Use it as a context manager.
 
-    It also times the phases of each step (`dataflows.clock`). All processes run the same steps; only the
+    It also times the phases of each step (`dataflows.step_timer`). All processes run the same steps; only the
     first one writes logs and output.
 
     Attributes:
@@ -202,11 +202,11 @@ class Loop:
         """Whether all steps are done."""
         return self.step >= self._num_steps
 
-    # Timing of a step (Clock)
+    # Timing of a step (StepTimer)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, shown: str = "", may_stop: bool = False) -> Iterator[None]:
-        """See `dataflows.clock.Clock`."""
+        """See `dataflows.step_timer.StepTimer`."""
         if may_stop:
             self.check_stop()
         self._progress.phase(shown or name)
@@ -215,16 +215,16 @@ class Loop:
             yield
 
     def when_done(self, result: Any) -> Any:
-        """See `dataflows.clock.Clock`."""
+        """See `dataflows.step_timer.StepTimer`."""
         return jax.block_until_ready(result) if self._waits else result
 
     @property
     def stop_pending(self) -> bool:
-        """See `dataflows.clock.Clock`."""
+        """See `dataflows.step_timer.StepTimer`."""
         return self._stop.pending
 
     def check_stop(self) -> None:
-        """See `dataflows.clock.Clock`."""
+        """See `dataflows.step_timer.StepTimer`."""
         self._stop.check()
 
     # Start

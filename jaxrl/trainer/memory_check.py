@@ -191,7 +191,7 @@ def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
     )
     tokens = config.train.row_tokens
     for name, examples in (
-        ("warm_start.examples_per_step", config.warm_start.examples_per_step),
+        ("sft.examples_per_step", config.sft.examples_per_step),
         # The answers of a pair share a row, so each has at most half of it.
         ("preference.pairs_per_step", config.preference.pairs_per_step),
         ("preference.evaluation_pairs", config.preference.evaluation_pairs),

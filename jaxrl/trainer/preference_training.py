@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.preferences import PreferencePair
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
@@ -47,13 +47,19 @@ class PairStage(TrainingStage, abc.ABC):
     """Training of one learner on pairs of a chosen and a rejected answer."""
 
     def __init__(
-        self, run: RunContext, learner: Learner, objective: Objective, clock: Clock, *, name: str
+        self,
+        run: RunContext,
+        learner: Learner,
+        objective: Objective,
+        timer: StepTimer,
+        *,
+        name: str,
     ):
         """Args: the run, the role to train, its objective, the loop, and the role's name."""
         self._run = run
         self._learner = learner
         self._objective = objective
-        self._clock = clock
+        self._timer = timer
         self._name = name
         self._step = SupervisedStep(self._pack, self._update)
 
@@ -110,7 +116,7 @@ class PairStage(TrainingStage, abc.ABC):
         return batch
 
     def _pack(self, pairs: list[PreferencePair]) -> PairBatch:
-        with self._clock.phase("pack", may_stop=True):
+        with self._timer.phase("pack", may_stop=True):
             return self._completed(self._placed(pairs))
 
     def _placed(self, pairs: list[PreferencePair]) -> PairBatch:
@@ -126,7 +132,7 @@ class PairStage(TrainingStage, abc.ABC):
         return self._learner.place(pack_pairs(pairs, shape, shards=row_shards))
 
     def _update(self, batch: PairBatch) -> Metrics:
-        with self._clock.phase("update"):
+        with self._timer.phase("update"):
             update = jax.block_until_ready(self._learner.update(batch, self._objective))
         metrics = {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
         on_host = hosts.fetch(batch)
@@ -143,12 +149,16 @@ class RewardModelStage(PairStage):
     """Training of a reward or cost model."""
 
     def __init__(
-        self, run: RunContext, learner: RewardModelLearner, clock: Clock, starting: StartingParams
+        self,
+        run: RunContext,
+        learner: RewardModelLearner,
+        timer: StepTimer,
+        starting: StartingParams,
     ):
         """Raises UserError if the loss is not one for scores."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
-        super().__init__(run, learner, objective, clock, name="reward_model")
+        super().__init__(run, learner, objective, timer, name="reward_model")
         self._reward_model = learner
         self._starting = starting
         # A reward is higher for the better answer, a cost is lower.
@@ -172,13 +182,13 @@ class DpoStage(PairStage):
         run: RunContext,
         actor: Actor,
         reference: Reference,
-        clock: Clock,
+        timer: StepTimer,
         starting: StartingParams,
     ):
         """Raises UserError if the loss is not one for policies."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
-        super().__init__(run, actor, objective, clock, name="actor")
+        super().__init__(run, actor, objective, timer, name="actor")
         self._actor = actor
         self._reference = reference
         self._starting = starting

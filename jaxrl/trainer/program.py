@@ -70,11 +70,11 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
 def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     """Trains a policy by supervised learning alone; arguments and result as for `train`.
 
-    It is evaluated like any other policy. If `warm_start.path` is set, the run needs no problems.
+    It is evaluated like any other policy. If `sft.path` is set, the run needs no problems.
     """
-    if not config.warm_start.num_steps:
+    if not config.sft.num_steps:
         raise UserError(
-            "warm_start.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
+            "sft.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
         )
     kind = fine_tuning(config)
 

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.samplers import Generation
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
@@ -59,7 +59,7 @@ class RlStage(TrainingStage):
         self,
         run: RunContext,
         roles: Roles,
-        clock: Clock,
+        timer: StepTimer,
         starting_params: Callable[[], Params],
     ):
         """Builds everything except weights, which `begin` sets.
@@ -67,7 +67,7 @@ class RlStage(TrainingStage):
         Args:
           run: the run.
           roles: roles of the run, without weights.
-          clock: loop of the stage.
+          timer: loop of the stage.
           starting_params: function that returns the policy's initial weights, in the actor's training layout;
             called only if they are needed.
 
@@ -76,19 +76,19 @@ class RlStage(TrainingStage):
         """
         self._run = run
         self._roles = roles
-        self._clock = clock
+        self._timer = timer
         self._starting_params = starting_params
         self._graders = graders_of(run.config, run.problems.settings)
         self._prompts = prompt_stream(run)
-        self._generation = Generation(roles.actor, training_sampling(run), clock)
+        self._generation = Generation(roles.actor, training_sampling(run), timer)
         self._state = StepState(run)
         self._evaluation = Evaluation(run, self._graders)
         # Last, because it starts a process and only `close` ends it: nothing after this may raise.
-        self._functions = reward_functions(run.config, clock)
-        rewards = rewards_of(run.config, roles, clock, self._graders, self._functions)
-        self._rollouts = KeptRollouts(run, clock, terms=rewards.term_names)
+        self._functions = reward_functions(run.config, timer)
+        rewards = rewards_of(run.config, roles, timer, self._graders, self._functions)
+        self._rollouts = KeptRollouts(run, timer, terms=rewards.term_names)
         self._sampler = sampler_of(run, self._generation, rewards, self._prompts)
-        build = StepBuilder(run, roles, self._state, clock)
+        build = StepBuilder(run, roles, self._state, timer)
         self._step = build.step(self._sampler, self._generation, rewards, self._rollouts.look)
 
     @property
@@ -119,7 +119,7 @@ class RlStage(TrainingStage):
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts."""
         self._generation.load_weights()
-        with self._clock.phase("testing", shown="evaluate"):
+        with self._timer.phase("testing", shown="evaluate"):
             return dict(self._evaluation(self._roles.actor, when))
 
     def record(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import CostPhase
 from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
 from jaxrl.dataflows.rewarding import SequenceScores
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params
@@ -45,13 +45,13 @@ class PhaseParts:
     Attributes:
       config: of the run.
       actor: of the run.
-      clock: of the step.
+      timer: of the step.
       encode: a text to ids, by the policy's tokenizer.
     """
 
     config: Config
     actor: Actor
-    clock: Clock
+    timer: StepTimer
     encode: Callable[[str], np.ndarray]
 
 
@@ -141,19 +141,19 @@ def _critic_phase(name: str, critic: Critic | None, parts: PhaseParts) -> Critic
         return None
     options = parts.config.critic
     values = clipped_values(clip=options.clip)
-    return CriticPhase(name, critic, values, parts.clock, epochs=options.epochs)
+    return CriticPhase(name, critic, values, parts.timer, epochs=options.epochs)
 
 
 def _reference_phase(name: str, reference: Reference | None, parts: PhaseParts) -> ReferencePhase:
     del name
     asked = parts.config.algorithm.kl.needs_ref_logprobs
     # With adapters the actor is its own reference.
-    return ReferencePhase(parts.actor, reference, parts.clock, asked=asked)
+    return ReferencePhase(parts.actor, reference, parts.timer, asked=asked)
 
 
 def _cost_phase(name: str, cost: RewardModel | None, parts: PhaseParts) -> CostPhase | None:
     del name
-    return cost and CostPhase(sequence_scores(parts.config, cost), parts.clock)
+    return cost and CostPhase(sequence_scores(parts.config, cost), parts.timer)
 
 
 def _teacher_phase(name: str, teacher: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
@@ -173,7 +173,7 @@ def _teacher_phase(name: str, teacher: Reference | None, parts: PhaseParts) -> T
         sequences = config.rollout.num_prompts * config.rollout.num_samples
         shape = row_limits(config, longest=longest).shape(sequences, minibatches=1)
         own = OwnRows(TeacherPrompts(config.teacher, parts.encode), shape)
-    return TeacherPhase(teacher, parts.actor, parts.clock, own)
+    return TeacherPhase(teacher, parts.actor, parts.timer, own)
 
 
 def sequence_scores(config: Config, model: RewardModel) -> SequenceScores:

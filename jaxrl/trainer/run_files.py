@@ -89,7 +89,7 @@ def _stages(config: Config) -> dict[str, StageFolder]:
     return {
         title_of(config): config.run_folder.rl,
         "Preferences": config.run_folder.preference,
-        "Warm start (SFT)": config.warm_start_folder,
+        "SFT": config.sft_folder,
     }
 
 

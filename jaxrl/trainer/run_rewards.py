@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.sources import FaultOf
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,
@@ -17,9 +16,10 @@ from jaxrl.dataflows.rewarding import (
     Rewards,
     RewardTerm,
 )
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import GraderChoice, Graders
-from jaxrl.rewards.grading import Row
+from jaxrl.rewards.grading import GradingTask
 from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.generative_judge import GenerativeJudge
@@ -69,7 +69,7 @@ def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) ->
       settings: settings of each data set, by its name in the problems.
     """
     graders = Graders(default, _choices_of(settings))
-    return lambda answer, extra, source: graders.fault_of(Row(answer, extra, source))
+    return lambda answer, extra, source: graders.validate(GradingTask(answer, extra, source))
 
 
 def _choices_of(sources: Mapping[str, SourceConfig]) -> dict[str, GraderChoice]:
@@ -81,31 +81,31 @@ def _choices_of(sources: Mapping[str, SourceConfig]) -> dict[str, GraderChoice]:
     }
 
 
-def reward_functions(config: Config, clock: Clock) -> UserRewards:
+def reward_functions(config: Config, timer: StepTimer) -> UserRewards:
     """Starts the reward functions of a config in a process on the first host. Close it after use."""
     paths = [function["path"] for function in config.reward.functions.values()]
     return UserRewards(
         paths if hosts.is_first() else [],
         timeout_s=config.reward.functions_timeout_s,
-        interrupted=lambda: clock.stop_pending,
+        interrupted=lambda: timer.stop_pending,
     )
 
 
 def rewards_of(
-    config: Config, roles: Roles, clock: Clock, graders: Graders, functions: UserRewards
+    config: Config, roles: Roles, timer: StepTimer, graders: Graders, functions: UserRewards
 ) -> Rewards:
     """Builds the weighted sum of all reward terms.
 
     Args:
       config: config of the run.
       roles: roles of the run; reward model and judge may be absent.
-      clock: loop of the stage, for timing.
+      timer: loop of the stage, for timing.
       graders: result of `graders_of`.
       functions: result of `reward_functions`.
     """
     reward = config.reward
     terms: list[RewardTerm] = [
-        FunctionReward(name, function["weight"], function["path"], functions, clock)
+        FunctionReward(name, function["weight"], function["path"], functions, timer)
         for name, function in reward.functions.items()
     ]
     if roles.reward is not None:
@@ -120,7 +120,7 @@ def rewards_of(
             reward.overlong_buffer_tokens,
             reward.overlong_penalty,
         ),
-        clock,
+        timer,
         grader_weight=reward.grader_weight,
         terms=terms,
     )

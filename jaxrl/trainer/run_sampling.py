@@ -69,7 +69,7 @@ def sampler_of(
         options.num_prompts,
         max_generation_batches=options.max_generation_batches,
         keeps=_group_filter(options),
-        fills_up=options.if_too_few == "fill",
+        fills_up=options.on_shortage == "fill",
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.data.demonstrations import solutions_of
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
@@ -14,6 +13,7 @@ from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
 from jaxrl.dataflows.step import Step
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.losses import likelihood
 from jaxrl.trainer.batch_shapes import row_limits, step_shape
@@ -57,12 +57,12 @@ class StepState:
 class StepBuilder:
     """Builds the step of a run."""
 
-    def __init__(self, run: RunContext, roles: Roles, state: StepState, clock: Clock):
-        """Args: the run, its roles, what its steps change, and the clock of its steps."""
+    def __init__(self, run: RunContext, roles: Roles, state: StepState, timer: StepTimer):
+        """Args: the run, its roles, what its steps change, and the timer of its steps."""
         self._run = run
         self._roles = roles
         self._state = state
-        self._clock = clock
+        self._timer = timer
 
     def step(
         self,
@@ -91,7 +91,7 @@ class StepBuilder:
     def _phases(self) -> dict[str, Any]:
         """The members of roles that the dataflow declares."""
         parts = PhaseParts(
-            self._run.config, self._roles.actor, self._clock, self._run.tokenizer.encode
+            self._run.config, self._roles.actor, self._timer, self._run.tokenizer.encode
         )
         declared = self._run.algorithm.dataflow.roles
         return {
@@ -118,7 +118,7 @@ class StepBuilder:
             self._roles.actor,
             algorithm.objective,
             config.algorithm.correction,
-            self._clock,
+            self._timer,
             epochs=config.algorithm.epochs,
             reference=self._roles.compared,
             shares_forward=algorithm.shares_forward,
@@ -133,7 +133,7 @@ class StepBuilder:
             self._roles.actor,
             self._run.algorithm.estimator,
             self._state.kl,
-            self._clock,
+            self._timer,
             penalizes=self._run.config.algorithm.kl.reward_coef > 0,
             multiplier=self._state.multiplier,
         )

@@ -9,10 +9,10 @@ import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import MaskedExample, solutions_of
-from jaxrl.dataflows.clock import Clock
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_metrics import prefixed
+from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
@@ -35,13 +35,13 @@ def starting_params(run: RunContext, stop: StopSignal) -> Params:
     Raises:
       StopRequested: a signal arrived during SFT; the last finished step is saved.
     """
-    if not run.config.warm_start.num_steps:
+    if not run.config.sft.num_steps:
         return load_or_init(run)
     return fine_tuned(run, stop).for_training().params
 
 
 def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> Actor:
-    """Trains an actor by SFT, with the settings `config.warm_start`.
+    """Trains an actor by SFT, with the settings `config.sft`.
 
     Args:
       run, stop: the run, and signals to it.
@@ -50,13 +50,13 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
     """
-    options = run.config.warm_start
+    options = run.config.sft
     optim = options.optim.merged_into(run.config.optim)
     actor = run.roles.actor(optim=optim, samples=samples)
     with open_loop(
         run,
         "SFT",
-        run.config.warm_start_folder,
+        run.config.sft_folder,
         num_steps=options.num_steps,
         save_every=options.save_every,
         log_every=options.log_every,
@@ -69,10 +69,10 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
 class SupervisedStage(TrainingStage):
     """Supervised fine-tuning of an actor."""
 
-    def __init__(self, run: RunContext, actor: Actor, clock: Clock):
+    def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
         self._run = run
         self._actor = actor
-        self._clock = clock
+        self._timer = timer
         self._limits = row_limits(run.config, longest=_longest(run.config))
         self._step = SupervisedStep(self._pack, self._update)
 
@@ -89,7 +89,7 @@ class SupervisedStage(TrainingStage):
         self._stream = supervised_stream(
             run,
             run.demonstrations or solutions_of(run.problems.train_records),
-            examples_per_batch=run.config.warm_start.examples_per_step,
+            examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )
         if record is not None:
@@ -104,17 +104,17 @@ class SupervisedStage(TrainingStage):
         return {"stream": self._stream.state()}
 
     def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
-        with self._clock.phase("pack", may_stop=True):
+        with self._timer.phase("pack", may_stop=True):
             hosts.check_same(
-                f"the examples of step {self._clock.step + 1}",
+                f"the examples of step {self._timer.step + 1}",
                 [part for example in examples for part in example],
             )
-            shape = self._limits.shape(self._run.config.warm_start.examples_per_step, minibatches=1)
+            shape = self._limits.shape(self._run.config.sft.examples_per_step, minibatches=1)
             row_shards = shards_of("batch", TRAIN_RULES, self._actor.mesh)
             return self._actor.place(pack_examples(examples, shape, shards=row_shards))
 
     def _update(self, batch: TrainBatch) -> Metrics:
-        with self._clock.phase("update_actor", shown="update"):
+        with self._timer.phase("update_actor", shown="update"):
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", jax.device_get(update))
         on_host = hosts.fetch(batch)
@@ -131,6 +131,6 @@ class SupervisedStage(TrainingStage):
 
 def _longest(config: Config) -> int:
     """The maximum number of tokens of an example; a conversation may fill a whole row."""
-    if config.warm_start.path:
+    if config.sft.path:
         return config.train.row_tokens
     return config.longest_sequence

@@ -62,7 +62,10 @@ def test_a_recipe_is_shown_without_training(capsys):
     assert "9 rows, 4 prompts, 25.0% of what is drawn" in card
     assert "1 duplicates, left out" in card
     assert "1 rows without a truth, left out\n    sums.jsonl:7: field 'answer' is \"\"" in card
-    assert "1 truths that the grader cannot read, left out\n    sums.jsonl:9: ground truth" in card
+    assert (
+        "1 ground truths that the grader cannot read, left out\n    sums.jsonl:9: ground truth"
+        in card
+    )
     assert '1 prompts of the evaluation, left out\n    sums.jsonl:5: "4 + 4"' in card
     assert "1 longer than data.max_prompt_tokens, left out" in card
     assert "products.jsonl (JSONL, layout GSM8K)\n  3 rows, 3 prompts, 75.0% of" in card

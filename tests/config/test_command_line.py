@@ -355,6 +355,8 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
         ("critic.optim.lr", "set critic.lr"),
         ("critic.optim.beta2", "set optim.beta2"),
         ("warm_start.optim.grad_clip", "set optim.grad_clip"),
+        ("warm_start.num_steps", "sft.num_steps"),
+        ("rollout.if_too_few", "set rollout.on_shortage"),
         ("data.shuffle_seed", "follows seed"),
     ],
 )

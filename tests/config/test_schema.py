@@ -18,7 +18,7 @@ from jaxrl.trainer.cross_checks import check_algorithm
         ("algorithm.loss_options.dual_clip", "1.0", "dual_clip 1.0 is not above 1"),
         ("algorithm.loss_options.clip_low", "-0.5", "clip_low -0.5 is below 0"),
         ("rollout.max_generation_batches", "-1", "max_generation_batches -1 is below 0"),
-        ("rollout.if_too_few", "fill", "there is no last one; set it to 1 or more"),
+        ("rollout.on_shortage", "fill", "there is no last one; set it to 1 or more"),
         ("rollout.num_samples", "0", "num_samples 0 is below 1"),
         ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
@@ -44,7 +44,7 @@ from jaxrl.trainer.cross_checks import check_algorithm
     ],
 )
 def test_refused(setting, value, message):
-    also = {"rollout.max_generation_batches": "0"} if setting == "rollout.if_too_few" else {}
+    also = {"rollout.max_generation_batches": "0"} if setting == "rollout.on_shortage" else {}
     with pytest.raises(UserError) as error:
         check_algorithm(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
     assert message in str(error.value)

@@ -46,7 +46,7 @@ from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.trainer.cross_checks import check_algorithm
 from jaxrl.trainer.memory_check import check_memory, check_memory_here
 
-STAGES = ("", "warm_start.")
+STAGES = ("", "sft.")
 
 HOSTILE = {
     "nan": math.nan,
@@ -117,9 +117,9 @@ MEANT = {
             "run.num_steps",
             "run.rollouts_every",
             "run.save_every",
-            "warm_start.log_every",
-            "warm_start.num_steps",
-            "warm_start.save_every",
+            "sft.log_every",
+            "sft.num_steps",
+            "sft.save_every",
             *(f"{stage}optim.lr_{kind}_steps" for stage in STAGES for kind in ("decay", "warmup")),
         ),
         LONG_RUN,
@@ -171,7 +171,7 @@ MEANT = {
             "rollout.prefill_prompts",
             "rollout.slots",
             "train.row_tokens",
-            "warm_start.examples_per_step",
+            "sft.examples_per_step",
         ),
         FITS,
     ),
@@ -239,7 +239,7 @@ MEANT = {
             "seed",
             "train.load_balancing_coef",
             "train.pipeline_microbatches",
-            "warm_start.num_steps",
+            "sft.num_steps",
             "data.evaluation.size",  # of a file, which has its own
             "data.train.size",
         ),
@@ -275,7 +275,7 @@ PATHS = {
     "run.output",
     "teacher.weights",
     "tokenizer.path",
-    "warm_start.path",
+    "sft.path",
     "weights",
 }
 # What a model reads.
@@ -284,10 +284,10 @@ PROSE = {"data.system_prompt", "data.answer_prefix"}
 NAMES = {
     "name",
     "hardware",
-    "warm_start.prompt_field",
-    "warm_start.response_field",
-    "warm_start.messages_field",
-    "warm_start.run",
+    "sft.prompt_field",
+    "sft.response_field",
+    "sft.messages_field",
+    "sft.run",
     "preference.path",
     "preference.margin_field",
     "run.wandb_project",
@@ -629,8 +629,8 @@ def test_the_names_of_shardings_are_those_there_are():
             "parameters (model.num_layers 3, d_model 100,000, d_ff 400,000",
         ),
         (
-            {"warm_start.examples_per_step": 10**6, "train.row_tokens": 10_000, "train.rows": 1},
-            "warm_start.examples_per_step 1,000,000 x train.row_tokens 10,000",
+            {"sft.examples_per_step": 10**6, "train.row_tokens": 10_000, "train.rows": 1},
+            "sft.examples_per_step 1,000,000 x train.row_tokens 10,000",
         ),
         (
             {"preference.pairs_per_step": 10**6, "train.row_tokens": 10_000, "train.rows": 1},

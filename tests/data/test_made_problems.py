@@ -149,12 +149,12 @@ def test_rows_that_cannot_be_used_are_counted_and_passed_over(caplog):
 
 
 def test_truths_and_held_out_prompts_are_looked_at_as_they_are_made():
-    def fault_of(answer, extra, source):
+    def validate(answer, extra, source):
         return "is odd" if int(answer) % 2 else None
 
     source = read(function('return {"question": f"{index} = ?", "answer": index}'))
     held_out = [source.records[2]]
-    checked = source.without_prompts_of(held_out).with_readable_truths(fault_of, refuse=False)
+    checked = source.without_prompts_of(held_out).with_readable_truths(validate, refuse=False)
     assert [record.answer for record in checked.records] == [
         str(n) for n in range(0, 64, 2) if n != 2
     ]

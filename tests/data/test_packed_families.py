@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.packing import Families, PackedShape, plan_packing
+from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 
 
 @st.composite
@@ -27,7 +27,7 @@ def family_batches(draw):
         rows=draw(st.integers(1, 4)),
         tokens=tokens,
     )
-    return lengths, Families(np.arange(count) // each, np.array(shared)), shape
+    return lengths, PrefixGroups(np.arange(count) // each, np.array(shared)), shape
 
 
 def values_of(lengths, families) -> list[np.ndarray]:
@@ -42,7 +42,7 @@ def values_of(lengths, families) -> list[np.ndarray]:
 
 def test_by_hand():
     # Two answers to a prompt, of which two tokens are shared, and one to another.
-    families = Families(np.array([0, 0, 1]), np.array([2, 2, 1]))
+    families = PrefixGroups(np.array([0, 0, 1]), np.array([2, 2, 1]))
     packing = plan_packing([5, 6, 3], PackedShape(1, 1, 1, 14), families=families)
     np.testing.assert_array_equal(
         packing.segment_ids[0, 0, 0], [1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0]
@@ -56,7 +56,7 @@ def test_by_hand():
 
 
 def test_an_answer_that_lies_alone_shares_nothing():
-    families = Families(np.array([0, 0]), np.array([3, 3]))
+    families = PrefixGroups(np.array([0, 0]), np.array([3, 3]))
     packing = plan_packing([5, 5], PackedShape(1, 1, 2, 6), families=families)
     np.testing.assert_array_equal(packing.prefix_ids, 0)
     np.testing.assert_array_equal(packing.shared, 0)
@@ -97,7 +97,7 @@ def test_sharing_never_takes_more_places(batch):
 
 
 def test_a_long_prompt_is_laid_out_once_a_row():
-    lengths, families = [100] * 16, Families(np.arange(16) // 8, np.full(16, 90))
+    lengths, families = [100] * 16, PrefixGroups(np.arange(16) // 8, np.full(16, 90))
     shape = PackedShape.for_sequences(16, longest=100, minibatches=1, rows=1, tokens=200)
     packing = plan_packing(lengths, shape, families=families)
     # Eight answers of ten tokens and their prompt: a row each, of 16 rows without sharing 8.
@@ -107,6 +107,6 @@ def test_a_long_prompt_is_laid_out_once_a_row():
 
 
 def test_families_and_exchanged_minibatches_do_not_go_together():
-    families = Families(np.zeros(2, int), np.zeros(2, int))
+    families = PrefixGroups(np.zeros(2, int), np.zeros(2, int))
     with pytest.raises(AssertionError, match="parted by an exchange"):
         plan_packing([1, 1], PackedShape(2, 1, 1, 4), fill_minibatches=True, families=families)

@@ -114,8 +114,13 @@ def test_made_problems_are_held_against_graders_and_the_evaluation(data, tmp_pat
         "data.sources.made: made.py:make (made by a function, layout problem/answer), without"
         in card
     )
-    assert "21 truths that the grader cannot read, left out\n    made.py:make index 0" not in card
-    assert "22 truths that the grader cannot read, left out\n    made.py:make index 0" in card
+    assert (
+        "21 ground truths that the grader cannot read, left out\n    made.py:make index 0"
+        not in card
+    )
+    assert (
+        "22 ground truths that the grader cannot read, left out\n    made.py:make index 0" in card
+    )
     assert "1 prompts of the evaluation, left out\n    made.py:make index 1" in card
     stream = PromptStream(
         prompts_of(problems.train, encoded, made, TOKENIZER),

@@ -13,7 +13,7 @@ from jaxrl.data import PromptFormat, encode_prompts, load_tokenizer, read_source
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.data.row_records import CONTRADICTIONS, DUPLICATES, NO_TRUTH
-from jaxrl.rewards import Graders, Row, Sample
+from jaxrl.rewards import Graders, GradingTask, Response
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no data beside the repository")
@@ -69,10 +69,10 @@ def test_every_row_loads_without_a_setting(name):
 def test_gsm8ks_own_grader_takes_its_rows_and_their_solutions_are_right(name):
     graders = Graders(("gsm8k", {}))
     records = read(DATA / f"{name}.jsonl").records
-    rows = [Row(record.answer, record.extra, record.source) for record in records]
-    assert [row for row in rows if graders.fault_of(row)] == []
+    rows = [GradingTask(record.answer, record.extra, record.source) for record in records]
+    assert [row for row in rows if graders.validate(row)] == []
     none = np.zeros(0, np.int32)
-    samples = [Sample(r.solution or "", none, row) for r, row in zip(records, rows, strict=True)]
+    samples = [Response(r.solution or "", none, row) for r, row in zip(records, rows, strict=True)]
     assert all(verdict.correct for verdict in graders.grade(samples))
 
 

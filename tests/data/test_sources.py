@@ -214,7 +214,7 @@ def test_truths_are_put_to_their_grader(tmp_path):
     assert checked.dropped[UNREADABLE].named == (f"{path}:2: 'two' is no number",)
     with pytest.raises(UserError, match=r"data.train: .*:2: 'two' is no number"):
         source.with_readable_truths(numbers_only, refuse=True)
-    with pytest.raises(UserError, match="has no row left: all 2 are truths that"):
+    with pytest.raises(UserError, match="has no row left: all 2 are ground truths that"):
         source.with_readable_truths(lambda *_: "is odd", refuse=False)
 
 

@@ -53,7 +53,7 @@ class Course(Bench):
         again.sampler.restore(
             json.loads(json.dumps(self.sampler.record(self.prompts))), again.prompts
         )
-        again.clock.step, again.policy.version = self.clock.step, self.policy.version
+        again.timer.step, again.policy.version = self.timer.step, self.policy.version
         return again
 
 

@@ -186,6 +186,6 @@ def test_too_few_groups_end_with_what_was_seen_and_what_to_do(make_scored):
         "easier or harder prompts",
         "rollout.num_samples",
         "rollout.max_generation_batches",
-        "rollout.if_too_few=fill",
+        "rollout.on_shortage=fill",
     ):
         assert remedy in message

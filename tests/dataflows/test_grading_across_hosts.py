@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = r"""
 import dataclasses, json, sys
 
-from jaxrl.dataflows.clock import Unclocked
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling, Sampling
 from jaxrl.errors import UserError
@@ -44,11 +44,11 @@ def told(sampled):
         "metrics": {k: v for k, v in sampled.metrics.items() if "failed" in k},
     }
 
-clock = Unclocked()
-rewards = Rewards(Graders.of(FunctionGrader(grade)), OverlongPunishment(12, 0, 0.0), clock)
+timer = NoTimer()
+rewards = Rewards(Graders.of(FunctionGrader(grade)), OverlongPunishment(12, 0, 0.0), timer)
 options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
 policy = SamplingPolicy(make_backend())
-generation = Generation(policy, options, clock)
+generation = Generation(policy, options, timer)
 plain = Sampling(generation, rewards).sample(NumberedPrompts(6))
 of_plain = sorted(graded)
 partial = PartialSampling(generation, rewards, prompts_per_batch=6)

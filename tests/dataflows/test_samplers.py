@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 
-from jaxrl.dataflows.clock import Unclocked
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import (
@@ -16,6 +15,7 @@ from jaxrl.dataflows.samplers import (
     PartialSampling,
     Sampling,
 )
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.rewards import FunctionGrader, Graders
 from jaxrl.rollout.backend import SamplingOptions
@@ -34,20 +34,20 @@ class Bench:
     """A sampler with all that is around it."""
 
     def __init__(self, kind, *, grader=None, per_batch=4, respond=None, **settings):
-        self.clock = Unclocked()
+        self.timer = NoTimer()
         self.policy = SamplingPolicy(make_backend(respond))
-        self.generation = Generation(self.policy, OPTIONS, self.clock)
+        self.generation = Generation(self.policy, OPTIONS, self.timer)
         self.grader = grader or CountingGrader()
         graders = Graders.of(FunctionGrader(self.grader))
-        self.rewards = Rewards(graders, NO_PUNISHMENT, self.clock)
+        self.rewards = Rewards(graders, NO_PUNISHMENT, self.timer)
         self.prompts = NumberedPrompts(per_batch)
         self.sampler = kind(self.generation, self.rewards, **settings)
 
     def step(self, sampler=None, **arguments):
-        """Samples, and then learns: the weights change, and the clock goes on."""
+        """Samples, and then learns: the weights change, and the timer goes on."""
         sampled = (sampler or self.sampler).sample(self.prompts, **arguments)
         self.policy.update()
-        self.clock.step += 1
+        self.timer.step += 1
         return sampled
 
 
@@ -206,7 +206,7 @@ def test_unfinished_groups_go_through_a_record():
 
     bench, again = cut_short(0), Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
     again.sampler.restore(bench.sampler.record(bench.prompts), again.prompts)
-    again.clock.step, again.policy.version = bench.clock.step, bench.policy.version
+    again.timer.step, again.policy.version = bench.timer.step, bench.policy.version
     ours, theirs = again.step(), bench.step()
     assert ids_of(ours) == ids_of(theirs)
     assert ours.completions.texts == theirs.completions.texts

@@ -152,6 +152,6 @@ def test_without_qwix_the_setting_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_qwix)
     assert matmul_in("full") is None
     with pytest.raises(
-        UserError, match=r"train.products 'int8' .* pip install 'jaxrl\[qwix\]', or set"
+        UserError, match=r"train.matmuls 'int8' .* pip install 'jaxrl\[qwix\]', or set"
     ):
         matmul_in("int8")

@@ -74,9 +74,9 @@ def test_a_pool_of_one_device_has_a_roof():
     assert from_table.bfloat16 > 0 and from_table.memory > 0
 
 
-@pytest.mark.parametrize("setting", ["warm_start", "rollout", "run"])
+@pytest.mark.parametrize("setting", ["sft", "rollout", "run"])
 def test_what_would_take_long_is_left_out(setting):
     before = load_config(Config, "configs/dapo_tiny.py", {})
     after = profiling._for_one_step(before)
     assert getattr(after, setting) != getattr(before, setting)
-    assert after.warm_start.num_steps == 0 and after.rollout.if_too_few == "fill"
+    assert after.sft.num_steps == 0 and after.rollout.on_shortage == "fill"

@@ -107,12 +107,12 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
     assert counted["judge, cache and slots"] > 0
     notes = dict(found.notes)
     assert notes["cost"].startswith("counted as large as the actor: nowhere/cost is not here")
-    assert "nowhere/judge" in notes["judge"] and "warm start" in notes
+    assert "nowhere/judge" in notes["judge"] and "SFT" in notes
     out = io.StringIO()
     plan_tables.show(found, Console(file=out))
     assert [name for name, _ in found.left_out] == ["cost.pretrain_coef"]
     assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
-    partial = plan_of("dapo_tiny", rollout__partial="True", warm_start__num_steps="0")
+    partial = plan_of("dapo_tiny", rollout__partial="True", sft__num_steps="0")
     assert not partial.left_out and "rollout.partial" in dict(partial.notes)
 
 

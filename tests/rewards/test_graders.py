@@ -13,15 +13,15 @@ from jaxrl.rewards import (
     FunctionGrader,
     Grade,
     Graders,
-    Row,
-    Sample,
+    GradingTask,
+    Response,
     Verdict,
     check_grader,
 )
 
 
 def sample(text, answer, source="", **extra):
-    return Sample(text, np.zeros(1, np.int32), Row(answer, extra, source))
+    return Response(text, np.zeros(1, np.int32), GradingTask(answer, extra, source))
 
 
 @pytest.fixture
@@ -58,16 +58,20 @@ def test_each_source_has_its_grader(graders):
         Verdict(-1.0, False, "Answer: yes"),
         Verdict(-1.0, False, "41"),
     ]
-    assert ours.fault_of(Row("42")) is None
-    assert "is no letter" in ours.fault_of(Row("42", source="letters"))
-    assert "empty ground truth" in ours.fault_of(Row(" ", source="words"))
+    assert ours.validate(GradingTask("42")) is None
+    assert "is no letter" in ours.validate(GradingTask("42", source="letters"))
+    assert "empty ground truth" in ours.validate(GradingTask(" ", source="words"))
 
 
 def test_ground_truths_are_read_before_there_is_a_response():
     ours = Graders(("answer", {}), {"solutions": ("gsm8k", {})})
     for truth in ("#### 1", "1"):
-        assert ours.fault_of(Row("six")) is ours.fault_of(Row(truth, source="solutions")) is None
-    assert "GSM8K solution ending in 'six'" in ours.fault_of(Row("six", source="solutions"))
+        assert (
+            ours.validate(GradingTask("six"))
+            is ours.validate(GradingTask(truth, source="solutions"))
+            is None
+        )
+    assert "GSM8K solution ending in 'six'" in ours.validate(GradingTask("six", source="solutions"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_what_a_grader_does_costs_one_verdict_and_touches_no_other(graders, own,
 def test_a_function_of_ones_own(graders, own):
     ours = graders((own, {}))
     assert correct(ours.grade([sample("7", "7"), sample("8", "7")])) == [True, False]
-    assert ours.fault_of(Row("?")) == "no truth" and ours.fault_of(Row("7")) is None
+    assert ours.validate(GradingTask("?")) == "no truth" and ours.validate(GradingTask("7")) is None
     with pytest.raises(UserError, match=r"cannot be called with \(response, answer\)"):
         check_grader(own.replace(":grade", ":short"), {})
     with pytest.raises(UserError, match="takes no options"):
@@ -189,7 +193,7 @@ def test_graders_answer_beside_what_comes_next_and_take_up_at_once_what_has_wait
     inner = FunctionGrader(function)
 
     class Batches:
-        fault_of = inner.fault_of
+        validate = inner.validate
 
         def grade(self, samples):
             function.batches.append(0)

@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.rewards import Graders, Row, Sample
+from jaxrl.rewards import Graders, GradingTask, Response
 from jaxrl.rewards.math_grader import math_answer, math_truth
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 
 
 def sample(text, answer):
-    return Sample(text, np.zeros(1, np.int32), Row(answer))
+    return Response(text, np.zeros(1, np.int32), GradingTask(answer))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_truth_of_a_row(field, truth):
 
 @pytest.mark.parametrize("answer", ["", " ", "$$", r"\boxed{}"])
 def test_a_ground_truth_without_an_answer_is_a_fault(graders, answer):
-    assert graders.fault_of(Row(answer))
+    assert graders.validate(GradingTask(answer))
 
 
 def test_verdicts(graders):
@@ -153,7 +153,7 @@ def rows_of(name):
 )
 def test_every_reference_answer_is_right(graders, name, count):
     answers = [row["answer"] for row in rows_of(name)]
-    empty = [n for n, answer in enumerate(answers) if graders.fault_of(Row(answer))]
+    empty = [n for n, answer in enumerate(answers) if graders.validate(GradingTask(answer))]
     # Two rows of MATH have no answer.
     assert empty == ([5326, 5328] if name == "math_train" else [])
     kept = [str(answer) for answer in answers if answer.strip()]

@@ -7,12 +7,12 @@ import pytest
 from extras import import_extra
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Graders, Row, Sample
+from jaxrl.rewards import Graders, GradingTask, Response
 from jaxrl.rewards.sandboxed_graders import program_of
 
 
 def sample(text, answer, **row):
-    return Sample(text, np.zeros(1, np.int32), Row(answer, **row))
+    return Response(text, np.zeros(1, np.int32), GradingTask(answer, **row))
 
 
 def block(program):
@@ -111,7 +111,7 @@ def test_the_last_block_is_the_program():
     ],
 )
 def test_tests_that_cannot_be_read_are_a_fault(graders, tests):
-    assert graders.fault_of(Row(tests))
+    assert graders.validate(GradingTask(tests))
 
 
 def test_scorers_of_reasoning_gym(graders):
@@ -130,4 +130,4 @@ def test_scorers_of_reasoning_gym(graders):
         sample(f"<answer>{a}</answer>", "2*3 + 1", source="countdown", extra=extra) for a in answers
     ]
     assert [v.correct for v in graders.grade(samples)] == [*answers.values()]
-    assert "no `metadata`" in graders.fault_of(Row("7", source="countdown"))
+    assert "no `metadata`" in graders.validate(GradingTask("7", source="countdown"))

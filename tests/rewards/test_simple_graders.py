@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.rewards import Graders, Row, Sample
+from jaxrl.rewards import Graders, GradingTask, Response
 from jaxrl.rewards.simple_graders import choice_of
 
 
 def sample(text, answer):
-    return Sample(text, np.zeros(1, np.int32), Row(answer))
+    return Response(text, np.zeros(1, np.int32), GradingTask(answer))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_choice():
         sample("Answer: B or C", "C"),
     ]
     assert [v.correct for v in graders.grade(samples)] == [True, True, False, False, False]
-    assert graders.fault_of(Row(r"\text{(C)}")) is None
-    assert graders.fault_of(Row("CD"))
+    assert graders.validate(GradingTask(r"\text{(C)}")) is None
+    assert graders.validate(GradingTask("CD"))
 
 
 def test_exact():
@@ -71,8 +71,8 @@ def test_exact():
         sample("New York", "New York"),
     ]
     assert [v.correct for v in graders.grade(samples)] == [True, False, False]
-    row = Row("New York", source="any case")
-    assert graders.grade([Sample("Answer: new york", np.zeros(1, np.int32), row)])[0].correct
+    row = GradingTask("New York", source="any case")
+    assert graders.grade([Response("Answer: new york", np.zeros(1, np.int32), row)])[0].correct
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def patterns():
 
 
 def test_a_pattern_finds_the_last_answer(patterns):
-    row = Row("42", source="tag")
+    row = GradingTask("42", source="tag")
     texts = ["<a>41</a> <a> 42 </a>", "<a>42</a><a>43</a>", "42"]
-    verdicts = patterns.grade([Sample(t, np.zeros(1, np.int32), row) for t in texts])
+    verdicts = patterns.grade([Response(t, np.zeros(1, np.int32), row) for t in texts])
     assert [v.correct for v in verdicts] == [True, False, False]
 
 
@@ -97,20 +97,20 @@ def test_a_ground_truth_may_be_the_pattern_that_the_end_has_to_match(patterns):
     texts = ["it is 4.", "it is 4 or 5", "5"]
     verdicts = patterns.grade([sample(t, r"\b(?:4|four)") for t in texts])
     assert [v.correct for v in verdicts] == [True, False, False]
-    assert "is no regular expression" in patterns.fault_of(Row("("))
+    assert "is no regular expression" in patterns.validate(GradingTask("("))
 
 
 def test_a_pattern_that_takes_for_ever_is_ended(patterns):
-    row = Row("42", source="slow")
+    row = GradingTask("42", source="slow")
     started = time.monotonic()
-    (verdict,) = patterns.grade([Sample("x" * 4000, np.zeros(1, np.int32), row)])
+    (verdict,) = patterns.grade([Response("x" * 4000, np.zeros(1, np.int32), row)])
     assert verdict.failure.kind == "timeout" and time.monotonic() - started < 30
 
 
 def test_a_long_ground_truth_takes_no_time():
     nested = "\\text{" * 50_000 + "C" + "}" * 50_000
     began = time.process_time()
-    fault = Graders(("choice", {})).fault_of(Row(nested))
+    fault = Graders(("choice", {})).validate(GradingTask(nested))
     assert fault is not None and "is no letter" in fault and len(fault) < 300
     # Once for each level and letter, it took two minutes.
     assert time.process_time() - began < 2

@@ -1,4 +1,4 @@
-"""Training with products in 8 bits: it learns, alike on every mesh, and mixtures are refused."""
+"""Training with matmuls in 8 bits: it learns, alike on every mesh, and mixtures are refused."""
 
 import dataclasses
 import functools
@@ -30,12 +30,12 @@ KINDS = ("int8", "fp8")
 
 
 @functools.cache
-def actor_of(products: str, model: ModelConfig = MODEL, **layout) -> Actor:
+def actor_of(matmuls: str, model: ModelConfig = MODEL, **layout) -> Actor:
     sizes = ParallelLayout.from_config(LayoutConfig(**layout))
     return Actor(
         model,
         build_mesh(sizes, jax.devices()[: sizes.num_devices]),
-        train=TrainConfig(rows=SHAPE.rows, row_tokens=SHAPE.tokens, products=products),
+        train=TrainConfig(rows=SHAPE.rows, row_tokens=SHAPE.tokens, matmuls=matmuls),
         optim=OptimConfig(lr=1e-2, lr_warmup_steps=0, weight_decay=0.0),
         temperature=1.0,
         seed=0,
@@ -59,10 +59,10 @@ def in_full():
     return jax.device_get(actor.state), losses_of(actor, 20)
 
 
-@pytest.mark.parametrize("products", KINDS)
-def test_it_learns_as_full_precision_does(in_full, products):
+@pytest.mark.parametrize("matmuls", KINDS)
+def test_it_learns_as_full_precision_does(in_full, matmuls):
     start, expected = in_full
-    actor = actor_of(products)
+    actor = actor_of(matmuls)
     actor.state = jax.device_put(start, actor.state_shardings())
     found = losses_of(actor, 20)
     assert found[0] == pytest.approx(expected[0], rel=0.01)
@@ -72,7 +72,7 @@ def test_it_learns_as_full_precision_does(in_full, products):
 
 
 @pytest.mark.parametrize(
-    ("products", "layout"),
+    ("matmuls", "layout"),
     [
         ("int8", {"train": "1-2-4", "fsdp": 2}),
         ("int8", {"train": "2-2-2"}),
@@ -80,10 +80,10 @@ def test_it_learns_as_full_precision_does(in_full, products):
     ],
     ids=["int8, tensor and fsdp", "int8, pipeline", "fp8, context"],
 )
-def test_eight_devices_compute_what_one_does(in_full, products, layout):
+def test_eight_devices_compute_what_one_does(in_full, matmuls, layout):
     start, _ = in_full
     logprobs, losses = [], []
-    for actor in (actor_of(products), actor_of(products, **layout)):
+    for actor in (actor_of(matmuls), actor_of(matmuls, **layout)):
         actor.state = jax.device_put(start, actor.state_shardings())
         logprobs.append(np.asarray(actor.logprobs(actor.place(batch()))))
         losses.append(losses_of(actor, 2))
@@ -98,9 +98,9 @@ def test_eight_devices_compute_what_one_does(in_full, products, layout):
     np.testing.assert_allclose(losses[1][1], losses[0][1], rtol=1e-2)
 
 
-@pytest.mark.parametrize("products", KINDS)
-def test_adapters_learn_with_frozen_8_bit_matmuls(products):
-    actor = actor_of(products, ADAPTERS)
+@pytest.mark.parametrize("matmuls", KINDS)
+def test_adapters_learn_with_frozen_8_bit_matmuls(matmuls):
+    actor = actor_of(matmuls, ADAPTERS)
     actor.init()
     _, before = lora.split(jax.device_get(actor.state.params))
     losses = losses_of(actor, 3)
@@ -108,10 +108,10 @@ def test_adapters_learn_with_frozen_8_bit_matmuls(products):
     jax.tree.map(np.testing.assert_array_equal, lora.split(actor.state.params)[1], before)
 
 
-@pytest.mark.parametrize("products", KINDS)
-def test_experts_are_refused(products):
+@pytest.mark.parametrize("matmuls", KINDS)
+def test_experts_are_refused(matmuls):
     mixture = dataclasses.replace(
         MODEL, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
     )
-    with pytest.raises(UserError, match=rf"products '{products}' .* 4 experts .* set it to 'full'"):
-        actor_of(products, mixture)
+    with pytest.raises(UserError, match=rf"matmuls '{matmuls}' .* 4 experts .* set it to 'full'"):
+        actor_of(matmuls, mixture)

@@ -17,9 +17,9 @@ from test_policy import (
 )
 
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.clock import Unclocked
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.roles.correction import CorrectionConfig, RejectionConfig
 from jaxrl.roles.losses import policy
@@ -50,7 +50,7 @@ def step(shape, correction, *, shares, layout=ONE_DEVICE):
     )
     seen = []
     phase = ActorPhase(
-        actor, objective, correction, Unclocked(), shares_forward=shares, look=seen.append
+        actor, objective, correction, NoTimer(), shares_forward=shares, look=seen.append
     )
     batch = actor.place(packed(sequences(), shape))
     # Whatever it holds, it is not looked at.
@@ -109,7 +109,7 @@ def test_while_the_actor_is_frozen_the_gap_is_still_reported():
         actor,
         policy("clipped", OPTIONS, shares_forward=True),
         CorrectionConfig(),
-        Unclocked(),
+        NoTimer(),
         shares_forward=True,
         frozen_steps=1,
     )

@@ -16,7 +16,7 @@ import_extra("dev", "jetstream")
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.rollout.jetstream.engine_adapter import (  # noqa: E402
     JetStreamEngine,
-    Tokenizer,
+    JetstreamTokenizer,
 )
 from jaxrl.rollout.slots import DrawSettings  # noqa: E402
 
@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_the_contract_by_hand():
     """As any orchestrator of the contract would call it, with a padded array and no word of ours."""
-    tokenizer = Tokenizer(encode, decode, CONFIG.stop_ids)
+    tokenizer = JetstreamTokenizer(encode, decode, CONFIG.stop_ids)
     adapter = JetStreamEngine(engine_of(), weights(), tokenizer, DrawSettings(temperature=0.0))
     assert isinstance(adapter, engine_api.Engine)
     prompt = PROMPTS.tokens[2]

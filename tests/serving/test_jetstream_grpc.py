@@ -20,7 +20,7 @@ from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.rollout.jetstream.engine_adapter import (  # noqa: E402
     JetStreamEngine,
-    Tokenizer,
+    JetstreamTokenizer,
     Work,
 )
 from jaxrl.rollout.jetstream.jetstream_backend import FIELDS, CollectedSamples  # noqa: E402
@@ -37,7 +37,7 @@ jetstream_pb2_grpc = importlib.import_module("jetstream.core.proto.jetstream_pb2
 def test_two_drivers_of_one_mesh_take_turns():
     """Two threads that dispatch programs with collectives to the same eight devices."""
     engine, lock = engine_of("1-2-4"), threading.Lock()
-    tokenizer = Tokenizer(encode, decode, stop_ids=())
+    tokenizer = JetstreamTokenizer(encode, decode, stop_ids=())
     adapter = JetStreamEngine(
         engine, weights(), tokenizer, DrawSettings(), columns=FIELDS, lock=lock
     )
@@ -69,7 +69,7 @@ def test_two_drivers_of_one_mesh_take_turns():
 
 @pytest.fixture(scope="module")
 def service():
-    tokenizer = Tokenizer(encode, decode, CONFIG.stop_ids)
+    tokenizer = JetstreamTokenizer(encode, decode, CONFIG.stop_ids)
     driver = TextDriver(JetStreamEngine(engine_of(), weights(), tokenizer, DrawSettings()))
     server = GrpcServer(
         driver,

@@ -11,13 +11,13 @@ import_extra("dev", "pydantic")
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.serving.openai.calls import (  # noqa: E402
     ApiError,
-    Limits,
+    RequestLimits,
     error_of,
     read_chat,
     read_completion,
 )
 
-LIMITS = Limits("m", max_tokens=40, max_context_tokens=64)
+LIMITS = RequestLimits("m", max_tokens=40, max_context_tokens=64)
 VALUES = [
     None,
     True,

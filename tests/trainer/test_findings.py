@@ -91,7 +91,7 @@ def make_config(output, **changes) -> Config:
         "data.train.path": "train.jsonl",
         "data.train.solution_field": "solution",
         "data.evaluation.path": "evaluation.jsonl",
-        "warm_start.num_steps": 1000,
+        "sft.num_steps": 1000,
         "run.output": str(output),
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
@@ -143,7 +143,7 @@ JUDGE = {"reward__judge__chat": False}
             {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
             "did you mean chain_sum",
         ),
-        ({"warm_start__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         ({"run__wandb_project": "mine"}, "the package wandb is not installed"),
     ],
 )
@@ -181,12 +181,12 @@ def test_everything_is_told_at_once(run):
 def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
     assert "absent.py" in run(program.fine_tune, rollout__environment="absent.py:f")
     # And not for what only rewards need.
-    line = run(program.fine_tune, warm_start__path="gone.jsonl", reward__model="nowhere")
-    assert "warm_start.path: gone.jsonl" in line and "nowhere" not in line
+    line = run(program.fine_tune, sft__path="gone.jsonl", reward__model="nowhere")
+    assert "sft.path: gone.jsonl" in line and "nowhere" not in line
 
 
 @pytest.mark.parametrize("kind", [program.train_reward_model, program.train_dpo])
-def test_pairs_are_looked_up_before_the_warm_start(run, kind):
+def test_pairs_are_looked_up_before_sft(run, kind):
     files = {"preference__path": "pairs.jsonl", "preference__evaluation_path": "gone.jsonl"}
     assert "preference.evaluation_path: gone.jsonl does not exist" in run(kind, **files)
 

@@ -13,7 +13,7 @@ from closeness import assert_close
 from extras import import_extra
 
 from jaxrl.config.schema import Config
-from jaxrl.config.stages import EvaluationConfig, WarmStartConfig
+from jaxrl.config.stages import EvaluationConfig, SftConfig
 from jaxrl.data.data_config import CurriculumConfig, DataConfig, SourceConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
@@ -71,7 +71,7 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
             template="{prompt}\n",
             max_prompt_tokens=16,
         ),
-        warm_start=WarmStartConfig(
+        sft=SftConfig(
             num_steps=60,
             examples_per_step=16,
             optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=5),
@@ -108,7 +108,7 @@ def one_device():
 
 
 def warm(config: Config, whole: Config) -> Config:
-    """Gives a run the warm start of `whole`, which is the same and need not be trained again."""
+    """Gives a run the SFT stage of `whole`, which is the same and need not be trained again."""
     shutil.copytree(
         whole.run_folder.path / "sft", config.run_folder.path / "sft", dirs_exist_ok=True
     )
@@ -220,7 +220,7 @@ def test_prompts_need_no_truth_where_only_functions_score(
     train = SourceConfig(source="asks", path=str(tmp_path / "asks.jsonl"))
     settings = {
         "data": dataclasses.replace(whole.data, train=train),
-        "warm_start": WarmStartConfig(),
+        "sft": SftConfig(),
         "algorithm": AlgorithmConfig(dataflow=dataflow),
         "rollout": dataclasses.replace(whole.rollout, keep_groups="score"),
         "reward": dataclasses.replace(whole.reward, functions=odd, grader_weight=0.0),
@@ -319,7 +319,7 @@ def test_a_run_from_weights_keeps_and_shows_their_shape(tmp_path, problems, whol
     config = make_config(tmp_path, problems, model=ModelConfig(), weights=str(tmp_path / "hf"))
     config = dataclasses.replace(
         config,
-        warm_start=dataclasses.replace(config.warm_start, num_steps=2),
+        sft=dataclasses.replace(config.sft, num_steps=2),
     )
     for _ in range(2):
         assert program.fine_tune(config, devices=one_device()) == 0
@@ -361,7 +361,7 @@ def test_batch_that_does_not_divide(tmp_path, problems):
 
 
 def test_data_that_teaches_nothing_ends_with_a_clear_error(tmp_path, problems):
-    config = make_config(tmp_path, problems, warm_start=WarmStartConfig(num_steps=0))
+    config = make_config(tmp_path, problems, sft=SftConfig(num_steps=0))
     with pytest.raises(
         UserError, match=r"10 generation batches .* gave 0 of the 8 groups.*What was sampled is in"
     ):
@@ -462,9 +462,9 @@ def test_a_second_run_in_the_folder_is_refused(whole):
     assert curve(whole) == rows
 
 
-def test_a_shared_warm_start_is_trained_by_one_and_read_by_all(tmp_path, problems, whole):
-    options = dataclasses.replace(whole.warm_start, run="first")
-    config = make_config(tmp_path, problems, num_steps=2, warm_start=options)
+def test_a_shared_sft_stage_is_trained_by_one_and_read_by_all(tmp_path, problems, whole):
+    options = dataclasses.replace(whole.sft, run="first")
+    config = make_config(tmp_path, problems, num_steps=2, sft=options)
     first = dataclasses.replace(config, name="first")
     with (
         only_run_in(first.run_folder.path),
@@ -477,16 +477,14 @@ def test_a_shared_warm_start_is_trained_by_one_and_read_by_all(tmp_path, problem
     assert curve(config) == curve(whole)[:3]
 
 
-def test_no_warm_start_leaves_no_folder(tmp_path, problems):
-    warm_start = WarmStartConfig(num_steps=0)
+def test_no_sft_stage_leaves_no_folder(tmp_path, problems):
+    sft = SftConfig(num_steps=0)
     algorithm = AlgorithmConfig(dataflow="grpo")
-    config = make_config(
-        tmp_path, problems, num_steps=1, warm_start=warm_start, algorithm=algorithm
-    )
+    config = make_config(tmp_path, problems, num_steps=1, sft=sft, algorithm=algorithm)
     assert program.train(config, devices=one_device()) == 0
     assert not (config.run_folder.path / "sft").exists()
-    with pytest.raises(ValueError, match="names a warm start to begin with, and num_steps 0"):
-        WarmStartConfig(run="other", num_steps=0)
+    with pytest.raises(ValueError, match="names an SFT stage to begin with, and num_steps 0"):
+        SftConfig(run="other", num_steps=0)
 
 
 REWARDS = """
@@ -558,7 +556,7 @@ def test_a_curriculum_and_made_problems_resume_to_the_same_curve(tmp_path, probl
             problems,
             num_steps=num_steps,
             data=data,
-            warm_start=WarmStartConfig(num_steps=0),
+            sft=SftConfig(num_steps=0),
             algorithm=AlgorithmConfig(dataflow="grpo"),
         )
 

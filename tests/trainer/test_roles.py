@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
-from jaxrl.planner.profiling import _TracedClock
+from jaxrl.planner.profiling import _TracedTimer
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
@@ -27,8 +27,8 @@ SMALL = {
     "model.head_dim": "16",
     "data.train.size": "40",
     "data.evaluation.size": "10",
-    "warm_start.num_steps": "0",
-    "warm_start.run": "",
+    "sft.num_steps": "0",
+    "sft.run": "",
     "mesh.simulated_devices": "0",
 }
 
@@ -71,7 +71,7 @@ def test_a_stage_is_built_whole(tmp_path):
     run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)
     roles = build_roles(config, run.meshes, run.models)
     starting = functools.partial(load_or_init, run)
-    with contextlib.closing(RlStage(run, roles, _TracedClock(), starting)) as stage:
+    with contextlib.closing(RlStage(run, roles, _TracedTimer(), starting)) as stage:
         before = dict(vars(stage))
         assert None not in before.values()
         stage.begin(None)

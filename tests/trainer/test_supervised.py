@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.schema import Config
-from jaxrl.config.stages import WarmStartConfig
+from jaxrl.config.stages import SftConfig
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
@@ -48,7 +48,7 @@ def make_config(folder, lines: list[str]) -> Config:
         model=MODEL,
         rollout=RolloutConfig(slots=8, prefill_prompts=8),
         train=TrainConfig(rows=2, row_tokens=128),
-        warm_start=WarmStartConfig(
+        sft=SftConfig(
             num_steps=2,
             path=str(path),
             examples_per_step=2,
@@ -61,7 +61,7 @@ def make_config(folder, lines: list[str]) -> Config:
 def test_two_steps_from_a_file(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
     assert program.fine_tune(config, devices=jax.devices()[:1]) == 0
-    first, second = read_metrics(config.warm_start_folder.path / "metrics.jsonl")
+    first, second = read_metrics(config.sft_folder.path / "metrics.jsonl")
     tokenizer = load_tokenizer(config.run_folder.path / "model")
     # Each answer, and that it ends.
     expected = sum(len(tokenizer.encode(text)) + 1 for text in SAID)
@@ -103,7 +103,7 @@ def test_a_broken_row_is_named(line, message, tmp_path):
     with pytest.raises(UserError) as error:
         program.fine_tune(config, devices=jax.devices()[:1])
     assert message in str(error.value)
-    assert not config.warm_start_folder.path.exists()
+    assert not config.sft_folder.path.exists()
 
 
 def test_reinforcement_learning_needs_problems(tmp_path):

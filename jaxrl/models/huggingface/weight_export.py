@@ -34,7 +34,7 @@ from jaxrl.models.huggingface.model_files import (
     write_json,
 )
 from jaxrl.models.huggingface.weight_table import (
-    Row,
+    WeightRule,
     adapter_table,
     bounds_of,
     dimension_sizes,
@@ -142,7 +142,7 @@ def _check_addressable(params: Params) -> None:
 
 
 def _tensor_bytes(
-    table: Iterable[Row], sizes: Mapping[str, int], dtype: np.dtype
+    table: Iterable[WeightRule], sizes: Mapping[str, int], dtype: np.dtype
 ) -> dict[str, int]:
     """Bytes of every tensor by name, in the order of the table."""
     return {
@@ -154,7 +154,7 @@ def _tensor_bytes(
 
 def _write_files(
     params: Params,
-    table: Iterable[Row],
+    table: Iterable[WeightRule],
     sizes: Mapping[str, int],
     files: Mapping[str, Sequence[str]],
     directory: pathlib.Path,
@@ -195,7 +195,11 @@ def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
 
 
 def _gather(
-    leaf: jax.Array, row: Row, sizes: Mapping[str, int], position: Sequence[int], dtype: np.dtype
+    leaf: jax.Array,
+    row: WeightRule,
+    sizes: Mapping[str, int],
+    position: Sequence[int],
+    dtype: np.dtype,
 ) -> np.ndarray:
     """Assembles one tensor of the checkpoint from the shards that hold a part of it."""
     out = np.empty([sizes[c] for c in row.stored.replace(" ", "")], dtype)

@@ -41,7 +41,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
 from jaxrl.models.huggingface.weight_table import (
     Bounds,
-    Row,
+    WeightRule,
     adapter_table,
     bounds_of,
     dimension_sizes,
@@ -271,7 +271,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Stored]:
 
 def _check_headers(
     stored: Mapping[str, Stored],
-    table: Iterable[Row],
+    table: Iterable[WeightRule],
     sizes: Mapping[str, int],
     copies: Mapping[str, str],
     directory: pathlib.Path,
@@ -364,7 +364,11 @@ def _check_equal(
 
 
 def _load_table(
-    reader: _Reader, table: Iterable[Row], sizes: Mapping[str, int], shardings: Any, dtype: np.dtype
+    reader: _Reader,
+    table: Iterable[WeightRule],
+    sizes: Mapping[str, int],
+    shardings: Any,
+    dtype: np.dtype,
 ) -> Params:
     params: Params = {}
     for row in table:
@@ -374,7 +378,7 @@ def _load_table(
 
 
 def _load_leaf(
-    reader: _Reader, row: Row, sizes: Mapping[str, int], sharding: Sharding, dtype: np.dtype
+    reader: _Reader, row: WeightRule, sizes: Mapping[str, int], sharding: Sharding, dtype: np.dtype
 ) -> jax.Array:
     shape = row.leaf_shape(sizes)
     # Read once for all devices that hold the same shard.
@@ -389,7 +393,7 @@ def _load_leaf(
 
 def _load_shard(
     reader: _Reader,
-    row: Row,
+    row: WeightRule,
     sizes: Mapping[str, int],
     bounds: Bounds,
     devices: Sequence[Any],
@@ -410,7 +414,7 @@ def _load_shard(
 
 
 def _read_piece(
-    tensor: Any, row: Row, sizes: Mapping[str, int], bounds: Mapping[str, tuple[int, int]]
+    tensor: Any, row: WeightRule, sizes: Mapping[str, int], bounds: Mapping[str, tuple[int, int]]
 ) -> np.ndarray:
     """Reads the part of a tensor within `bounds`, and splits its merged dimensions."""
     ranges, shape, rest = [], [], []

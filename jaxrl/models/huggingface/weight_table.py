@@ -23,12 +23,12 @@ Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class WeightRule:
     """One line of the table. Dimensions are letters, as in the legend above.
 
     Example, with two layers:
 
-        Row("model.layers.{L}.self_attn.q_proj.weight", "QH D", "layers.attention.q.weight", "LDQH")
+        WeightRule("model.layers.{L}.self_attn.q_proj.weight", "QH D", "layers.attention.q.weight", "LDQH")
 
     maps `...layers.0...` and `...layers.1...`, each [Q * H, D], to our leaf [L, D, Q, H].
 
@@ -72,12 +72,12 @@ class Row:
         return itertools.product(*(range(sizes[letter]) for letter in self.stacked))
 
 
-def weight_table(config: ModelConfig) -> tuple[Row, ...]:
+def weight_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """Every tensor of a checkpoint of `config`, in the order of Transformers."""
-    rows = [Row("model.embed_tokens.weight", "V D", "embedding", "VD")]
+    rows = [WeightRule("model.embed_tokens.weight", "V D", "embedding", "VD")]
 
     def per_layer(name: str, stored: str, path: str, ours: str) -> None:
-        rows.append(Row(f"model.layers.{{L}}.{name}", stored, f"layers.{path}", f"L{ours}"))
+        rows.append(WeightRule(f"model.layers.{{L}}.{name}", stored, f"layers.{path}", f"L{ours}"))
 
     per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
     per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
@@ -105,11 +105,11 @@ def weight_table(config: ModelConfig) -> tuple[Row, ...]:
     per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
     per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
     per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
-    rows.append(Row("model.norm.weight", "D", "final_norm.scale", "D"))
+    rows.append(WeightRule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
-        rows.append(Row("score.weight", "S D", "score_head", "DS"))
+        rows.append(WeightRule("score.weight", "S D", "score_head", "DS"))
     if config.has_unembedding:
-        rows.append(Row("lm_head.weight", "V D", "unembedding", "DV"))
+        rows.append(WeightRule("lm_head.weight", "V D", "unembedding", "DV"))
     return tuple(rows)
 
 
@@ -129,7 +129,7 @@ def dimension_sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def adapter_table(config: ModelConfig) -> tuple[Row, ...]:
+def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """Every tensor of the adapters of `config` with PEFT's names; R is the rank.
 
     Example: layers.attention.q has lora_a [L, D, R], in PEFT [R, D] for each layer, and lora_b [L, R, Q, H],
@@ -145,8 +145,8 @@ def adapter_table(config: ModelConfig) -> tuple[Row, ...]:
         outs, ins = row.stored.split()
         stack = row.stacked
         rows += [
-            Row(f"{name}.lora_A.weight", f"R {ins}", f"{path}.lora_a", f"{stack}{ins}R"),
-            Row(f"{name}.lora_B.weight", f"{outs} R", f"{path}.lora_b", f"{stack}R{outs}"),
+            WeightRule(f"{name}.lora_A.weight", f"R {ins}", f"{path}.lora_a", f"{stack}{ins}R"),
+            WeightRule(f"{name}.lora_B.weight", f"{outs} R", f"{path}.lora_b", f"{stack}R{outs}"),
         ]
     return tuple(rows)
 

@@ -31,7 +31,7 @@ from jaxrl.planner.compiled.hlo import Collective, collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class CostBreakdown:
     """Bytes on one device.
 
     Attributes:
@@ -49,11 +49,11 @@ class Costs:
 class Measured:
     """Costs read from compiled programs, and their collectives: (how often it runs, what)."""
 
-    costs: Costs
+    costs: CostBreakdown
     collectives: tuple[tuple[int, Collective], ...]
 
 
-def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, Costs]:
+def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, CostBreakdown]:
     """HybridFlow Table 2 by name of grouping.
 
     With ZeRO or FSDP on top (`layout.fsdp`) a device also receives what it does not hold of its own
@@ -62,13 +62,13 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, Costs]:
     M, one = Fraction(model_bytes), Fraction(1)
     devices, tp, generate = layout.num_devices, layout.t * layout.p, layout.t_g * layout.p_g
     return {
-        "gather_all": Costs((one - one / devices) * M, M, M / devices),
-        "vanilla": Costs((one - one / tp) * M, M, M / tp),
-        "hybrid": Costs(Fraction(tp - generate, generate * tp) * M, M / generate, 0),
+        "gather_all": CostBreakdown((one - one / devices) * M, M, M / devices),
+        "vanilla": CostBreakdown((one - one / tp) * M, M, M / tp),
+        "hybrid": CostBreakdown(Fraction(tp - generate, generate * tp) * M, M / generate, 0),
     }
 
 
-def from_shardings(weights: list[Weight]) -> Costs:
+def from_shardings(weights: list[Weight]) -> CostBreakdown:
     """The least that any procedure costs, from shapes and shardings alone.
 
     A device receives what it needs and does not hold, keeps what generation does not use, and has both
@@ -83,7 +83,7 @@ def from_shardings(weights: list[Weight]) -> Costs:
         received = received + (_volume(after) - common) * size
         redundant = redundant + (_volume(before) - common) * size
         peak = peak + (_volume(before) + _volume(after) - common) * size
-    return Costs(*(int(np.max(x)) for x in (received, peak, redundant)))
+    return CostBreakdown(*(int(np.max(x)) for x in (received, peak, redundant)))
 
 
 def boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
@@ -129,7 +129,7 @@ def of_resharding(resharding: Resharding) -> Measured:
         found += [(bucket.num_slices, c) for c in _collectives(programs[key], weights)]
         own_bytes.append(programs[key].memory_analysis().temp_size_in_bytes)
     kept = 0 if resharding.donate else sum(w.train_bytes for w in weights if w.moves)
-    costs = Costs(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
+    costs = CostBreakdown(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
     return Measured(costs, tuple(found))
 
 
@@ -150,7 +150,7 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
         memory: Any = gather.memory_analysis()
         gathered += count * memory.output_size_in_bytes
         kept += count * memory.argument_size_in_bytes
-    return Measured(Costs(_received(found, weights), gathered, kept), tuple(found))
+    return Measured(CostBreakdown(_received(found, weights), gathered, kept), tuple(found))
 
 
 def gather_everything(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:

@@ -28,7 +28,7 @@ from jaxrl.mesh.sharding_strategies import HYBRID, ZERO, ShardingStrategy
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.layouts.accounting import (
-    Costs,
+    CostBreakdown,
     Measured,
     from_shardings,
     of_gather_and_keep,
@@ -57,8 +57,8 @@ class Case:
 
     grouping: ShardingStrategy
     mesh: Mesh
-    formula: Costs
-    least: Costs
+    formula: CostBreakdown
+    least: CostBreakdown
     procedure: Measured | None
     tables: Measured | None
 
@@ -152,7 +152,7 @@ def costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
         "compiled: as in the paper": lambda case: case.procedure and case.procedure.costs,
         "compiled: from two tables": lambda case: case.tables and case.tables.costs,
     }
-    for field in dataclasses.fields(Costs):
+    for field in dataclasses.fields(CostBreakdown):
         for number, (source, costs_of) in enumerate(sources.items()):
             shown = []
             for case in cases:

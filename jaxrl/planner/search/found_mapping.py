@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl.planner.search.mapping import (
+    ColocatedSet,
     Mapping,
     PlacementResult,
-    Pool,
     RoleMapping,
     StageBreakdown,
     TaskCosts,
@@ -44,7 +44,7 @@ def mapping_of(
     ordered = sorted(chosen, key=lambda pool: (-pool.devices, pool.names))
     pools, found, first = [], {}, 0
     for index, pool in enumerate(ordered):
-        pools.append(Pool(pool.names, first, pool.devices))
+        pools.append(ColocatedSet(pool.names, first, pool.devices))
         first += pool.devices
         for name in pool.names:
             generation = pool.choice.generation if name == problem.actor.name else None

@@ -35,7 +35,7 @@ class RoleMapping:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pool:
+class ColocatedSet:
     """Devices shared by several roles, which run one after the other.
 
     Attributes:
@@ -126,7 +126,7 @@ class Mapping:
     dataflow: str
     cluster: str
     num_devices: int
-    pools: tuple[Pool, ...]
+    pools: tuple[ColocatedSet, ...]
     roles: collections.abc.Mapping[str, RoleMapping]
     breakdown: tuple[StageBreakdown, ...]
     placements: tuple[PlacementResult, ...]

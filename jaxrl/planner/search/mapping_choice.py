@@ -27,7 +27,7 @@ from jaxrl.planner.search.mapping import Mapping, RoleMapping
 from jaxrl.planner.search.search import search_mapping_of_common_rows
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.workload import Lengths, Workload
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 from jaxrl.planner.step_load import load_of
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.batch_shapes import check_role_batches
@@ -84,8 +84,10 @@ def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
     return Workload(
         prompts=rollout.num_prompts,
         samples=rollout.num_samples,
-        prompt_lengths=Lengths(load.prompt_tokens, config.data.max_prompt_tokens),
-        response_lengths=Lengths(load.response_tokens, rollout.max_response_tokens, "log-normal"),
+        prompt_lengths=LengthDistribution(load.prompt_tokens, config.data.max_prompt_tokens),
+        response_lengths=LengthDistribution(
+            load.response_tokens, rollout.max_response_tokens, "log-normal"
+        ),
         sampled_per_kept=kept if find_dataflow(algorithm.dataflow).dynamic_sampling else 1.0,
         updates=algorithm.updates_per_step,
         epochs=algorithm.epochs,

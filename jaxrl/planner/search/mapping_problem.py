@@ -15,7 +15,7 @@ from jaxrl.planner.simulation.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """Limits of the strategies that a search tries.
 
     Attributes:
@@ -52,7 +52,7 @@ class MappingProblem:
     workload: Workload
     cluster: Cluster
     assumptions: Assumptions
-    limits: Limits
+    limits: SearchLimits
 
     @property
     def actor(self) -> RoleTasks:

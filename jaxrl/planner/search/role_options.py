@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.search.choice_costs import ChoiceCosts
-from jaxrl.planner.search.mapping_problem import Limits
+from jaxrl.planner.search.mapping_problem import SearchLimits
 from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks
@@ -29,7 +29,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def strategies_of(
-    model: ModelConfig, devices: int, domain: int, limits: Limits
+    model: ModelConfig, devices: int, domain: int, limits: SearchLimits
 ) -> Iterator[Strategy]:
     """All strategies on exactly so many devices that divide the model.
 
@@ -68,7 +68,7 @@ def role_options(
     passes: PassSimulator,
     *,
     domain: int,
-    limits: Limits,
+    limits: SearchLimits,
     budget: float,
 ) -> RoleOptions:
     """Strategies that fit by themselves and that no other beats in memory and time at once.

@@ -34,7 +34,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.bounds import Bounds
 from jaxrl.planner.search.found_mapping import ChosenPool, mapping_of
 from jaxrl.planner.search.mapping import Mapping, PlacementResult
-from jaxrl.planner.search.mapping_problem import Limits, MappingProblem
+from jaxrl.planner.search.mapping_problem import MappingProblem, SearchLimits
 from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.search.placements import Placement, checked_placement, placements_of
 from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
@@ -52,7 +52,7 @@ def search_mapping(
     cluster: Cluster | str,
     *,
     assumptions: Assumptions | None = None,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     tasks: Sequence[RoleTasks] | None = None,
     placements: Sequence[Sequence[Sequence[str]]] | None = None,
     every_placement: bool = False,
@@ -82,7 +82,7 @@ def search_mapping(
         workload,
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
         assumptions or Assumptions(),
-        limits or Limits(),
+        limits or SearchLimits(),
     )
     names = [role.name for role in problem.roles]
     chosen = list(placements_of(names))
@@ -114,7 +114,9 @@ def search_mapping_of_common_rows(
     if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
         return found
     roles = tasks_of(dataflow, models)
-    problem = MappingProblem(dataflow, roles, models, workload, cluster, assumptions, Limits())
+    problem = MappingProblem(
+        dataflow, roles, models, workload, cluster, assumptions, SearchLimits()
+    )
     placements = list(placements_of([role.name for role in roles]))
     mappings = []
     for rows in divisors(found.microbatch_rows):

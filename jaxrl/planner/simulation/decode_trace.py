@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.planner.simulation.workload import Lengths
+from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.scheduler import SampleRequest, Scheduler
 
@@ -48,7 +48,11 @@ class DecodeTrace:
 
 @functools.lru_cache(maxsize=4096)
 def quick_trace(
-    prompt_tokens: float, responses: Lengths, samples: int, slots: int, tokens_per_dispatch: int
+    prompt_tokens: float,
+    responses: LengthDistribution,
+    samples: int,
+    slots: int,
+    tokens_per_dispatch: int,
 ) -> DecodeTrace:
     """Traces one replica, which stands for all.
 

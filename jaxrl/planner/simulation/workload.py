@@ -17,7 +17,7 @@ _QUANTILES = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """Distribution of text lengths in tokens.
 
     Attributes:
@@ -41,9 +41,9 @@ class Lengths:
             )
 
     @staticmethod
-    def exactly(tokens: int) -> Lengths:
+    def exactly(tokens: int) -> LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
-        return Lengths(tokens, tokens)
+        return LengthDistribution(tokens, tokens)
 
     def quantiles(self, count: int) -> np.ndarray:
         """`count` representative lengths, ascending: int64 [count]; the last is the longest possible."""
@@ -102,8 +102,8 @@ class Workload:
 
     prompts: Annotated[int, count(1)]
     samples: Annotated[int, count(1)] = 1
-    prompt_lengths: Lengths
-    response_lengths: Lengths
+    prompt_lengths: LengthDistribution
+    response_lengths: LengthDistribution
     sampled_per_kept: Annotated[float, at_least(1)] = 1.0
     updates: Annotated[int, count(1)] = 1
     epochs: Annotated[int, count(1)] = 1

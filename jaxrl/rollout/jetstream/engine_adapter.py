@@ -51,7 +51,7 @@ class WorkPrefix:
     first_sample: int = dataclasses.field(metadata={"static": True})
 
 
-class Tokenizer(tokenizer_api.Tokenizer):
+class JetstreamTokenizer(tokenizer_api.Tokenizer):
     """Wraps an encode and a decode function as JetStream's tokenizer. It neither pads nor adds tokens."""
 
     def __init__(
@@ -107,7 +107,7 @@ class JetStreamEngine(engine_api.Engine):
         self,
         engine: Engine,
         params: Params,
-        tokenizer: Tokenizer,
+        tokenizer: JetstreamTokenizer,
         settings: DrawSettings,
         *,
         samples_per_slot: int = 1,
@@ -219,7 +219,7 @@ class JetStreamEngine(engine_api.Engine):
         """An empty message: `build_tokenizer` needs no file."""
         return tokenizer_pb2.TokenizerParameters()  # pyright: ignore
 
-    def build_tokenizer(self, metadata: Any) -> Tokenizer:
+    def build_tokenizer(self, metadata: Any) -> JetstreamTokenizer:
         """The tokenizer given to the constructor."""
         return self.tokenizer
 

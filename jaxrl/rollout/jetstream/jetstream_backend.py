@@ -21,7 +21,7 @@ from jaxrl.rollout.backend import (
     expected_or_prompt_lengths,
 )
 from jaxrl.rollout.driver import EngineBackend
-from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, Tokenizer, Work
+from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, JetstreamTokenizer, Work
 from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
 from jaxrl.rollout.jetstream.package import ReturnSample
 from jaxrl.rollout.sample_groups import SampleGroups
@@ -143,7 +143,7 @@ class JetStreamBackend(EngineBackend):
         adapter = JetStreamEngine(
             self.engine,
             self.params,
-            Tokenizer(_no_text, self._decode_text, stop_ids=()),
+            JetstreamTokenizer(_no_text, self._decode_text, stop_ids=()),
             DrawSettings(options.seed, options.step, options.temperature, options.truncation),
             samples_per_slot=per_slot,
             columns=FIELDS,

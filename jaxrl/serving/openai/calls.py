@@ -32,7 +32,7 @@ from jaxrl.serving.openai.protocol import (
 Json = dict[str, Any]
 
 
-class Tokenizer(Protocol):
+class RequestTokenizer(Protocol):
     """The methods of a tokenizer that requests need."""
 
     def encode(self, text: str) -> np.ndarray:
@@ -100,7 +100,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of a request, and the name of the model.
 
     Attributes:
@@ -128,7 +128,7 @@ _CHARS_PER_TOKEN = 8
 _LOWEST_TEMPERATURE = 1e-5
 
 
-def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
+def read_completion(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
     """Parses the body of POST /v1/completions.
 
     Raises:
@@ -148,7 +148,7 @@ def read_completion(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     return _call(request, prompts, max_tokens, limits, logprobs=request.logprobs is not None)
 
 
-def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
+def read_chat(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
     """Parses the body of POST /v1/chat/completions.
 
     Raises:
@@ -167,7 +167,7 @@ def read_chat(body: Json, tokenizer: Tokenizer, limits: Limits) -> Call:
     return _call(request, [prompt], max_tokens, limits, logprobs=request.logprobs)
 
 
-def _checked(kind: type[RequestType], body: Json, limits: Limits) -> RequestType:
+def _checked(kind: type[RequestType], body: Json, limits: RequestLimits) -> RequestType:
     try:
         request = read_request(kind, body)
     except InvalidRequest as error:
@@ -176,7 +176,7 @@ def _checked(kind: type[RequestType], body: Json, limits: Limits) -> RequestType
     return request
 
 
-def check_model(name: str, limits: Limits) -> None:
+def check_model(name: str, limits: RequestLimits) -> None:
     """Raises ApiError with status 404 if `name` is not the server's model."""
     if name != limits.model:
         raise ApiError(
@@ -191,7 +191,7 @@ def _call(
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[np.ndarray],
     max_tokens: int,
-    limits: Limits,
+    limits: RequestLimits,
     *,
     logprobs: bool,
 ) -> Call:
@@ -221,7 +221,7 @@ def _call(
     return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
 
 
-def _check_length(text: str, tokenizer: Tokenizer, limits: Limits) -> None:
+def _check_length(text: str, tokenizer: RequestTokenizer, limits: RequestLimits) -> None:
     """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
     reach = _CHARS_PER_TOKEN * limits.max_context_tokens
     if len(text) > reach and len(tokenizer.encode(text[:reach])) > limits.max_context_tokens:
@@ -237,7 +237,7 @@ def _check_sizes(
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[np.ndarray],
     max_tokens: int,
-    limits: Limits,
+    limits: RequestLimits,
 ) -> None:
     if not 1 <= request.n * len(prompts) <= limits.max_choices:
         raise ApiError(

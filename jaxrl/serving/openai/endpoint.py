@@ -30,8 +30,8 @@ from jaxrl.serving.openai.calls import (
     ApiError,
     Call,
     Json,
-    Limits,
-    Tokenizer,
+    RequestLimits,
+    RequestTokenizer,
     check_model,
     error_of,
     read_chat,
@@ -45,7 +45,7 @@ _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-Reader: TypeAlias = Callable[[Json, Tokenizer, Limits], Call]
+Reader: TypeAlias = Callable[[Json, RequestTokenizer, RequestLimits], Call]
 
 
 class _Inbox:
@@ -98,7 +98,7 @@ class _Events(StreamingResponse):
 
 
 def build_app(
-    driver: OnlineDriver, tokenizer: Tokenizer, limits: Limits, *, max_body_bytes: int
+    driver: OnlineDriver, tokenizer: RequestTokenizer, limits: RequestLimits, *, max_body_bytes: int
 ) -> Starlette:
     """Makes the endpoint as an ASGI application.
 

@@ -16,7 +16,7 @@ from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import write_accelerator
-from jaxrl.planner.search.mapping import Mapping, Pool, RoleMapping
+from jaxrl.planner.search.mapping import ColocatedSet, Mapping, RoleMapping
 from jaxrl.planner.search.mapping_choice import (
     assumptions_of,
     propose,
@@ -28,7 +28,12 @@ from jaxrl.planner.search.mapping_choice import (
 )
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import GenerationStrategy, Lengths, Strategy, Workload
+from jaxrl.planner.simulation.workload import (
+    GenerationStrategy,
+    LengthDistribution,
+    Strategy,
+    Workload,
+)
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import pools_of, roles_of
@@ -133,7 +138,7 @@ def mapping_of(strategies, devices=8, generation=(1, 2)):
         )
         for name, strategy in strategies.items()
     }
-    pools = (Pool(tuple(roles), 0, devices),)
+    pools = (ColocatedSet(tuple(roles), 0, devices),)
     return Mapping("ppo", "h100:1x8", 8, pools, roles, (), (), 0.0)
 
 
@@ -165,7 +170,11 @@ def test_pools_apart_become_a_placement():
     found = search_mapping(
         "ppo",
         models,
-        Workload(prompts=64, prompt_lengths=Lengths(64, 128), response_lengths=Lengths(256, 512)),
+        Workload(
+            prompts=64,
+            prompt_lengths=LengthDistribution(64, 128),
+            response_lengths=LengthDistribution(256, 512),
+        ),
         Cluster(accelerator("h100"), (1, 8)),
         placements=[[["actor"], ["critic"]]],
     )

@@ -11,10 +11,10 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping_problem import Limits
+from jaxrl.planner.search.mapping_problem import SearchLimits
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.step_tasks import TASKS, tasks_of
-from jaxrl.planner.simulation.workload import Lengths, Workload
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # Hosts of four and of eight, and parts of one: every cluster of up to 16 devices.
 CLUSTERS = [
@@ -52,7 +52,7 @@ def test_it_is_as_good_as_brute_force(
 ):
     cluster = Cluster(toy(memory, per_host=per_host, host_gbs=host_gbs), shape)
     models, work = toy_models(dataflow, *layers), toy_work(updates=updates)
-    limits = Limits(max_tensor=max_tensor, max_pipeline=2 if dataflow != "ppo" else 1)
+    limits = SearchLimits(max_tensor=max_tensor, max_pipeline=2 if dataflow != "ppo" else 1)
     expected = brute_force(tasks_of(dataflow, models), models, work, cluster, ASSUME, limits)
     if expected == float("inf"):
         with pytest.raises(UserError, match="does not hold actor"):
@@ -65,7 +65,7 @@ def test_it_is_as_good_as_brute_force(
 
 @pytest.mark.parametrize("memory", [1.2, 4.0])
 def test_six_roles_are_as_good_as_brute_force(memory):
-    cluster, limits = Cluster(toy(memory), (2, 4)), Limits(max_tensor=1, max_pipeline=1)
+    cluster, limits = Cluster(toy(memory), (2, 4)), SearchLimits(max_tensor=1, max_pipeline=1)
     models, work = toy_models("safe_rlhf"), toy_work()
     expected = brute_force(tasks_of("safe_rlhf", models), models, work, cluster, ASSUME, limits)
     found = search_mapping("safe_rlhf", models, work, cluster, assumptions=ASSUME, limits=limits)
@@ -81,8 +81,8 @@ def ppo_8b(**changes):
 
 WORK = Workload(
     prompts=1024,
-    prompt_lengths=Lengths.exactly(1024),
-    response_lengths=Lengths.exactly(1024),
+    prompt_lengths=LengthDistribution.exactly(1024),
+    response_lengths=LengthDistribution.exactly(1024),
     updates=8,
 )
 
@@ -96,7 +96,9 @@ WORK = Workload(
 def test_no_device_holds_more_than_it_has(name, dataflow, response):
     small, large = model_shapes("qwen2.5-1.5b"), model_shapes("qwen2.5-3b")
     models = {r.name: large if r.name == "actor" else small for r in TASKS[dataflow]}
-    work = dataclasses.replace(WORK, response_lengths=Lengths(response / 2, response, "log-normal"))
+    work = dataclasses.replace(
+        WORK, response_lengths=LengthDistribution(response / 2, response, "log-normal")
+    )
     found = search_mapping(dataflow, models, work, name)
     assert found.seconds > 0
     for i, pool in enumerate(found.pools):
@@ -147,7 +149,7 @@ def test_more_of_anything_is_never_slower(dataflow):
         {"host_gbs": 4.0},
     ):
         assert seconds(toy(0.5, **changes)) <= base
-    longer = toy_work(response_lengths=Lengths(128, 256, "log-normal"))
+    longer = toy_work(response_lengths=LengthDistribution(128, 256, "log-normal"))
     assert (
         search_mapping(
             dataflow, models, longer, Cluster(toy(0.5), (2, 4)), assumptions=ASSUME

@@ -27,7 +27,7 @@ from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, sl
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import (
     GenerationStrategy,
-    Lengths,
+    LengthDistribution,
     Strategy,
     Workload,
     layout_of,
@@ -53,8 +53,8 @@ CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4))
 WORK = toy_work(
     prompts=16,
     samples=1,
-    prompt_lengths=Lengths.exactly(128),
-    response_lengths=Lengths.exactly(128),
+    prompt_lengths=LengthDistribution.exactly(128),
+    response_lengths=LengthDistribution.exactly(128),
     updates=2,
     microbatch_tokens=512,
 )
@@ -288,7 +288,7 @@ def test_terms_are_positive_and_longer_responses_slower(p_g, t_g):
     strategy, chosen = Strategy(2, 2, 4), GenerationStrategy(p_g, t_g, 3)
     short, long = (
         generator(
-            Assumptions(), toy_work(response_lengths=Lengths(mean, 256, "log-normal"))
+            Assumptions(), toy_work(response_lengths=LengthDistribution(mean, 256, "log-normal"))
         ).generation(MODEL, strategy, chosen)
         for mean in (60, 120)
     )
@@ -307,7 +307,7 @@ def test_slot_counts_end_with_the_most():
 
 
 def test_samples_of_one_length_go_in_waves():
-    trace = quick_trace(10.0, Lengths.exactly(4), 5, 2, 2)
+    trace = quick_trace(10.0, LengthDistribution.exactly(4), 5, 2, 2)
     # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
     assert trace.steps.tolist() == [4, 4, 4]
     assert trace.slots.tolist() == [2, 2, 2]  # too few for a smaller program
@@ -319,7 +319,7 @@ def test_samples_of_one_length_go_in_waves():
     st.integers(1, 60), st.integers(1, 20), st.sampled_from(["constant", "log-normal"])
 )
 def test_every_token_is_decoded_once(samples, slots, kind):
-    lengths = Lengths(20, 50, kind)
+    lengths = LengthDistribution(20, 50, kind)
     trace = quick_trace(5.0, lengths, samples, min(slots, samples), 4)
     tokens = lengths.quantiles(samples).sum()
     assert trace.samples * trace.steps.sum() == pytest.approx(tokens)
@@ -331,7 +331,7 @@ def test_every_token_is_decoded_once(samples, slots, kind):
 
 @pytest.mark.parametrize("kind", ["constant", "log-normal"])
 def test_the_short_way_is_close_to_the_engines_scheduler(kind):
-    lengths = Lengths(96, 256, kind)
+    lengths = LengthDistribution(96, 256, kind)
     quick = quick_trace(64.0, lengths, 48, 8, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
     replayed = replayed_trace(
@@ -357,18 +357,19 @@ def test_a_replay_of_one_replica_by_hand():
 
 
 def test_lengths_have_their_mean_and_longest():
-    lengths = Lengths(3950, 20_480, "log-normal")
+    lengths = LengthDistribution(3950, 20_480, "log-normal")
     found = lengths.quantiles(4096)
     assert found.mean() == pytest.approx(3950, rel=0.01)
     assert found[-1] == 20_480 and (np.diff(found) >= 0).all()
     assert np.median(found) == pytest.approx(2630, rel=0.05)
-    assert Lengths.exactly(7).quantiles(3).tolist() == [7, 7, 7]
+    assert LengthDistribution.exactly(7).quantiles(3).tolist() == [7, 7, 7]
 
 
 @hypothesis.given(st.integers(1, 300), st.integers(1, 300))
 def test_moments_of_whole_sequences(prompt, response):
     work = toy_work(
-        prompt_lengths=Lengths.exactly(prompt), response_lengths=Lengths.exactly(response)
+        prompt_lengths=LengthDistribution.exactly(prompt),
+        response_lengths=LengthDistribution.exactly(response),
     )
     assert work.mean_square_tokens == (prompt + response) ** 2
     numbers = model_numbers(MODEL)
@@ -380,8 +381,8 @@ def test_moments_of_whole_sequences(prompt, response):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Lengths(30, 20), "mean length 30 is above the longest, 20"),
-        (lambda: Lengths(0, 20), "mean 0 is not positive"),
+        (lambda: LengthDistribution(30, 20), "mean length 30 is above the longest, 20"),
+        (lambda: LengthDistribution(0, 20), "mean 0 is not positive"),
         (lambda: toy_work(updates=100), "100 updates are more than the 24 sequences"),
         (lambda: toy_work(sampled_per_kept=0.5), "sampled_per_kept 0.5 is below 1"),
         (lambda: Assumptions(flops_rate=1.5), "flops_rate 1.5 is above 1"),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 
 
-class Clock(Protocol):
+class StepTimer(Protocol):
     """The loop, as seen from within a step."""
 
     @property
@@ -46,8 +46,8 @@ class Clock(Protocol):
         ...
 
 
-class Unclocked:
-    """A clock that measures nothing and never stops, for parts of a step on their own."""
+class NoTimer:
+    """A timer that measures nothing and never stops, for parts of a step on their own."""
 
     stop_pending = False
 
