@@ -19,7 +19,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
-from jaxrl.planner.search.role_options import Limits, strategies_of
+from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
 from jaxrl.planner.simulation.model_numbers import model_numbers
@@ -188,7 +188,7 @@ def test_greedy_answers_are_scored_too():
 def test_the_real_rules_accept_every_strategy(name, devices):
     model = model_shapes(name)
     _, shapes, axes = decoder_graph(model)
-    for strategy in strategies_of(model, devices, 8, Limits()):
+    for strategy in strategies_of(model, devices, 8, SearchLimits()):
         layout = layout_of(strategy)
         text = f"{strategy.p}-{strategy.t}-{strategy.d}"
         config = LayoutConfig(train=text, fsdp=strategy.fsdp)
@@ -387,7 +387,7 @@ def test_moments_of_whole_sequences(prompt, response):
         (lambda: toy_work(sampled_per_kept=0.5), "sampled_per_kept 0.5 is below 1"),
         (lambda: Assumptions(flops_rate=1.5), "flops_rate 1.5 is above 1"),
         (lambda: Assumptions(remat="some"), "remat = 'some'"),
-        (lambda: Limits(max_tensor=0), "max_tensor 0 is below 1"),
+        (lambda: SearchLimits(max_tensor=0), "max_tensor 0 is below 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
@@ -404,7 +404,7 @@ def test_a_measured_entry_reaches_its_rates():
 
 def test_all_strategies_use_all_devices_and_divide_the_model():
     model = model_shapes("qwen2.5-7b")
-    found = list(strategies_of(model, 16, 8, Limits()))
+    found = list(strategies_of(model, 16, 8, SearchLimits()))
     assert len(found) == len(set(found))
     for s in found:
         assert s.num_devices == 16 and s.d % s.fsdp == 0
@@ -412,6 +412,6 @@ def test_all_strategies_use_all_devices_and_divide_the_model():
     # 28 heads and 28 layers: 8 divides neither. All that divides both numbers is there.
     sizes = {(s.p, s.t) for s in found}
     assert sizes == set(itertools.product((1, 2, 4), (1, 2, 4)))
-    assert {s.t for s in strategies_of(model, 16, 2, Limits())} == {1, 2}
-    assert {s.fsdp for s in strategies_of(model, 16, 8, Limits(fsdp=False))} == {1}
+    assert {s.t for s in strategies_of(model, 16, 2, SearchLimits())} == {1, 2}
+    assert {s.fsdp for s in strategies_of(model, 16, 8, SearchLimits(fsdp=False))} == {1}
     assert isinstance(WORK, Workload)
