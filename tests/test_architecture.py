@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From the ground up. Rooms on one line do not import each other.
 LINES = (
     ("types", "errors"),
-    ("user_code", "process_pool", "checks", "files", "flags"),
+    ("user_code", "process_pool", "checks", "files", "flags", "hub"),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
     ("roles", "testing", "serving"),
@@ -57,6 +57,7 @@ LATE_IMPORTS = {
         "jaxrl/tracking/browse/browse_command.py",
         "jaxrl.tracking.browse.browse_app",
     ): "extra `serve`",
+    ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     ("jaxrl/trainer/run_files.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
 }
 

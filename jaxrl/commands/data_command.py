@@ -30,7 +30,9 @@ from jaxrl.data.stream import EncodedPrompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.flags import add_flags
+from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
 from jaxrl.trainer.context import tokenizer_of
+from jaxrl.trainer.hub_files import with_hub_files
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
@@ -88,7 +90,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    config = load_config(Config, args.config, overrides)
+    config = with_hub_files(load_config(Config, args.config, overrides), weights=False)
     truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
     problems = ProblemReader(config.data, needs_truths=needs_truths(config)).read(truths)
     _report(problems, config.data, tokenizer_of(config, problems, ()), args)
@@ -97,7 +99,9 @@ def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _of_files(args: argparse.Namespace) -> None:
     sources = {
         f"{pathlib.Path(path).name}{f'_{i}' if i else ''}": SourceConfig(
-            path=path, prompt_field=args.prompt_field, answer_field=args.answer_field
+            path=local_rows(path, TRAINING),
+            prompt_field=args.prompt_field,
+            answer_field=args.answer_field,
         )
         for i, path in enumerate(args.files)
     }
@@ -113,7 +117,7 @@ def _of_files(args: argparse.Namespace) -> None:
     problems = ProblemReader(data).read_training(truths)
     if args.chat and not args.tokenizer:
         raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    tokenizer = load_tokenizer(local_tokenizer(args.tokenizer)) if args.tokenizer else None
     _report(problems, data, tokenizer, args)
 
 

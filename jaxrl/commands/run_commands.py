@@ -12,6 +12,7 @@ from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
+from jaxrl.trainer.hub_files import with_hub_files
 
 
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
@@ -44,5 +45,5 @@ def train_reward_model(config: Config) -> int:
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
     """Sets up this process, resolves the config's open settings, and calls `run`."""
-    config = program.start(config)
+    config = with_hub_files(program.start(config), jax.devices())
     return run(resolved(config, jax.devices(), kind=kind))

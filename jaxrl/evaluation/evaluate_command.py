@@ -14,6 +14,7 @@ line on stderr and exit status 2. docs/evaluation.md says what the statistics ar
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.flags import add_flags, settings_of
+from jaxrl.hub.local_paths import EVALUATION, local_rows
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 
@@ -59,7 +61,8 @@ def _config_of(args: argparse.Namespace) -> EvaluateConfig:
 
 def _run(config: EvaluateConfig, planned: list[Planned]) -> None:
     """Evaluates; what is planned is left in the list, for who is interrupted."""
-    planned.append(plan_evaluation(config))
+    sets = tuple(local_rows(path, EVALUATION) for path in config.sets)
+    planned.append(plan_evaluation(dataclasses.replace(config, sets=sets)))
     results = evaluate(planned[0], say=_say)
     if not results:
         return  # the first process tells

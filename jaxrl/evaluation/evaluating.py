@@ -36,6 +36,7 @@ from jaxrl.evaluation.policy_loading import FoundModel, find_model
 from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
 from jaxrl.evaluation.sampled_answers import EVALUATION_STEP
 from jaxrl.evaluation.statistics import Estimate, statistics_of
+from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
@@ -132,7 +133,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         limit=config.limit,
         graders=graders,
     )
-    found = find_model(pathlib.Path(config.model))
+    found = find_model(pathlib.Path(local_model(config.model)))
     task = _task_of(config, found)
     prompts = prompts_of(
         sets,

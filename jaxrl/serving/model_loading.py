@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl.data import model_directory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.models.decoder import Params, decoder_graph
@@ -45,7 +46,7 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     Raises:
       UserError: a file is missing or broken, or the model does not fit.
     """
-    directory = pathlib.Path(config.model)
+    directory = pathlib.Path(local_model(config.model))
     model_directory.check_is_directory(directory)
     if model_directory.is_run_folder(directory):
         raise UserError(

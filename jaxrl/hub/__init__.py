@@ -1,0 +1,1 @@
+"""Models and data sets by their name on the Hugging Face hub."""

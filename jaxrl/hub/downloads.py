@@ -1,0 +1,340 @@
+"""Fetches models and data sets from the Hugging Face hub into its local cache (`HF_HOME`).
+
+Only formats that hold no code are fetched: safetensors and JSON of a model; Parquet, JSON and Arrow of a data
+set. A fetched file is compared with the hub's checksum. Without a network, the cache is used as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import glob
+import hashlib
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub import errors as hub_errors
+
+from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import HubName
+from jaxrl.hub.hub_splits import DATA_FILES, choose_files, declared_splits, inferred_splits
+
+Kind = Literal["model", "dataset"]
+
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Weights that can run code when they are read, and formats of other programs.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
+_CONVERTED = "refs/convert/parquet"
+# `HTTPError` is that of the HTTP library; answers with an error status are its subclass `HfHubHTTPError`.
+_NO_NETWORK = (
+    hub_errors.HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    hub_errors.OfflineModeIsEnabled,
+)
+
+
+class Hub:
+    """The hub, or a server with its interface.
+
+    Attributes:
+      endpoint: address of the server.
+    """
+
+    def __init__(self, *, endpoint: str | None = None, cache_dir: str | pathlib.Path | None = None):
+        """Args:
+        endpoint: address of the server; None takes `HF_ENDPOINT`, or huggingface.co.
+        cache_dir: cache of repositories; None takes the one of `HF_HOME`.
+        """
+
+        self.endpoint = endpoint or constants.ENDPOINT
+        self._api = huggingface_hub.HfApi(endpoint=self.endpoint)
+        self._cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE)
+
+    def check_model(self, name: HubName, *, tokenizer_only: bool = False) -> None:
+        """Asks the hub whether `model` would find its files, and fetches none.
+
+        Raises:
+          UserError: the hub cannot provide the model, and the cache does not hold it.
+        """
+        info = self._info(name, "model")
+        if info is None:
+            self._cached(name, "model")
+        else:
+            _model_files(name, info, tokenizer_only=tokenizer_only)
+
+    def model(self, name: HubName, *, tokenizer_only: bool = False) -> pathlib.Path:
+        """Fetches what is missing of a model.
+
+        Args:
+          name: of the model; its subset and split are "".
+          tokenizer_only: the files of the tokenizer suffice.
+
+        Returns:
+          The directory of the files, in the cache.
+
+        Raises:
+          UserError: there is no such model, it needs a token, it has no safetensors, or it can be neither
+            fetched nor found in the cache.
+        """
+        info = self._info(name, "model")
+        if info is None:
+            folder = self._cached(name, "model")
+        else:
+            files = _model_files(name, info, tokenizer_only=tokenizer_only)
+            folder = self._fetch(name, "model", info, files)
+        return self._named(name, folder)
+
+    def check_rows(self, name: HubName, splits: Sequence[str]) -> None:
+        """Asks the hub whether `rows` would find its files, and fetches none.
+
+        Raises:
+          UserError: as `rows`.
+        """
+        self._choose(name, splits)
+
+    def rows(self, name: HubName, splits: Sequence[str]) -> pathlib.Path:
+        """Fetches what is missing of one split of a data set.
+
+        Args:
+          name: of the data set.
+          splits: names of the split, best first, if `name` has none. A data set with one split has that one.
+
+        Returns:
+          A directory with all files of the split and no others; its name is that of the data set.
+
+        Raises:
+          UserError: there is no such data set, subset or split, it needs a token, it has no file that can be
+            read, or it can be neither fetched nor found in the cache.
+        """
+        name, info, files = self._choose(name, splits)
+        if info is None:
+            folder = self._cached(name, "dataset")
+        else:
+            folder = self._fetch(name, "dataset", info, files)
+        return self._split_folder(name, folder, files)
+
+    def push_model(self, folder: pathlib.Path, name: HubName, *, private: bool) -> str:
+        """Uploads a directory as a model; makes the repository if there is none.
+
+        Returns:
+          The address of the model's page.
+
+        Raises:
+          UserError: no token, no right to write there, or no network.
+        """
+        try:
+            self._api.create_repo(name.repo, private=private, exist_ok=True)
+            self._api.upload_folder(
+                repo_id=name.repo,
+                folder_path=folder,
+                revision=name.revision or None,
+                commit_message="Upload a model trained by jaxrl",
+            )
+        except (hub_errors.HfHubHTTPError, hub_errors.LocalTokenNotFoundError) as error:
+            raise UserError(
+                f"{self.endpoint} did not take {name}: {_first_line(error)}; run `hf auth login` with a "
+                "token that may write there"
+            ) from error
+        except _NO_NETWORK as error:
+            raise UserError(
+                f"{self.endpoint} cannot be reached ({_first_line(error)}); {folder} holds the model, push "
+                "it later"
+            ) from error
+        return f"{self.endpoint}/{name.repo}"
+
+    def _choose(self, name: HubName, splits: Sequence[str]) -> tuple[HubName, Any, list[str]]:
+        """(the name with its revision, the hub's answer or None without a network, the files of the split)."""
+        # The hub converts data sets of other formats itself, on a branch of its own.
+        converted = dataclasses.replace(name, revision=_CONVERTED)
+        refusals = []
+        for each in [name] if name.revision else [name, converted]:
+            try:
+                info = self._info(each, "dataset")
+                names = _files_in(self._cached(each, "dataset")) if info is None else _names(info)
+            except UserError as error:
+                refusals.append(error)
+                continue
+            if found := (info and declared_splits(info)) or inferred_splits(names):
+                return each, info, choose_files(name, found, splits)
+            refusals.append(
+                UserError(
+                    f"data set {name} has no {', '.join(DATA_FILES)} file; it has {_some(names)}: convert "
+                    "it, or name another"
+                )
+            )
+        raise refusals[0]
+
+    def _info(self, name: HubName, kind: Kind) -> Any:
+        """The hub's answer about a repository; None without a network."""
+        try:
+            info = self._api.repo_info(
+                name.repo, repo_type=kind, revision=name.revision or None, files_metadata=True
+            )
+        except hub_errors.HfHubHTTPError as error:
+            if error.response is not None and error.response.status_code >= 500:
+                return None
+            raise self._refusal(error, name, kind) from error
+        except hub_errors.HFValidationError as error:
+            raise self._refusal(error, name, kind) from error
+        except _NO_NETWORK:
+            return None
+        if getattr(info, "gated", False) and huggingface_hub.get_token() is None:
+            raise UserError(self._gated(name))
+        return info
+
+    def _fetch(self, name: HubName, kind: Kind, info: Any, files: Sequence[str]) -> pathlib.Path:
+        cached = functools.partial(
+            huggingface_hub.try_to_load_from_cache,
+            name.repo,
+            cache_dir=self._cache,
+            revision=info.sha,
+            repo_type=kind,
+        )
+        new = [file for file in files if not cached(filename=file)]
+        try:
+            # By its revision, not its commit: the cache then knows the revision without a network.
+            folder = self._api.snapshot_download(
+                name.repo,
+                repo_type=kind,
+                revision=name.revision or None,
+                cache_dir=self._cache,
+                allow_patterns=[glob.escape(file) for file in files],
+            )
+        except (*_NO_NETWORK, OSError) as error:
+            raise self._refusal(error, name, kind) from error
+        checksums = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
+        for file in new:
+            if file in checksums and pathlib.Path(folder).name == info.sha:
+                _check(pathlib.Path(folder, file), checksums[file])
+        return pathlib.Path(folder)
+
+    def _cached(self, name: HubName, kind: Kind) -> pathlib.Path:
+        """The directory of a repository in the cache."""
+        try:
+            folder = huggingface_hub.snapshot_download(
+                name.repo,
+                repo_type=kind,
+                revision=name.revision or None,
+                cache_dir=self._cache,
+                local_files_only=True,
+                # The cache holds the files that were chosen, not the whole repository.
+                allow_patterns=["config.json"] if kind == "model" else ["no file"],
+            )
+        except (hub_errors.LocalEntryNotFoundError, hub_errors.IncompleteSnapshotError) as error:
+            raise UserError(
+                f"{name} is no directory here, {self.endpoint} cannot be reached, and {self._cache} does not "
+                "hold it; put its files into a directory and name that, or fetch it where there is a network "
+                "and set HF_HOME to a copy of that cache"
+            ) from error
+        return pathlib.Path(folder)
+
+    def _named(self, name: HubName, snapshot: pathlib.Path) -> pathlib.Path:
+        """A link to a snapshot with the model's name, which tables and servers show."""
+        link = self._cache / "jaxrl" / snapshot.name / name.repo.split("/")[1]
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(link):
+                link.symlink_to(snapshot)
+        except OSError:
+            return snapshot  # a cache that is read-only
+        return link
+
+    def _split_folder(
+        self, name: HubName, folder: pathlib.Path, files: Sequence[str]
+    ) -> pathlib.Path:
+        """A directory with links to some files of a snapshot."""
+        chosen = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+        links = self._cache / "jaxrl" / folder.name / chosen / name.repo.split("/")[1]
+        links.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            link = links / file.replace("/", "-")
+            if not os.path.lexists(link):
+                link.symlink_to(folder / file)
+        return links
+
+    def _refusal(self, error: Exception, name: HubName, kind: Kind) -> UserError:
+        if isinstance(error, hub_errors.GatedRepoError):
+            return UserError(self._gated(name))
+        if isinstance(error, hub_errors.RevisionNotFoundError):
+            return UserError(f"{name.repo} has no revision {name.revision!r} at {self.endpoint}")
+        if isinstance(error, hub_errors.RepositoryNotFoundError):
+            return UserError(
+                f"{name} is no path here, and {self.endpoint} has no such {kind}; check the name, or run "
+                "`hf auth login` if it is private"
+            )
+        if isinstance(error, hub_errors.HFValidationError):
+            return UserError(f"{name} is no path here and no name on the hub: {_first_line(error)}")
+        return UserError(
+            f"{name} could not be fetched from {self.endpoint}: {_first_line(error)}; run the command again, "
+            "it goes on where it stopped"
+        )
+
+    def _gated(self, name: HubName) -> str:
+        return (
+            f"{name} needs an account that accepted its terms; accept them on {self.endpoint}/{name.repo}, "
+            "then run `hf auth login` or set HF_TOKEN"
+        )
+
+
+def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]:
+    """Files to fetch of a model: those in its main directory, in formats that hold no code."""
+    names = [n for n in _names(info) if "/" not in n]
+    found = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _MODEL_FILES)]
+    if tokenizer_only:
+        return [n for n in found if ".safetensors" not in n]
+    if any(n.endswith(".safetensors") for n in found):
+        return found
+    others = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _OTHER_WEIGHTS)]
+    has = f"only {_some(others)}" if others else "no weights"
+    raise UserError(
+        f"{name} has {has}; jaxrl reads safetensors, which hold no code: take a revision that has them, or "
+        "convert it (GGUF: jaxrl convert --from gguf)"
+    )
+
+
+def _files_in(folder: pathlib.Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _names(info: Any) -> list[str]:
+    return sorted(sibling.rfilename for sibling in info.siblings or ())
+
+
+def _check(path: pathlib.Path, sha256: str) -> None:
+    """Compares a fetched file with its checksum; removes it and raises UserError if it differs."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found == sha256:
+        return
+    path.resolve().unlink()
+    path.unlink(missing_ok=True)
+    raise UserError(
+        f"{path.name} arrived damaged (SHA-256 {found[:12]}..., the hub tells {sha256[:12]}...) and was "
+        "removed; run the command again"
+    )
+
+
+def _some(names: Sequence[str], *, at_most: int = 4) -> str:
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return (", ".join(names[:at_most]) or "no file") + more
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,55 @@
+"""Names on the Hugging Face hub, as settings give them.
+
+    HuggingFaceTB/SmolLM2-135M-Instruct             a model
+    HuggingFaceTB/SmolLM2-135M-Instruct@v1.0        its revision: a branch, a tag or a commit
+    openai/gsm8k:main                               the subset "main" of a data set
+    openai/gsm8k:main:test                          one split of it
+
+A name that exists as a file or directory is that file or directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(:(?P<subset>[\w.-]+)(:(?P<split>[\w.-]+))?)?"
+    r"(@(?P<revision>[\w./-]+))?"
+)
+# A path with one of these endings is a file that is missing here.
+_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".array_record", ".py", ".txt", ".gguf")
+
+
+@dataclasses.dataclass(frozen=True)
+class HubName:
+    """A repository on the hub.
+
+    Attributes:
+      repo: owner and name, "openai/gsm8k".
+      subset: subset of a data set; "" for the only one.
+      split: split of a data set; "" for the one that the setting implies.
+      revision: branch, tag or commit; "" for the main branch.
+    """
+
+    repo: str
+    subset: str = ""
+    split: str = ""
+    revision: str = ""
+
+    def __str__(self) -> str:
+        parts = ":".join(filter(None, (self.repo, self.subset, self.split)))
+        return f"{parts}@{self.revision}" if self.revision else parts
+
+
+def hub_name(text: str) -> HubName | None:
+    """Reads a setting; None if it is empty, exists as a path here, or cannot be a name on the hub."""
+    found = _NAME.fullmatch(text)
+    if found is None or os.path.lexists(text):
+        return None
+    repo = found["repo"]
+    if repo.lower().endswith(_FILES) or ".py:" in text:
+        return None
+    return HubName(repo, found["subset"] or "", found["split"] or "", found["revision"] or "")
