@@ -2,7 +2,7 @@
 
     python launch/convert.py --from hf --path DIR --to orbax --out DIR2
     python launch/convert.py --from orbax --path DIR2 --to hf --out DIR3
-    python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out DIR
+    python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out DIR [--push OWNER/NAME]
 
 An Orbax directory has the files of a Hugging Face directory (config.json, generation_config.json, tokenizer),
 with our parameter tree in `params/` instead of the safetensors files. From a run the newest intact checkpoint
@@ -23,6 +23,8 @@ import jax
 
 from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.hub.hub_names import HubName, parsed_name
+from jaxrl.hub.local_paths import local_model, open_hub
 from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
 from jaxrl.tracking.export import export_run
@@ -36,11 +38,30 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser(program)
     args = parser.parse_args(arguments)
     try:
+        pushed_to = check_push(args)
         print(convert(args))
+        if pushed_to is not None:
+            print(open_hub().push_model(args.out, pushed_to, private=not args.public))
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def check_push(args: argparse.Namespace) -> HubName | None:
+    """Returns the name to push to; None if nothing is pushed.
+
+    Raises:
+      UserError: --push is no name on the hub, or the result is no directory for the hub.
+    """
+    if not args.push:
+        return None
+    if args.target != "hf":
+        raise UserError(f"--push takes what --to hf writes, and this is --to {args.target}")
+    name = parsed_name(args.push)
+    if name is None or name.subset:
+        raise UserError(f"--push {args.push!r} is no name on the hub; write OWNER/NAME")
+    return name
 
 
 def convert(args: argparse.Namespace) -> str:
@@ -53,7 +74,7 @@ def convert(args: argparse.Namespace) -> str:
     check_path("--out", args.out)
     check_shard_bytes(args.max_shard_bytes)
     if (args.source, args.target) == ("hf", "orbax"):
-        hf_to_orbax(args.path, args.out, dtype=args.dtype)
+        hf_to_orbax(pathlib.Path(local_model(str(args.path))), args.out, dtype=args.dtype)
     elif (args.source, args.target) == ("orbax", "hf"):
         orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
     elif (args.source, args.target) == ("run", "hf"):
@@ -93,6 +114,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapter_only", action="store_true", help="of a run: the adapters without the base model"
     )
+    parser.add_argument(
+        "--push",
+        default="",
+        metavar="OWNER/NAME",
+        help="of --to hf: upload the result to the Hugging Face hub",
+    )
+    parser.add_argument("--public", action="store_true", help="of --push: everyone may read it")
     parser.add_argument(
         "--max_shard_bytes",
         type=int,

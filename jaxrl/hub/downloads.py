@@ -93,11 +93,8 @@ class Hub:
             fetched nor found in the cache.
         """
         info = self._info(name, "model")
-        if info is None:
-            folder = self._cached(name, "model")
-        else:
-            files = _model_files(name, info, tokenizer_only=tokenizer_only)
-            folder = self._fetch(name, "model", info, files)
+        files = info and _model_files(name, info, tokenizer_only=tokenizer_only)
+        folder = self._fetch(name, "model", info, files or ())
         return self._named(name, folder)
 
     def check_rows(self, name: HubName, splits: Sequence[str]) -> None:
@@ -123,10 +120,7 @@ class Hub:
             read, or it can be neither fetched nor found in the cache.
         """
         name, info, files = self._choose(name, splits)
-        if info is None:
-            folder = self._cached(name, "dataset")
-        else:
-            folder = self._fetch(name, "dataset", info, files)
+        folder = self._fetch(name, "dataset", info, files)
         return self._split_folder(name, folder, files)
 
     def push_model(self, folder: pathlib.Path, name: HubName, *, private: bool) -> str:
@@ -159,7 +153,7 @@ class Hub:
         return f"{self.endpoint}/{name.repo}"
 
     def _choose(self, name: HubName, splits: Sequence[str]) -> tuple[HubName, Any, list[str]]:
-        """(the name with its revision, the hub's answer or None without a network, the files of the split)."""
+        """(the name with its revision, the hub's answer or None without a network, files of the split)."""
         # The hub converts data sets of other formats itself, on a branch of its own.
         converted = dataclasses.replace(name, revision=_CONVERTED)
         refusals = []
@@ -199,6 +193,8 @@ class Hub:
         return info
 
     def _fetch(self, name: HubName, kind: Kind, info: Any, files: Sequence[str]) -> pathlib.Path:
+        if info is None:
+            return self._cached(name, kind)
         cached = functools.partial(
             huggingface_hub.try_to_load_from_cache,
             name.repo,

@@ -46,8 +46,13 @@ class HubName:
 
 def hub_name(text: str) -> HubName | None:
     """Reads a setting; None if it is empty, exists as a path here, or cannot be a name on the hub."""
+    return None if os.path.lexists(text) else parsed_name(text)
+
+
+def parsed_name(text: str) -> HubName | None:
+    """Reads a name, whether or not a path of that name exists; None if it cannot be one."""
     found = _NAME.fullmatch(text)
-    if found is None or os.path.lexists(text):
+    if found is None:
         return None
     repo = found["repo"]
     if repo.lower().endswith(_FILES) or ".py:" in text:

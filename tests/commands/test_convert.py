@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import hub_server
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.commands.convert import main
+from jaxrl.hub import local_paths
+from jaxrl.hub.downloads import Hub
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
@@ -74,6 +77,25 @@ def test_there_and_back_gives_equal_tensors_and_files(tmp_path, source):
     assert {path.name for path in tmp_path.iterdir()} == {"orbax", "hf"}
 
 
+def test_a_model_comes_from_the_hub_and_goes_there(tmp_path, source, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    with hub_server.serving() as server:
+        hub = Hub(endpoint=server.url, cache_dir=tmp_path / "cache")
+        monkeypatch.setattr(local_paths, "open_hub", lambda: hub)
+        monkeypatch.setattr("jaxrl.commands.convert.open_hub", lambda: hub)
+        server.repos["models", "me/tiny"] = {
+            file.name: file.read_bytes() for file in source.iterdir() if file.is_file()
+        }
+        out = tmp_path / "orbax"
+        assert convert(**{"from": "hf", "path": "me/tiny", "to": "orbax", "out": out}) == 0
+        back = {"from": "orbax", "path": out, "to": "hf", "out": tmp_path / "hf"}
+        assert convert(**back, push="me/again") == 0
+        assert capsys.readouterr().out.endswith(f"{server.url}/me/again\n")
+        pushed = server.repos["models", "me/again"]
+    assert pushed.keys() == {file.name for file in (tmp_path / "hf").iterdir()}
+    assert pushed["config.json"] == (tmp_path / "hf" / "config.json").read_bytes()
+
+
 def test_the_type_can_be_chosen(tmp_path, source):
     assert convert(**{"from": "hf", "path": source, "to": "orbax", "out": tmp_path / "orbax"}) == 0
     back = {"from": "orbax", "path": tmp_path / "orbax", "to": "hf", "out": tmp_path / "hf"}
@@ -101,6 +123,10 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, source, capsys):
     assert "max_shard_bytes -1 is below 1" in complaint(max_shard_bytes=-1)
     assert "max_shard_bytes 0 is below 1" in complaint(max_shard_bytes=0)
     assert "config.json does not exist, since" in complaint(path=source / "config.json")
+    assert "is no name on the hub; write OWNER/NAME" in complaint(
+        **{"from": "orbax", "to": "hf", "push": "mine"}
+    )
+    assert "--push takes what --to hf writes" in complaint(push="me/mine")
     assert "out cannot be made" in complaint(out=source / "config.json" / "out")
 
 
