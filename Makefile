@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
-# What is installed besides jaxrl itself: for the demo its tasks, for all else what tests and checks need, which
+# What is installed besides jaxrl itself: for the demo nothing, for all else what tests and checks need, which
 # adds to the same environment. EXTRAS=dev,parity adds torch and Transformers, which some tests compare with;
 # they skip without them, and fail where their extra is named but not there.
-EXTRAS ?= $(if $(filter-out demo,$(MAKECMDGOALS)),dev,demo)
+EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),demo)),dev)
 comma := ,
 # A stamp per extra, so that one named later is installed then, and one that is there is not again.
 INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))
@@ -51,12 +51,11 @@ $(INSTALLED) &: pyproject.toml
 	  wrong and sys.exit(f"error: EXTRAS names {sorted(wrong)}; known are {sorted(known)}")' '$(EXTRAS)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 # pip would compile one file after the other, for more than half of its time. Files that are no Python of this
 # version are left as they are, as pip leaves them.
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
-# The extra dev has the demo's packages.
-	@touch $(INSTALLED) $(if $(filter dev,$(subst $(comma), ,$(EXTRAS))),$(VENV)/.installed-demo)
+	@touch $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

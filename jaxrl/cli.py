@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,10 @@ COMMANDS = {
     "calibrate": Command(
         "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"
     ),
+    "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
+    "doctor": Command(
+        "jaxrl.commands.doctor_command:main", "looks whether this machine is ready to train"
+    ),
     "mesh": Command(
         "jaxrl.planner.layouts.mesh_command:main", "what resharding between two layouts takes"
     ),
@@ -70,13 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: program name and arguments; `sys.argv` if None.
 
     Returns:
-      The exit status: the status of the command, 0 after --help, 2 if the command is missing or unknown.
+      The exit status: the status of the command, 0 after --help and --version, 2 if the command is missing or
+      unknown.
     """
     program, *arguments = sys.argv if argv is None else argv
     program = pathlib.Path(program).name
     if not arguments:
         return _refuse(f"no command given; write {program} COMMAND, one of {', '.join(COMMANDS)}")
     name, *rest = arguments
+    if name == "--version":
+        print(f"jaxrl {importlib.metadata.version('jaxrl')}")
+        return 0
     if name in ("-h", "--help"):
         print(_usage(program))
         return 0

@@ -49,7 +49,7 @@ def make(tmp_path):
 
 
 def test_the_demo_installs_what_it_needs_and_tests_add_the_rest(make):
-    assert make()[0] == [".[demo]"]
+    assert make()[0] == ["."]
     assert make("demo")[0] == []
     assert make("test")[0] == [".[dev]"]
     assert make("demo")[0] == make("test")[0] == []
@@ -70,9 +70,9 @@ def test_an_extra_named_later_is_installed_then_and_once(make):
 
 
 def test_nothing_but_jaxrl_itself_can_be_installed(make):
-    assert make("demo", "EXTRAS=")[0] == [".[]"]
-    assert make("demo", "EXTRAS=")[0] == []
-    assert make("demo")[0] == [".[demo]"]
+    assert make("test", "EXTRAS=")[0] == ["."]
+    assert make("test", "EXTRAS=")[0] == []
+    assert make("demo")[0] == []
 
 
 def test_tests_are_given_the_extras_that_must_not_skip(make):
@@ -82,5 +82,5 @@ def test_tests_are_given_the_extras_that_must_not_skip(make):
 
 def test_a_misspelt_extra_is_refused(make):
     installed, ran, errors = make("test", "EXTRAS=dev,partiy", status=2)
-    assert "EXTRAS names ['partiy']; known are ['aot', 'aot-gpu', 'demo', 'dev'," in errors
+    assert "EXTRAS names ['partiy']; known are ['aot', 'aot-gpu', 'dev'," in errors
     assert installed == ran == []

@@ -30,6 +30,7 @@ from ml_collections.config_flags import config_path
 
 from jaxrl.checks import check_path
 from jaxrl.config import config_tree
+from jaxrl.config.recipes import recipe_path, recipes_near
 from jaxrl.config.removed_settings import replacement_of
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
@@ -41,8 +42,6 @@ if typing.TYPE_CHECKING:
 C = TypeVar("C", bound="DataclassInstance")
 
 
-_RECIPES = pathlib.Path("configs")
-_MAX_RECIPES_LISTED = 8
 _HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _NEGATION = re.compile(r"--?noconfig\.([^=]+)")
@@ -74,10 +73,14 @@ def run(
     switches = switches or {}
     try:
         overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
-        own = _parse_own_flags(program, rest, switches)
+        own, groups = _parse_own_flags(program, rest, switches)
         if own["help"].value:
-            print(_usage(program, command, config_class, switches))
+            print(_usage(program, command, config_class, switches, groups))
             return 0
+        if groups:
+            raise UserError(
+                f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
+            )
         config = load_config(config_class, own["config"].value, overrides)
         return command(config, **{name: own[name].value for name in switches}) or 0
     except UserError as error:
@@ -104,7 +107,7 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
       UserError: the recipe cannot be used, or a setting is unknown, mistyped or refused.
     """
     if not recipe:
-        raise UserError(f"no recipe given; add --config FILE, {_recipes_near('')}")
+        raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
     kinds = config_tree.leaf_types(config_class)
     tree = load_recipe(recipe, known=list(kinds))
     told = config_tree.told_names(config_class)
@@ -124,8 +127,8 @@ def load_recipe(
     """Executes a recipe file and returns its settings. A recipe calls this to build on another recipe.
 
     Args:
-      recipe: path of a Python file that defines `get_config()`. Text after a colon is passed to
-        `get_config` as its argument.
+      recipe: path of a Python file that defines `get_config()`, or name of a recipe of the package. Text
+        after a colon is passed to `get_config` as its argument.
       known: dotted names of all settings, for suggestions if the recipe misspells one.
 
     Returns:
@@ -136,8 +139,7 @@ def load_recipe(
     """
     path, _, argument = str(recipe).partition(":")
     check_path("--config", path)
-    if not pathlib.Path(path).is_file():
-        raise UserError(f'no recipe file "{path}"; {_recipes_near(path)}')
+    path = recipe_path(path)
     try:
         get_config = _execute(path).get("get_config")
         if get_config is None:
@@ -186,7 +188,8 @@ def take_overrides(
 
 def _parse_own_flags(
     program: str, arguments: Sequence[str], switches: Mapping[str, str]
-) -> flags.FlagValues:
+) -> tuple[flags.FlagValues, list[str]]:
+    """(the flags, the arguments that are none: names of groups after --help)."""
     # A FlagValues of its own instead of absl's global one: a process may run several commands.
     own = flags.FlagValues()
     flags.DEFINE_string("config", None, "recipe file", flag_values=own)
@@ -197,11 +200,7 @@ def _parse_own_flags(
         _, *positional = own([program, *arguments])
     except flags.Error as error:
         raise UserError(f"{error} (--help lists all flags and settings)") from error
-    if positional:
-        raise UserError(
-            f'unexpected argument "{positional[0]}"; settings are given as --config.NAME=VALUE'
-        )
-    return own
+    return own, positional
 
 
 def _apply_override(
@@ -327,24 +326,12 @@ def _misspelt_setting(error: Exception) -> str | None:
     return name[1] if name else None
 
 
-def _recipes_near(path: str) -> str:
-    """Text that suggests recipes: those with a name similar to `path`, otherwise the first few."""
-    given = pathlib.Path(path)
-    beside = given.parent.glob("*.py") if given.name else ()
-    recipes = {file.stem: str(file) for file in sorted({*beside, *_RECIPES.rglob("*.py")})}
-    near = difflib.get_close_matches(given.stem, recipes)
-    if near:
-        return "near: " + ", ".join(recipes[stem] for stem in near)
-    if not recipes:
-        return f"a Python file with get_config(); there is none in {_RECIPES}/ here"
-    return "such as " + ", ".join(list(recipes.values())[:_MAX_RECIPES_LISTED])
-
-
 def _usage(
     program: str,
     command: Callable[..., int | None],
     config_class: type[DataclassInstance],
     switches: Mapping[str, str],
+    groups: Sequence[str],
 ) -> str:
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
@@ -355,15 +342,32 @@ def _usage(
         for name, value in config_tree.flatten_config(config_class()).items()
         if not name.startswith(told)
     }
+    if groups:
+        return "\n".join(
+            _described(n, v, texts.get(n, "")) for n, v in _in_groups(defaults, groups)
+        )
     return "\n".join(
         [
             *about,
-            f"usage: {program} --config {_RECIPES}/RECIPE.py [--config.NAME=VALUE ...]{options}",
+            f"usage: {program} --config RECIPE [--config.NAME=VALUE ...]{options}",
             *(f"  --{name}: {text}" for name, text in switches.items()),
-            "settings and their defaults, which the recipe may change:",
+            "settings and their defaults, which the recipe may change (--help GROUP shows one group):",
             *(_described(name, value, texts.get(name, "")) for name, value in defaults.items()),
         ]
     )
+
+
+def _in_groups(defaults: Mapping[str, Any], groups: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The settings of some groups, each named with dots or without: "rollout", "algorithm.kl"."""
+    for group in groups:
+        inside = [n for n in defaults if n == group or n.startswith(f"{group}.")]
+        if not inside:
+            known = {n.rpartition(".")[0] for n in defaults} - {""}
+            near = difflib.get_close_matches(group, known) or sorted(
+                n for n in known if "." not in n
+            )
+            raise UserError(f'no group of settings "{group}"; near: {", ".join(near)}')
+        yield from ((name, defaults[name]) for name in inside)
 
 
 def _described(name: str, value: Any, text: str) -> str:

@@ -61,7 +61,7 @@ class Record:
 
 
 class TaskProblems:
-    """Problems of a procedural task of reasoning-gym (extra `demo`), each by its number.
+    """Problems of a procedural task of reasoning-gym, each by its number.
 
     What its scorer looks at comes along as `extra["metadata"]`, in JSON's types. Item i of reasoning-gym
     depends on seed + i alone, so its seeds s and s + 1 share all but one item; here seeds are spread apart
@@ -190,7 +190,7 @@ def _factory_of(task: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"task {task!r} comes from reasoning-gym, which is not installed; run "
-            "pip install jaxrl[demo]"
+            "pip install reasoning-gym"
         ) from error
     if task not in factory.DATASETS:
         raise UserError(

@@ -89,7 +89,7 @@ def program_of(response: str) -> str | None:
 
 
 class ReasoningGymGrader:
-    """The scorer of a task of reasoning-gym (extra `demo`). A mark below 1 is wrong.
+    """The scorer of a task of reasoning-gym. A mark below 1 is wrong.
 
     The row has what the scorer looks at in `extra["metadata"]`; the task is its `source_dataset`, else the
     row's source. The answer is what stands in <answer>, else what other graders take.

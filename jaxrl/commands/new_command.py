@@ -1,0 +1,53 @@
+"""Writes a recipe to start from.
+
+jaxrl new my_recipe          writes my_recipe.py, with a comment at each setting
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+from jaxrl.config.recipes import bundled_recipes
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with program name and arguments; returns the exit status."""
+    program, *arguments = argv
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", help="name of the recipe, and of the folder of its results")
+    args = parser.parse_args(arguments)
+    try:
+        path = write_recipe(args.name)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(f"{path} is yours to change; check it with: jaxrl train --config {path} --dry_run")
+    return 0
+
+
+def write_recipe(name: str) -> pathlib.Path:
+    """Writes the recipe `name`.py into this folder and returns its path.
+
+    Raises:
+      UserError: the name is not a plain word, or there is such a file.
+    """
+    name = name.removesuffix(".py")
+    if re.fullmatch(r"[A-Za-z]\w*", name) is None:
+        raise UserError(f"{name!r} is no name of a recipe; take letters, digits and underscores")
+    path = pathlib.Path(f"{name}.py")
+    text = (bundled_recipes() / "shared" / "new_recipe.py").read_text()
+    try:
+        with path.open("x") as file:
+            file.write(text.replace("NEW_RECIPE", name))
+    except FileExistsError as error:
+        raise UserError(f"{path} is there already; take another name") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be written here: {error.strerror}") from error
+    return path

@@ -1,0 +1,85 @@
+"""Recipes by file and by name, and the one that `jaxrl new` writes."""
+
+import pytest
+
+from jaxrl import cli
+from jaxrl.config.command_line import load_config
+from jaxrl.config.recipes import bundled_recipes, recipe_path
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+
+
+def test_a_recipe_by_its_name_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        recipe_path("dapo_tiny")
+        == recipe_path("dapo_tiny.py")
+        == str(bundled_recipes() / "dapo_tiny.py")
+    )
+    with pytest.raises(UserError, match='no recipe file "dapo_tini"; near: dapo_tiny'):
+        recipe_path("dapo_tini")
+    with pytest.raises(
+        UserError, match=r'no recipe file "elsewhere/dapo_tiny.py"; near: dapo_tiny'
+    ):
+        recipe_path("elsewhere/dapo_tiny.py")
+
+
+def test_a_file_here_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "dapo_tiny.py").write_text("")
+    assert recipe_path("dapo_tiny") == "configs/dapo_tiny.py"
+    (tmp_path / "dapo_tiny.py").write_text("")
+    assert recipe_path("dapo_tiny.py") == "dapo_tiny.py"
+
+
+def test_a_new_recipe_is_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["jaxrl", "new", "my_recipe"]) == 0
+    config = load_config(Config, "my_recipe.py", {})
+    assert config.name == "my_recipe" and config.algorithm.dataflow == "grpo"
+    assert not config.sft.num_steps
+    text = (tmp_path / "my_recipe.py").read_text()
+    # It is written over by nobody, and a mistake writes nothing.
+    assert cli.main(["jaxrl", "new", "my_recipe.py"]) == 2
+    assert cli.main(["jaxrl", "new", "../elsewhere"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "error: my_recipe.py is there already; take another name",
+        "error: '../elsewhere' is no name of a recipe; take letters, digits and underscores",
+    ]
+    assert (tmp_path / "my_recipe.py").read_text() == text
+    assert [file.name for file in tmp_path.iterdir()] == ["my_recipe.py"]
+
+
+def test_help_of_a_group(capsys):
+    assert cli.main(["jaxrl", "train", "--help", "algorithm.kl"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "--config." in line]
+    assert shown and all(line.startswith("  --config.algorithm.kl.") for line in shown)
+    assert cli.main(["jaxrl", "train", "--help", "rolout"]) == 2
+    assert capsys.readouterr().err == 'error: no group of settings "rolout"; near: rollout\n'
+
+
+def test_the_version(capsys):
+    assert cli.main(["jaxrl", "--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxrl 0.")
+
+
+def test_doctor_without_a_step(capsys):
+    assert cli.main(["jaxrl", "doctor", "--no_step"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok    ") for line in lines)
+    for told in ("jax ", "devices: 8 x cpu", "extra serve: ", "compiled programs: "):
+        assert any(told in line for line in lines)
+
+
+def test_doctor_names_what_fails(monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.metadata, "version", lambda name: _missing(name))
+    assert cli.main(["jaxrl", "doctor", "--no_step"]) == 1
+    assert "FAIL  optax is not installed; run pip install optax" in capsys.readouterr().out
+
+
+def _missing(name: str) -> str:
+    if name == "optax":
+        raise cli.importlib.metadata.PackageNotFoundError(name)
+    return "1"
