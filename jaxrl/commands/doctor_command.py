@@ -77,15 +77,18 @@ def _package(name: str) -> tuple[bool, str]:
 
 
 def _extras() -> Iterator[tuple[bool, str]]:
-    """Which extras are complete. None is an error: each is for those who use it."""
+    """Which extras are complete. None is an error: each is for those who use it.
+
+    `jax[tpu]` and its like are left out; the devices tell whether they are there.
+    """
     try:
         required = importlib.metadata.requires("jaxrl") or []
     except importlib.metadata.PackageNotFoundError:
         return
     packages: dict[str, list[str]] = {}
     for requirement in required:
-        found = re.match(r"""([\w.-]+).*extra == ['"]([\w-]+)['"]""", requirement)
-        if found and found[1] != "jaxrl":
+        found = re.match(r"""([\w.-]+)(?!\S*\[).*extra == ['"]([\w-]+)['"]""", requirement)
+        if found:
             packages.setdefault(found[2], []).append(found[1])
     for extra, names in sorted(packages.items()):
         missing = [name for name in names if not _package(name)[0]]
