@@ -1,0 +1,18 @@
+"""jaxrl trains language models with reinforcement learning as one JAX SPMD program.
+
+import jaxrl
+
+metrics = jaxrl.train("grpo_tiny", num_steps=10)
+"""
+
+import importlib
+from typing import Any
+
+__all__ = ["open_run", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # `import jaxrl` and the command line do not wait for JAX.
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxrl' has no attribute {name!r}")
+    return getattr(importlib.import_module("jaxrl.api"), name)

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import pickle
 import re
 import sys
 import traceback
@@ -22,7 +23,7 @@ from typing import Any
 
 from jaxrl.errors import UserError
 
-_FUNCTION = re.compile(r"(.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")
+_FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
 
 def names_function(path: str) -> bool:
@@ -41,7 +42,8 @@ def load_function(
     """Loads the function at `path`.
 
     Args:
-      path: "package.module:function" or "path/to/file.py:function".
+      path: "package.module:function", "path/to/file.py:function", or "path/to/function.pkl:function", a
+        pickle that `jaxrl.api` wrote.
       what: description of the function, for errors.
       takes: names of the positional arguments that it will be called with; None skips the check.
       options: keyword arguments that it will be called with, besides.
@@ -59,6 +61,8 @@ def load_function(
         )
     if own_process and where == "__main__":
         raise UserError(_in_the_program(path, name, what))
+    if where.endswith(".pkl"):
+        return _pickled_function(path, where, what, takes, options or {})
     module = (
         _file_module(path, where, what)
         if where.endswith(".py")
@@ -77,6 +81,18 @@ def load_function(
         )
     if takes is not None:
         _check_takes(function, path, what, takes, options or {})
+    return function
+
+
+def _pickled_function(
+    path: str, where: str, what: str, takes: Sequence[str] | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    try:
+        function = pickle.loads(pathlib.Path(where).read_bytes())
+    except Exception as error:  # what a function holds may fail in any way
+        raise UserError(f"{what} {path!r} cannot be loaded: {error}; make it again") from error
+    if takes is not None:
+        _check_takes(function, path, what, takes, options)
     return function
 
 

@@ -30,6 +30,7 @@ LINES = (
     ("trainer",),
     ("planner",),
     ("commands",),
+    ("api",),
     ("cli",),
     ("launch", "configs", "__main__"),
 )
@@ -63,6 +64,7 @@ LATE_IMPORTS = {
 
 # Whoever imports what a text names, which `imports_of` cannot see.
 IMPORTS_BY_NAME = {
+    "jaxrl/__init__.py": "`import jaxrl` and the command line do not wait for JAX",
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
     "jaxrl/commands/training_commands.py": "a slip on the command line is told before JAX is imported",
     "jaxrl/user_code.py": "functions of a user's",

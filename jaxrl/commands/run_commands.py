@@ -45,5 +45,13 @@ def train_reward_model(config: Config) -> int:
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
     """Sets up this process, resolves the config's open settings, and calls `run`."""
-    config = with_hub_files(program.start(config), jax.devices())
-    return run(resolved(config, jax.devices(), kind=kind))
+    return run(resolved(prepared(config), jax.devices(), kind=kind))
+
+
+def prepared(config: Config) -> Config:
+    """Sets up the devices of this process, and fetches what the config names on the hub.
+
+    Returns:
+      The config with simulated devices resolved and with paths in place of hub names.
+    """
+    return with_hub_files(program.start(config), jax.devices())

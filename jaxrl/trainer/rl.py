@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.samplers import Generation
+from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
@@ -95,6 +97,16 @@ class RlStage(TrainingStage):
     def learners(self) -> Mapping[str, Learner]:
         """The roles that are trained."""
         return self._roles.learners
+
+    @property
+    def parts(self) -> Step:
+        """The parts of a step, as a dataflow gets them."""
+        return self._step
+
+    @property
+    def prompts(self) -> PromptStream:
+        """The problems, in the order of training."""
+        return self._prompts
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""

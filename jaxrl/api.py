@@ -1,0 +1,306 @@
+"""jaxrl from Python: `jaxrl.train` and `jaxrl.open_run`.
+
+    metrics = jaxrl.train("grpo_tiny", data=rows, reward=shortest, num_steps=20)
+
+Objects stand where settings have paths. They are kept in `inputs/` of the run's folder, under a name that
+changes with their content: rows as JSON lines, functions as pickles. Processes of graders and of reward
+functions load these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+import jax
+import pyarrow as pa
+from ml_collections.config_dict import ConfigDict
+from ml_collections.config_flags import config_path
+
+from jaxrl.commands.run_commands import prepared, train_or_plan
+from jaxrl.config.command_line import load_recipe
+from jaxrl.config.config_tree import (
+    from_config_dict,
+    leaf_types,
+    to_config_dict,
+    unknown_setting,
+)
+from jaxrl.config.schema import Config
+from jaxrl.dataflows.samplers import PromptSource
+from jaxrl.dataflows.step import Step
+from jaxrl.dataflows.step_timer import NoTimer
+from jaxrl.errors import UserError
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.planner.resolve import resolved
+from jaxrl.tracking.durable import write_atomically
+from jaxrl.tracking.metrics import read_metrics
+from jaxrl.trainer.context import RunContext, build_context
+from jaxrl.trainer.findings import REINFORCEMENT
+from jaxrl.trainer.interrupt import StopSignal
+from jaxrl.trainer.program import claimed
+from jaxrl.trainer.rl import RlStage
+from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.supervised import starting_params
+
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+Recipe = str | pathlib.Path | ConfigDict | Config
+
+
+def train(
+    recipe: Recipe,
+    *,
+    model: str | None = None,
+    data: Rows | None = None,
+    evaluation: Rows | None = None,
+    reward: Callable[..., Any] | str | None = None,
+    name: str | None = None,
+    **overrides: Any,
+) -> pa.Table:
+    """Trains a recipe and returns its metrics.
+
+    The same call goes on where an interrupted one has stopped, and returns at once if the run is finished.
+
+    Args:
+      recipe: name of a recipe of the package, a recipe file, or settings.
+      model: directory or hub name of the policy's weights and tokenizer; None keeps the recipe's.
+      data: problems to train on: path, hub name, list or generator of dicts, or `datasets.Dataset`; None
+        keeps the recipe's. A generator is read to its end.
+      evaluation: problems to evaluate with. None keeps the recipe's, or has none if `data` is given.
+      reward: function of docs/rewards.md, or its path; it replaces the recipe's grader. None keeps that.
+      name: name of the run; None keeps the recipe's.
+      **overrides: settings, with "__" for the dot: `optim__lr=1e-5`. `num_steps` is short for
+        `run__num_steps`. A function may stand where a setting has the path of one.
+
+    Returns:
+      One row per step, one column per metric; null where a step has no such metric. `to_pandas()` makes a
+      pandas frame. The schema's metadata has the run's folder.
+
+    Raises:
+      UserError: a setting is wrong, something is missing, or the folder holds a run with other inputs.
+      KeyboardInterrupt: the run was interrupted; it is saved.
+    """
+    config = build_config(
+        recipe, model=model, data=data, evaluation=evaluation, reward=reward, name=name, **overrides
+    )
+    if train_or_plan(config, dry_run=False):
+        raise KeyboardInterrupt(
+            f"stopped and saved in {config.run_folder}; the same call goes on from there"
+        )
+    return metrics_of(config)
+
+
+def metrics_of(config: Config) -> pa.Table:
+    """Returns the metrics that a run of a config has written, as `train` does."""
+    rows = read_metrics(config.run_folder.rl.metrics)
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    table = pa.table({column: [row.get(column) for row in rows] for column in columns})
+    return table.replace_schema_metadata({"folder": str(config.run_folder)})
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRun:
+    """The parts of a run, for a loop of one's own.
+
+    Attributes:
+      config: settings of the run.
+      context: tokenizer, problems, meshes and models.
+      roles: actor, critic, reference and the others, with their weights.
+      parts: what a dataflow gets: sampling, packing, log-probabilities, advantages, updates.
+      prompts: problems in the order of training; `next_prompts` draws some.
+    """
+
+    config: Config
+    context: RunContext
+    roles: Roles
+    parts: Step
+    prompts: PromptSource
+    _stage: RlStage
+    _timer: NoTimer
+
+    def step(self, dataflow: Callable[[Step, PromptSource], Any] | None = None) -> dict[str, float]:
+        """Runs one step and returns its metrics.
+
+        Args:
+          dataflow: function of `parts` and `prompts`, like those in `dataflows`; None is the recipe's.
+        """
+        metrics = self._stage.step() if dataflow is None else dataflow(self.parts, self.prompts)
+        self._timer.step += 1
+        return {key: float(value) for key, value in jax.device_get(dict(metrics)).items()}
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the accuracy on the evaluation problems, by name of the metric."""
+        return {k: float(v) for k, v in self._stage.evaluate("now").items()}
+
+    def save_model(self, folder: str | os.PathLike[str], *, dtype: str = "float32") -> None:
+        """Writes the policy as a Hugging Face directory."""
+        source = self.config.tokenizer.path or None
+        save_checkpoint(
+            self.roles.actor.params,
+            self.context.models["actor"],
+            pathlib.Path(folder),
+            dtype=dtype,
+            source=source and pathlib.Path(source),
+        )
+
+
+@contextlib.contextmanager
+def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
+    """Opens the roles and the step of a run, with the weights that training starts from.
+
+    An SFT stage of the recipe is trained first, if its folder does not hold it. Steps save nothing.
+
+    Args:
+      recipe: as for `train`.
+      **changes: the other arguments of `train`.
+
+    Raises:
+      UserError: as `train`.
+    """
+    config = prepared(build_config(recipe, **changes))
+    config = resolved(config, jax.devices(), kind=REINFORCEMENT)
+    timer = NoTimer()
+    with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
+        run = build_context(config, kind=REINFORCEMENT)
+        roles = build_roles(config, run.meshes, run.models)
+        starting = functools.partial(starting_params, run, stop)
+        with contextlib.closing(RlStage(run, roles, timer, starting)) as stage:
+            stage.begin(None)
+            yield OpenRun(config, run, roles, stage.parts, stage.prompts, stage, timer)
+
+
+def build_config(
+    recipe: Recipe,
+    *,
+    model: str | None = None,
+    data: Rows | None = None,
+    evaluation: Rows | None = None,
+    reward: Callable[..., Any] | str | None = None,
+    name: str | None = None,
+    **overrides: Any,
+) -> Config:
+    """Returns the config of a call of `train`, and keeps its objects in the run's folder.
+
+    Raises:
+      UserError: as `train`.
+    """
+    tree = _tree_of(recipe)
+    if "num_steps" in overrides:
+        overrides["run__num_steps"] = overrides.pop("num_steps")
+    settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}
+    if name is not None:
+        settings["name"] = name
+    if model is not None:
+        settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
+    if config_path.get_value("mesh.simulated_devices", tree) == "auto":
+        # JAX may have its devices already.
+        settings.setdefault("mesh.simulated_devices", 0)
+    functions = {key: value for key, value in settings.items() if callable(value)}
+    _set(tree, {key: value for key, value in settings.items() if key not in functions})
+    inputs = _Inputs(from_config_dict(Config, tree).run_folder.path / "inputs")
+    _set(tree, {key: inputs.function(key, function) for key, function in functions.items()})
+    if data is not None:
+        _set(tree, _source("data.train", inputs.rows("train", data)) | {"data.sources": {}})
+    if data is not None or evaluation is not None:
+        path = "" if evaluation is None else inputs.rows("evaluation", evaluation)
+        _set(tree, _source("data.evaluation", path) | {"data.evaluations": {}})
+    if reward is not None:
+        path = reward if isinstance(reward, str) else inputs.function("reward", reward)
+        function = {"reward": {"path": path, "weight": 1.0}}
+        _set(tree, {"reward.functions": function, "reward.grader_weight": 0.0})
+    return from_config_dict(Config, tree)
+
+
+def _tree_of(recipe: Recipe) -> ConfigDict:
+    if isinstance(recipe, Config):
+        return to_config_dict(recipe)
+    if isinstance(recipe, ConfigDict):
+        return recipe.copy_and_resolve_references()
+    return load_recipe(recipe, known=list(leaf_types(Config))).copy_and_resolve_references()
+
+
+def _set(tree: ConfigDict, settings: Mapping[str, Any]) -> None:
+    known = leaf_types(Config)
+    for name, value in settings.items():
+        group, _, leaf = name.rpartition(".")
+        try:
+            node = config_path.get_value(group, tree) if group else tree
+            if leaf not in node:
+                raise KeyError(leaf)
+        except (KeyError, AttributeError) as error:
+            raise unknown_setting(name, known) from error
+        # Types are checked once, when the tree becomes a `Config`.
+        with node.ignore_type():
+            node[leaf] = value
+
+
+def _source(group: str, path: str) -> dict[str, Any]:
+    """Settings of a source that reads a path."""
+    empty = {"task": "", "options": {}, "size": 0, "source": ""}
+    return {f"{group}.{leaf}": value for leaf, value in ({"path": path} | empty).items()}
+
+
+class _Inputs:
+    """Objects of a call, as files in a folder of the run."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+
+    def rows(self, name: str, rows: Rows) -> str:
+        """Keeps rows as JSON lines; a path or hub name stays as it is."""
+        if isinstance(rows, str | os.PathLike):
+            return os.fspath(rows)
+        lines = []
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"row {index} of {name} is {type(row).__name__}; give dicts")
+            try:
+                lines.append(json.dumps(dict(row), ensure_ascii=False))
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"row {index} of {name} has a value that is no JSON: {error}"
+                ) from error
+        content = "".join(f"{line}\n" for line in lines).encode()
+        return str(self._keep(name, hashlib.sha256(content), ".jsonl", content))
+
+    def function(self, name: str, function: Callable[..., Any]) -> str:
+        """Keeps a function, with what it needs of the program it was written in."""
+        try:
+            content = cloudpickle.dumps(function)
+        except Exception as error:  # what a function holds may refuse in any way
+            raise UserError(
+                f"{name} cannot be taken to another process ({error}); let it open or build what it needs "
+                "inside, or write it into a file and name that: my_functions.py:reward"
+            ) from error
+        path = self._keep(name, hashlib.sha256(_source_of(function, content)), ".pkl", content)
+        return f"{path}:function"
+
+    def _keep(self, name: str, digest: Any, suffix: str, content: bytes) -> pathlib.Path:
+        path = self._folder / f"{name}-{digest.hexdigest()[:12]}{suffix}"
+        if path.exists():
+            return path
+        if others := list(self._folder.glob(f"{name}-*{suffix}")):
+            raise UserError(
+                f"{self._folder.parent} holds a run with another {name} ({others[0].name}); give this run a "
+                "name of its own: name=..., or remove the folder"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+        return path
+
+
+def _source_of(function: Callable[..., Any], content: bytes) -> bytes:
+    """What a function is told by: its text, which stays when a notebook's cell runs again."""
+    try:
+        return inspect.getsource(function).encode()
+    except (OSError, TypeError):
+        return content

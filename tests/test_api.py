@@ -1,0 +1,160 @@
+"""`jaxrl.train` and `jaxrl.open_run`, as a notebook calls them."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import jaxrl
+from jaxrl.api import build_config
+from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
+
+ROOT = pathlib.Path(__file__).parents[1]
+ROWS = [{"problem": f"{a} + {b} =", "answer": str(a + b)} for a in range(8) for b in range(8)]
+# One small step.
+SMALL = {
+    "sft__num_steps": 0,
+    "sft__run": "",
+    "rollout__num_prompts": 2,
+    "rollout__generation_prompts": 2,
+    "rollout__num_samples": 4,
+    "rollout__max_response_tokens": 8,
+    "algorithm__updates_per_step": 1,
+    "evaluation__every": 0,
+    "run__save_every": 1,
+    "model__num_layers": 1,
+    "model__d_model": 32,
+    "model__d_ff": 32,
+}
+
+
+def brevity(text, answer):
+    return 1.0 / (1 + len(text))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_import_does_not_wait_for_jax():
+    code = "import sys, jaxrl; assert 'jax' not in sys.modules and jaxrl.train"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        jaxrl.trian  # noqa: B018
+
+
+def test_train_on_rows_with_a_function(here):
+    suffix = 3.0
+
+    def reward(text, answer):  # holds a value of the program around it
+        return suffix + len(answer)
+
+    metrics = jaxrl.train("grpo_tiny", data=ROWS, reward=reward, name="mine", num_steps=2, **SMALL)
+    assert metrics["step"].to_pylist() == [1, 2]
+    rewards = (
+        metrics["reward/mean"]
+        if "reward/mean" in metrics.column_names
+        else metrics["critic/rewards/mean"]
+    )
+    assert all(4.0 <= value <= 5.0 for value in rewards.to_pylist())
+    folder = pathlib.Path(metrics.schema.metadata[b"folder"].decode())
+    assert folder == pathlib.Path("runs/mine/seed0") and (folder / "report.html").exists()
+    # The same call again: the run is finished, and its metrics come back.
+    again = jaxrl.train("grpo_tiny", data=ROWS, reward=reward, name="mine", num_steps=2, **SMALL)
+    assert again.equals(metrics)
+    # Other data under the same name would mix two runs.
+    with pytest.raises(UserError, match=r"mine/seed0 holds a run with another train .*name=\.\.\."):
+        jaxrl.train("grpo_tiny", data=ROWS[:9], reward=reward, name="mine", num_steps=2, **SMALL)
+
+
+def test_a_loop_of_ones_own(here):
+    drawn = []
+
+    def mine(step, prompts):
+        sampled = step.sample(prompts)
+        drawn.append(sampled)
+        batch = step.advantages(step.actor.logprobs(step.pack(sampled)))
+        return batch.metrics | step.actor.update(batch)
+
+    with jaxrl.open_run("grpo_tiny", data=iter(ROWS), reward=brevity, **SMALL) as run:
+        before = np.asarray(run.roles.actor.params["embed"]["embedding"] if False else 0)
+        metrics = [run.step(), run.step(mine)]
+        assert len(drawn) == 1 and before == 0
+        for row in metrics:
+            assert np.isfinite(row["actor/pg_loss"])
+        run.save_model(here / "model")
+    assert {"config.json", "model.safetensors"} <= set(os.listdir(here / "model"))
+
+
+def test_what_becomes_of_objects(here):
+    def endless_rows(seed):
+        return ({"problem": str(n), "answer": "1"} for n in itertools.count(seed))
+
+    config = build_config(
+        "grpo_tiny",
+        model="Qwen/Qwen2.5-0.5B",
+        data=({"problem": p, "answer": "1"} for p in "abc"),
+        reward=lambda text, answer: 2.0,
+        data__curriculum__by="off",
+        rollout__environment=endless_rows,
+        optim__lr=1e-4,
+        num_steps=3,
+    )
+    assert (
+        config.weights == config.tokenizer.path == "Qwen/Qwen2.5-0.5B" and not config.sft.num_steps
+    )
+    assert (config.optim.lr, config.run.num_steps) == (1e-4, 3)
+    assert pathlib.Path(config.data.train.path).read_text().count("\n") == 3
+    # Data of one's own are not evaluated with a recipe's problems.
+    assert not config.data.evaluation_sources
+    assert (
+        load_function(config.reward.functions["reward"]["path"], "it", takes=("t", "a"))("x", "y")
+        == 2.0
+    )
+    assert next(load_function(config.rollout.environment, "it")(5)) == {
+        "problem": "5",
+        "answer": "1",
+    }
+    # A cell that runs again means the same run.
+    again = build_config("grpo_tiny", reward=brevity)
+    assert build_config("grpo_tiny", reward=brevity) == again
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"optim__lrr": 1.0}, 'unknown setting "optim.lrr"; near: optim.lr'),
+        ({"nothing": 1.0}, 'unknown setting "nothing"'),
+        ({"data": [["a"]]}, "row 0 of train is list; give dicts"),
+        (
+            {"data": [{"problem": "a"}, {"problem": {1}}]},
+            "row 1 of train has a value that is no JSON",
+        ),
+        ({"optim__lr": "fast"}, "optim.lr"),
+    ],
+)
+def test_a_mistake_is_one_line_and_keeps_nothing(here, changes, told):
+    with pytest.raises(UserError, match=told) as caught:
+        build_config("grpo_tiny", **changes)
+    assert "\n" not in str(caught.value) and not list(here.iterdir())
+
+
+def test_a_function_that_holds_a_lock_is_refused(here):
+    lock = threading.Lock()
+
+    def reward(text, answer):
+        with lock:
+            return 1.0
+
+    with pytest.raises(
+        UserError, match=r"reward cannot be taken to another process .*my_functions.py"
+    ):
+        build_config("grpo_tiny", reward=reward)
