@@ -85,14 +85,14 @@ class SourceConfig:
         return names_function(self.path)
 
     @property
-    def num_made(self) -> int:
+    def num_generated(self) -> int:
         """Problems that a task or a function makes; 0 for no end."""
         return min(filter(None, (self.size, self.limit)), default=0)
 
     @property
     def is_endless(self) -> bool:
         """Problems are made without end."""
-        return (bool(self.task) or self.has_function) and not self.num_made
+        return (bool(self.task) or self.has_function) and not self.num_generated
 
 
 @dataclasses.dataclass(frozen=True)

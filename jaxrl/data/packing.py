@@ -287,7 +287,10 @@ class _OpenRows:
         self._sorted: list[tuple[int, int]] = []  # (room, row)
 
     def find(self, wanted: int, *, needed: int) -> int:
-        """Returns the fullest row with room for `wanted`, or the emptiest with room for `needed`, or a new one."""
+        """Returns the fullest row with room for `wanted`, or the emptiest one, or a new one.
+
+        The emptiest needs room for `needed`.
+        """
         fit = bisect.bisect_left(self._sorted, (wanted, -1))
         if fit < len(self._sorted):
             return self._sorted[fit][1]

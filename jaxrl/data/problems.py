@@ -11,7 +11,7 @@ from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import PromptFormat
 from jaxrl.data.records import Record
 from jaxrl.data.sources import FaultOf, Source, read_source
-from jaxrl.data.stream import EncodedPrompts, MadePrompts, encode_prompts, prompt_encoder
+from jaxrl.data.stream import EncodedPrompts, GeneratedPrompts, encode_prompts, prompt_encoder
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
@@ -32,7 +32,7 @@ class Problems:
     def train_records(self) -> tuple[Record, ...]:
         """All problems to train on; UserError where they have no end."""
         for source in self.train:
-            if source.made is not None:
+            if source.generated is not None:
                 raise UserError(
                     f"{source.name} is made without end while prompts are drawn, and all of its problems are "
                     f"asked for here, as for solutions, pairs or a file of them; set {source.name}.size to a "
@@ -178,7 +178,7 @@ def prompts_of(
     encoded: Sequence[EncodedPrompts],
     data: DataConfig,
     tokenizer: Tokenizer,
-) -> tuple[Prompts | MadePrompts, ...]:
+) -> tuple[Prompts | GeneratedPrompts, ...]:
     """What a stream draws from: the prompts of each source, or what makes them."""
     return tuple(
         _prompts_of(source, of_source.prompts, data, tokenizer)
@@ -188,8 +188,8 @@ def prompts_of(
 
 def _prompts_of(
     source: Source, prompts: Prompts, data: DataConfig, tokenizer: Tokenizer
-) -> Prompts | MadePrompts:
-    if source.made is None:
+) -> Prompts | GeneratedPrompts:
+    if source.generated is None:
         return prompts
     encode_one = prompt_encoder(
         tokenizer,
@@ -197,7 +197,7 @@ def _prompts_of(
         prompt_format=data.format_of(source.settings, source.own_template),
         overlong=data.overlong,
     )
-    return MadePrompts(source.made, encode_one, first=prompts, name=source.name)
+    return GeneratedPrompts(source.generated, encode_one, first=prompts, name=source.name)
 
 
 def card_of(

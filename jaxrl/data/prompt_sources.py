@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.data.made_problems import MadeProblems
+from jaxrl.data.generated_problems import GeneratedProblems
 from jaxrl.data.pass_rates import Curriculum, PassRates, is_drawn
 from jaxrl.data.records import Record
 from jaxrl.data.row_records import Unusable
@@ -81,7 +81,7 @@ class ShuffledPrompts:
         return is_drawn(self.pass_rates.chance(row), self._seed, turn)
 
 
-class MadePrompts:
+class GeneratedPrompts:
     """Prompts of problems that are made as they are drawn.
 
     Args:
@@ -93,7 +93,7 @@ class MadePrompts:
 
     def __init__(
         self,
-        problems: MadeProblems,
+        problems: GeneratedProblems,
         encode: Callable[[Record], Prompts | None],
         *,
         first: Prompts,

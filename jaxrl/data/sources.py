@@ -1,7 +1,7 @@
 """Sources of problems, read and checked: what came of every row, and why a row was left out.
 
     file or task -> rows -> layout -> prompt, answer, extra -> no duplicates -> a truth that the grader reads
-    function     -> the same row by row, while prompts are drawn, if it has no end (`made_problems`)
+    function     -> the same row by row, while prompts are drawn, if it has no end (`generated_problems`)
 
 A row that cannot be used is dropped, counted, and the first of its kind named; or, by setting, refused. When
 none is left, or no field is what it should be, that is an error in any case.
@@ -22,7 +22,7 @@ from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.jsonl import BadRow, shown
-from jaxrl.data.made_problems import NUM_FIRST, FunctionRows, MadeProblems
+from jaxrl.data.generated_problems import NUM_FIRST, FunctionRows, GeneratedProblems
 from jaxrl.data.messages import Context
 from jaxrl.data.records import (
     ReasoningGymRecords,
@@ -97,7 +97,7 @@ class Source:
     dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     own_template: str = ""
-    made: MadeProblems | None = None
+    generated: GeneratedProblems | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -126,8 +126,8 @@ class Source:
             fault = validate(record.answer, record.extra, record.source)
             return None if fault is None else (UNREADABLE, fault)
 
-        made = self.made and self.made.checked(check)
-        return dataclasses.replace(self._without(faults, UNREADABLE), made=made)
+        generated = self.generated and self.generated.checked(check)
+        return dataclasses.replace(self._without(faults, UNREADABLE), generated=generated)
 
     def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
         """Without problems that are evaluated with; UserError if nothing is left."""
@@ -140,8 +140,8 @@ class Source:
             known = normalised(record.prompt) in held_out
             return (HELD_OUT, shown(record.prompt)) if known else None
 
-        made = self.made and self.made.checked(check)
-        return dataclasses.replace(self._without(told, HELD_OUT), made=made)
+        generated = self.generated and self.generated.checked(check)
+        return dataclasses.replace(self._without(told, HELD_OUT), generated=generated)
 
     def _without(self, faults: Mapping[int, str], reason: str) -> Self:
         """Without some rows, by their number, each with what is said about it."""
@@ -228,7 +228,7 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool, needs_truth: bo
     layout = None
     if settings.task:
         task = TaskProblems(settings.task, seed=settings.seed, **settings.options)
-        made = MadeProblems(
+        generated = GeneratedProblems(
             lambda n: _named(task.record(n), settings),
             lambda n: f"{settings.task} problem {n}",
             refuse=refuse,
@@ -237,8 +237,8 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool, needs_truth: bo
         rows = _function_rows(settings)
         layout = _recognised([rows[n] for n in range(NUM_FIRST)], settings, needs_truth=needs_truth)
         make = _maker(rows, layout, settings, needs_truth=needs_truth)
-        made = MadeProblems(make, rows.place, refuse=refuse)
-    found, left_out = made.first()
+        generated = GeneratedProblems(make, rows.place, refuse=refuse)
+    found, left_out = generated.first()
     if not found:
         raise UserError(
             f"none of the first {NUM_FIRST} problems of {name} can be used: {left_out[0]}"
@@ -252,10 +252,10 @@ def _endless(settings: SourceConfig, name: str, *, refuse: bool, needs_truth: bo
         f"{_origin(settings, layout)}, without end; of the first {NUM_FIRST}:",
         NUM_FIRST,
         tuple(found.values()),
-        tuple(map(made.place, found)),
+        tuple(map(generated.place, found)),
         dropped,
         own_template=layout.template if layout else "",
-        made=made,
+        generated=generated,
     )
 
 
@@ -285,7 +285,7 @@ def _origin(settings: SourceConfig, layout: RowLayout | None = None) -> str:
 def _function_rows(settings: SourceConfig) -> FunctionRows:
     return FunctionRows(
         settings.path,
-        size=settings.num_made,
+        size=settings.num_generated,
         seed=settings.seed,
         options=settings.options,
     )

@@ -1,7 +1,7 @@
 """An endless stream of prompts of several sources, with a position that can be saved.
 
     records --encode_prompts--> Prompts of one source      --+
-    MadeProblems, as they are drawn: MadePrompts           --+--PromptStream--> batches of N, mixed by weight
+    GeneratedProblems, as they are drawn: GeneratedPrompts           --+--PromptStream--> batches of N, mixed by weight
 
 Prompts in memory are rendered and tokenised once, ahead of training, and taken in the order of `shuffling`;
 a step then takes rows that are ready. What is made is rendered when it is drawn, as its number is.
@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, render_context
 from jaxrl.data.pass_rates import Curriculum, PassRates
-from jaxrl.data.prompt_sources import MadePrompts, ShuffledPrompts
+from jaxrl.data.prompt_sources import GeneratedPrompts, ShuffledPrompts
 from jaxrl.data.records import Record
 from jaxrl.data.shuffling import check_order, check_same_data, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class PromptStream:
 
     def __init__(
         self,
-        sources: Sequence[Prompts | MadePrompts],
+        sources: Sequence[Prompts | GeneratedPrompts],
         *,
         prompts_per_batch: int,
         seed: int,
@@ -143,9 +143,9 @@ class PromptStream:
             found["curriculum/skipped"] = sum(
                 n for source, n in pairs if isinstance(source, ShuffledPrompts)
             )
-        if any(isinstance(source, MadePrompts) for source in self._sources):
+        if any(isinstance(source, GeneratedPrompts) for source in self._sources):
             found["data/made_problems_left_out"] = sum(
-                n for source, n in pairs if isinstance(source, MadePrompts)
+                n for source, n in pairs if isinstance(source, GeneratedPrompts)
             )
         return found
 
@@ -157,7 +157,7 @@ class PromptStream:
     def _pass_rates(self) -> list[PassRates]:
         return [source.pass_rates for source in self._shuffled if source.pass_rates is not None]
 
-    def _source_and_turn(self, prompt_id: int) -> tuple[ShuffledPrompts | MadePrompts, int]:
+    def _source_and_turn(self, prompt_id: int) -> tuple[ShuffledPrompts | GeneratedPrompts, int]:
         turn, number = divmod(prompt_id, len(self._sources))
         return self._sources[number], turn
 

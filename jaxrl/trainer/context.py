@@ -15,11 +15,11 @@ from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
-from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
 from jaxrl.data.problems import Problems, card_of, encode, prompts_of
 from jaxrl.data.records import text_of_context
-from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
+from jaxrl.data.stream import EncodedPrompts, GeneratedPrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
@@ -73,7 +73,7 @@ class RunContext:
     evaluation_prompts: Prompts
     demonstrations: tuple[Demonstration, ...] = ()
     pairs: Mapping[str, tuple[Preference, ...]] = dataclasses.field(default_factory=dict)
-    train_prompts: tuple[Prompts | MadePrompts, ...] = ()
+    train_prompts: tuple[Prompts | GeneratedPrompts, ...] = ()
     card: str = ""
 
     @property
@@ -202,7 +202,7 @@ def preference_stream(
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
+        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,

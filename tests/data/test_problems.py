@@ -102,7 +102,7 @@ def make(index, rng):
 """
 
 
-def test_made_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
+def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
     (tmp_path / "made.py").write_text(MADE)
     (tmp_path / "test.jsonl").write_text('{"problem": "Made  1", "answer": "1"}')
     sources = {"made": SourceConfig(path="made.py:make", template="[{prompt}]")}

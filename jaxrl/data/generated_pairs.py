@@ -33,7 +33,7 @@ def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
     return tuple(pairs)
 
 
-MADE_PAIRS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]] = {
+PAIR_GENERATORS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]] = {
     "right_or_wrong": right_or_wrong,
     "worked_or_guessed": worked_or_guessed,
 }

@@ -109,7 +109,7 @@ class FunctionRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeProblems:
+class GeneratedProblems:
     """Problems without end.
 
     Attributes:
