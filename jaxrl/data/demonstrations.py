@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.data.jsonl import read_jsonl, text_of
+from jaxrl.data.json_rows import read_jsonl
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
@@ -28,6 +28,7 @@ from jaxrl.data.messages import (
     render_context,
 )
 from jaxrl.data.records import Record
+from jaxrl.data.rows import text_of
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from jaxrl.data.jsonl import object_of
 from jaxrl.data.records import Record
 from jaxrl.data.row_records import HELD_OUT, Unusable
+from jaxrl.data.rows import RowFile, object_of
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
@@ -35,7 +35,7 @@ _TAKES = ("index", "rng")
 _EXAMPLE = '{"problem": ..., "answer": ...}'
 
 
-class FunctionRows:
+class FunctionRows(RowFile):
     """Rows that a user's function makes, read by index; a `RowFile`.
 
     Args:
@@ -70,9 +70,6 @@ class FunctionRows:
           UserError: the function raised, or returned something else than a row.
         """
         return object_of(self._made(int(index)))
-
-    def keys(self, fields: Sequence[str]) -> Iterator[Any] | None:
-        """None: a row has no fields before it is made."""
 
     def place(self, index: int) -> str:
         """Function and number."""

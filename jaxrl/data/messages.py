@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxrl.data.jsonl import BadRow, checked_text, field_of, shown
+from jaxrl.data.rows import BadRow, checked_text, field_of, shown
 from jaxrl.errors import UserError
 
 if TYPE_CHECKING:

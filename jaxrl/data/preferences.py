@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl.checks import is_finite
-from jaxrl.data.jsonl import BadRow, checked_text, field_of, read_jsonl, shown
+from jaxrl.data.json_rows import read_jsonl
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
@@ -34,6 +34,7 @@ from jaxrl.data.messages import (
     messages_of,
     render_context,
 )
+from jaxrl.data.rows import BadRow, checked_text, field_of, shown
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError

@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.jsonl import BadRow, checked_text, shown
 from jaxrl.data.messages import Context
+from jaxrl.data.rows import BadRow, checked_text, shown
 from jaxrl.errors import UserError
 
 # Nearest to the meaning first; the first that a file has is taken.

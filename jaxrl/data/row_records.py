@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.jsonl import BadRow, checked_text, shown
 from jaxrl.data.messages import as_context
 from jaxrl.data.records import Record
 from jaxrl.data.row_layouts import RowLayout, question_in, value_at, without
+from jaxrl.data.rows import BadRow, checked_text, shown
 
 MALFORMED = "malformed rows"
 NO_PROMPT = "rows without a prompt"

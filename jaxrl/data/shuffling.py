@@ -1,8 +1,8 @@
 """Endless batches of examples in memory, in a shuffled order whose position can be saved.
 
-Grain shuffles the row numbers, anew each epoch. There are no worker processes, and nothing is prefetched. The order
-depends on the seed and the number of rows only. A saved state is the number of rows taken so far
-({"next_index": 48}), and enough to notice that a checkpoint belongs to other data.
+Grain shuffles the row numbers, anew each epoch. There are no worker processes, and nothing is prefetched. The
+order depends only on the seed and the number of rows. A saved state is the number of rows taken so far
+({"next_index": 48}), with a checksum that tells whether a checkpoint belongs to other data.
 """
 
 from __future__ import annotations

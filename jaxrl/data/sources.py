@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.jsonl import BadRow, shown
 from jaxrl.data.generated_problems import NUM_FIRST, FunctionRows, GeneratedProblems
 from jaxrl.data.messages import Context
 from jaxrl.data.records import (
@@ -33,7 +32,7 @@ from jaxrl.data.records import (
     normalised,
     text_of_context,
 )
-from jaxrl.data.row_files import RowFile, open_rows
+from jaxrl.data.row_files import open_rows
 from jaxrl.data.row_layouts import ID_NAMES, RowLayout, recognise, value_at
 from jaxrl.data.row_records import (
     CONTRADICTIONS,
@@ -43,6 +42,7 @@ from jaxrl.data.row_records import (
     Unusable,
     record_of,
 )
+from jaxrl.data.rows import BadRow, RowFile, shown
 from jaxrl.errors import UserError
 
 FaultOf: TypeAlias = Callable[[str, Mapping[str, Any], str], str | None]

@@ -202,7 +202,9 @@ def preference_stream(
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(records)
+        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(
+            records
+        )
     return PreferenceStream(
         preferences,
         run.tokenizer,

@@ -54,7 +54,9 @@ def stream(*sources: Source, per_batch=4, max_prompt_tokens=30, **settings) -> P
         first = encode_prompts(source.records, TOKENIZER, max_prompt_tokens=max_prompt_tokens)
         encode = prompt_encoder(TOKENIZER, max_prompt_tokens=max_prompt_tokens)
         assert source.generated is not None
-        made.append(GeneratedPrompts(source.generated, encode, first=first.prompts, name=source.name))
+        made.append(
+            GeneratedPrompts(source.generated, encode, first=first.prompts, name=source.name)
+        )
     weights = [source.settings.weight for source in sources]
     return PromptStream(made, prompts_per_batch=per_batch, seed=0, weights=weights, **settings)
 
