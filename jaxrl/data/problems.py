@@ -1,28 +1,36 @@
-"""The problems of a run: every source of its config, read once, each truth put to its grader."""
+"""The problems of a run: reads every source of the config once, and validates the ground truths."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from jaxrl.data.data_card import CardEntry, data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import PromptFormat
+from jaxrl.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_prompts
+from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.records import Record
-from jaxrl.data.sources import FaultOf, Source, read_source
-from jaxrl.data.stream import EncodedPrompts, GeneratedPrompts, encode_prompts, prompt_encoder
+from jaxrl.data.source_reader import read_source
+from jaxrl.data.sources import Source, Validate
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
+Truths: TypeAlias = Callable[[Mapping[str, SourceConfig]], Validate]
+"""Creates the check of ground truths, given the settings of each data set by its name."""
+
+NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
+"""The description of a run without evaluation problems."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is trained on and what is evaluated with, source by source; no problem is in both.
+    """Training and evaluation problems, by source. No problem is in both.
 
     Attributes:
-      train, evaluation: the sources.
+      train, evaluation: The sources.
     """
 
     train: tuple[Source, ...] = ()
@@ -30,7 +38,7 @@ class Problems:
 
     @property
     def train_records(self) -> tuple[Record, ...]:
-        """All problems to train on; UserError where they have no end."""
+        """All training problems; UserError if a source is endless."""
         for source in self.train:
             if source.generated is not None:
                 raise UserError(
@@ -42,16 +50,16 @@ class Problems:
 
     @property
     def evaluation_records(self) -> tuple[Record, ...]:
-        """All problems to evaluate with."""
+        """All evaluation problems."""
         return _records(self.evaluation)
 
     @property
     def settings(self) -> dict[str, SourceConfig]:
-        """The settings of each data set, by the name that its problems carry."""
+        """The settings of each data set, by the name that its problems have."""
         return settings_by_name((*self.train, *self.evaluation))
 
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
-        """How problems to train on become prompts, by the name of their data set."""
+        """The prompt format of each training data set, by its name."""
         return {
             name: data.format_of(source.settings, source.own_template)
             for source in self.train
@@ -60,17 +68,21 @@ class Problems:
 
 
 class ProblemReader:
-    """Reads the sources of a config, each once, whoever asks first."""
+    """Reads the sources of a config, each only once.
+
+    Args:
+      data: The settings.
+      needs_truths: Whether training problems need a ground truth. Evaluation problems always do.
+    """
 
     def __init__(self, data: DataConfig, *, needs_truths: bool = True):
-        """Args: the settings, and whether prompts to train on need a ground truth, as all others do."""
         self._data = data
         self._needs_truths = needs_truths
         self._found: dict[str, Source] = {}
 
     @property
     def readers(self) -> dict[str, Callable[[], Source]]:
-        """What reads each source that the config names, by its setting."""
+        """For each source that the config names, by its setting, the function that reads it."""
         return {
             name: functools.partial(self._read, name, settings)
             for name, settings in self._all.items()
@@ -79,33 +91,26 @@ class ProblemReader:
 
     @property
     def is_named(self) -> bool:
-        """The config names any problems."""
+        """Whether the config names any problems."""
         return any(settings.is_named for settings in self._all.values())
 
-    def read(self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None) -> Problems:
-        """Everything, checked.
+    def read(self, truths: Truths | None) -> Problems:
+        """Reads and checks all sources.
 
         Args:
-          truths: makes the check of ground truths, given the settings of each data set by its name; None
-            checks none, in a run without a grader.
+          truths: Creates the check of ground truths; None, for a run without a grader, checks none.
 
         Raises:
-          UserError: a source cannot be used, nothing is left of it, or a bad row is to be refused.
+          UserError: A source cannot be used, no row of it is left, or a bad row is refused.
         """
         evaluation = [self._read(*item) for item in self._data.evaluation_sources.items()]
         return self._checked(evaluation, truths)
 
-    def read_training(
-        self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None
-    ) -> Problems:
-        """Nothing to evaluate with; otherwise as `read`."""
+    def read_training(self, truths: Truths | None) -> Problems:
+        """Reads and checks the training sources alone; see `read`."""
         return self._checked([], truths)
 
-    def _checked(
-        self,
-        evaluation: list[Source],
-        truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None,
-    ) -> Problems:
+    def _checked(self, evaluation: list[Source], truths: Truths | None) -> Problems:
         train = [self._read(*item) for item in self._data.training_sources.items()]
         held_out = _records(evaluation)
         train = [source.without_prompts_of(held_out) for source in train]
@@ -134,22 +139,23 @@ class ProblemReader:
         return self._found[name]
 
 
-def _unless_empty(validate: FaultOf) -> FaultOf:
-    """The check of a ground truth, where there is one."""
+def _unless_empty(validate: Validate) -> Validate:
+    """The same check, which passes an empty ground truth."""
     return lambda answer, extra, source: validate(answer, extra, source) if answer else None
 
 
 def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:
-    """The settings of each data set, by the name that its problems carry.
+    """The settings of each data set, by the name that its problems have.
 
     Raises:
-      UserError: one name would have two graders.
+      UserError: Two data sets of one name have different graders.
     """
     found: dict[str, Source] = {}
     for source in sources:
         for name in source.source_names:
             other = found.setdefault(name, source)
-            if _grader_of(other.settings) != _grader_of(source.settings):
+            ours, theirs = source.settings, other.settings
+            if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
                 raise UserError(
                     f"{other.name} and {source.name} both call their problems {name!r} and have different "
                     f"graders; set {source.name}.source to a name of its own, or give both the same grader"
@@ -160,7 +166,7 @@ def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:
 def encode(
     sources: Sequence[Source], data: DataConfig, tokenizer: Tokenizer
 ) -> tuple[EncodedPrompts, ...]:
-    """The prompts of each source, tokenised."""
+    """Encodes the prompts of each source."""
     return tuple(
         encode_prompts(
             source.records,
@@ -179,47 +185,19 @@ def prompts_of(
     data: DataConfig,
     tokenizer: Tokenizer,
 ) -> tuple[Prompts | GeneratedPrompts, ...]:
-    """What a stream draws from: the prompts of each source, or what makes them."""
+    """The inputs of a stream: for each source its encoded prompts, or prompts generated on demand."""
+
+    def stream_input(source: Source, first: Prompts) -> Prompts | GeneratedPrompts:
+        if source.generated is None:
+            return first
+        prompt_format = data.format_of(source.settings, source.own_template)
+        encoder = PromptEncoder(tokenizer, data.max_prompt_tokens, prompt_format, data.overlong)
+        return GeneratedPrompts(source.generated, encoder.encode_one, first=first, name=source.name)
+
     return tuple(
-        _prompts_of(source, of_source.prompts, data, tokenizer)
+        stream_input(source, of_source.prompts)
         for source, of_source in zip(sources, encoded, strict=True)
     )
-
-
-def _prompts_of(
-    source: Source, prompts: Prompts, data: DataConfig, tokenizer: Tokenizer
-) -> Prompts | GeneratedPrompts:
-    if source.generated is None:
-        return prompts
-    encode_one = prompt_encoder(
-        tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=data.format_of(source.settings, source.own_template),
-        overlong=data.overlong,
-    )
-    return GeneratedPrompts(source.generated, encode_one, first=prompts, name=source.name)
-
-
-def card_of(
-    problems: Problems,
-    train: Sequence[EncodedPrompts] = (),
-    evaluation: Sequence[EncodedPrompts] = (),
-) -> str:
-    """The data card; prompts that were not tokenised have no lengths there."""
-    return data_card(_entries(problems.train, train), _entries(problems.evaluation, evaluation))
-
-
-NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
-"""Of a run that has nothing to evaluate with."""
-
-
-def _entries(sources: Sequence[Source], encoded: Sequence[EncodedPrompts]) -> list[CardEntry]:
-    prompts = encoded or (None,) * len(sources)
-    return [CardEntry(*pair) for pair in zip(sources, prompts, strict=True)]
-
-
-def _grader_of(settings: SourceConfig) -> tuple[str, dict]:
-    return settings.grader, settings.grader_options
 
 
 def _records(sources: Sequence[Source]) -> tuple[Record, ...]:

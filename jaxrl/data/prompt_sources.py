@@ -15,6 +15,7 @@ from jaxrl.data.pass_rates import Curriculum, PassRates, is_drawn
 from jaxrl.data.records import Record
 from jaxrl.data.row_records import Unusable
 from jaxrl.data.shuffling import checksum, shuffled
+from jaxrl.data.sources import NUM_NAMED
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Problems of a made source that may be left out one after the other.
 _MOST_LEFT_OUT = 1000
-# Those that are named in the log.
-_NUM_NAMED = 3
 
 
 class ShuffledPrompts:
@@ -139,6 +138,6 @@ class GeneratedPrompts:
 
     def _tell(self, told: str) -> None:
         self._told = f"{self._name}, {told}"
-        if self._num_named < _NUM_NAMED:
+        if self._num_named < NUM_NAMED:
             self._num_named += 1
             logger.warning("left out, and counted in data/made_problems_left_out: %s", self._told)

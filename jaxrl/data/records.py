@@ -77,7 +77,7 @@ class TaskProblems:
     """
 
     def __init__(self, task: str, *, seed: int, **task_config: Any):
-        _factory_of(task)
+        task_factory(task)
         _check_task_size(task, _BLOCK, seed)
         self._task = task
         self._first_seed = seed * MAX_TASK_SIZE
@@ -101,29 +101,23 @@ class TaskProblems:
         return self._items
 
 
-class ReasoningGymRecords(Sequence[Record]):
-    """A fixed number of problems of a procedural task of reasoning-gym, as of `TaskProblems`.
+def reasoning_gym_records(
+    task: str, *, size: int, seed: int, **task_config: Any
+) -> tuple[Record, ...]:
+    """The first problems of a procedural task of reasoning-gym; they are those of `TaskProblems`.
 
     Args:
-      task, seed, task_config: as for `TaskProblems`.
-      size: number of problems, at most 1,000,000.
+      task, seed, task_config: As for `TaskProblems`.
+      size: Number of problems, at most 1,000,000.
 
     Raises:
       UserError: reasoning-gym is not installed, or does not know the task or a setting.
     """
-
-    def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
-        _factory_of(task)
-        _check_task_size(task, size, seed)
-        first_seed = seed * MAX_TASK_SIZE
-        items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
-        self._rows = tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index):
-        return self._rows[index]
+    task_factory(task)
+    _check_task_size(task, size, seed)
+    first_seed = seed * MAX_TASK_SIZE
+    items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
+    return tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
 
 
 def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Record, ...]:
@@ -170,11 +164,6 @@ def check_task_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"options.{name} {shown(value)} {fault}")
 
 
-def check_task(task: str) -> None:
-    """Raises UserError where there is no such task, or reasoning-gym is not installed."""
-    _factory_of(task)
-
-
 def _check_task_size(task: str, size: int, seed: int) -> None:
     if not 1 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
         raise UserError(
@@ -183,8 +172,8 @@ def _check_task_size(task: str, size: int, seed: int) -> None:
         )
 
 
-def _factory_of(task: str) -> Any:
-    """What makes the data sets of reasoning-gym; UserError if it is not here or has no such task."""
+def task_factory(task: str) -> Any:
+    """The module of reasoning-gym that creates tasks; UserError if it is missing or lacks the task."""
     try:
         from reasoning_gym import factory
     except ModuleNotFoundError as error:
@@ -202,7 +191,7 @@ def _factory_of(task: str) -> Any:
 
 def _create_task(task: str, config: dict[str, Any]) -> Any:
     """The reasoning-gym data set; its settings are checked here, with near names."""
-    factory = _factory_of(task)
+    factory = task_factory(task)
     _, config_class = factory.DATASETS[task]
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
     for name, value in config.items():

@@ -7,8 +7,8 @@
     .array_record         ArrayRecord, a JSON object a record
     any other folder      all files in it, of one of these formats, sorted by name
 
-The first bytes of a file tell its format, rather than its name. A file that is broken as a whole is a UserError.
-A broken row is a BadRow, and its place is known ("train.jsonl:17", "train.parquet row 3").
+The first bytes of a file tell its format, rather than its name. A file that is broken as a whole is a
+UserError. A broken row is a BadRow, and its place is known ("train.jsonl:17", "train.parquet row 3").
 
 Not supported: compressed JSONL, TFRecord, and ArrayRecord of anything but JSON.
 """

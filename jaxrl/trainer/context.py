@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
-from jaxrl.data.problems import Problems, card_of, encode, prompts_of
+from jaxrl.data.problems import Problems, encode, prompts_of
+from jaxrl.data.prompt_encoding import EncodedPrompts, evaluation_prompts
+from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.records import text_of_context
-from jaxrl.data.stream import EncodedPrompts, GeneratedPrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
@@ -151,7 +153,7 @@ def build_context(
         demonstrations=found.demonstrations,
         pairs=found.pairs,
         train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
-        card=card_of(problems, train, evaluation),
+        card=data_card(problems, train, evaluation),
     )
 
 

@@ -9,13 +9,14 @@ import pytest
 from extras import import_extra
 
 from jaxrl.data import PromptStream, encode_prompts, read_source, train_tokenizer
-from jaxrl.data.data_card import CardEntry, data_card
+from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.generated_problems import NUM_FIRST
+from jaxrl.data.problems import Problems
+from jaxrl.data.prompt_encoding import PromptEncoder
 from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.row_records import NO_TRUTH, UNREADABLE
 from jaxrl.data.sources import Source
-from jaxrl.data.stream import prompt_encoder
 from jaxrl.errors import UserError
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
@@ -52,7 +53,7 @@ def stream(*sources: Source, per_batch=4, max_prompt_tokens=30, **settings) -> P
     made = []
     for source in sources:
         first = encode_prompts(source.records, TOKENIZER, max_prompt_tokens=max_prompt_tokens)
-        encode = prompt_encoder(TOKENIZER, max_prompt_tokens=max_prompt_tokens)
+        encode = PromptEncoder(TOKENIZER, max_prompt_tokens).encode_one
         assert source.generated is not None
         made.append(
             GeneratedPrompts(source.generated, encode, first=first.prompts, name=source.name)
@@ -220,7 +221,7 @@ def test_a_function_that_fails_late_is_named_with_its_index():
 
 def test_the_card_says_that_there_is_no_end():
     source = read(function(SUMS))
-    card = data_card([CardEntry(source, None)], ())
+    card = data_card(Problems((source,)))
     assert card.startswith(
         "data.train: puzzles.py:make (made by a function, layout problem/answer), without end; of the first "
         "64:\n  64 rows, 64 prompts"

@@ -16,7 +16,7 @@ from jaxrl.data.row_files import open_rows
 from jaxrl.data.row_records import DUPLICATES, MALFORMED
 from jaxrl.data.row_writers import write_rows
 from jaxrl.data.rows import BadRow
-from jaxrl.data.sources import read_source
+from jaxrl.data.source_reader import read_source
 from jaxrl.errors import UserError
 
 ROWS = [
