@@ -68,7 +68,7 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
         yield f"  metrics are kept under {names[0]!r}"
     for reason, dropped in source.dropped.items():
         yield f"  {dropped.count:,} {reason}, left out"
-        yield from (f"    {_cut(told)}" for told in dropped.named)
+        yield from (f"    {_cut(message)}" for message in dropped.named)
     yield from (f"  {note}" for note in source.notes)
     if source.own_template:
         yield "  the file's own words around each problem stay, unless a template is set"
@@ -92,5 +92,5 @@ def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
     )
 
 
-def _cut(told: str) -> str:
-    return told if len(told) <= 200 else f"{told[:197]}..."
+def _cut(message: str) -> str:
+    return message if len(message) <= 200 else f"{message[:197]}..."

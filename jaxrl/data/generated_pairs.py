@@ -1,4 +1,4 @@
-"""Preference pairs made from problems with written solutions, for recipes that have no file of pairs."""
+"""Generates preference pairs from problems with worked solutions, for recipes without a file of pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl.errors import UserError
 
 
 def right_or_wrong(records: Sequence[Record]) -> tuple[Preference, ...]:
-    """The solution with the right answer is chosen over the same with a wrong one."""
+    """Pairs of a solution with the right answer (chosen) and the same with a wrong answer (rejected)."""
     pairs = []
     for row, record in enumerate(records):
         rng = random.Random(f"slip {row} {record.prompt}")
@@ -22,7 +22,7 @@ def right_or_wrong(records: Sequence[Record]) -> tuple[Preference, ...]:
 
 
 def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
-    """A solution that shows its steps is chosen over the bare answer, which counts as harm."""
+    """Pairs of a solution with its steps, chosen, and the bare answer, rejected and marked as harmful."""
     pairs = []
     for record in records:
         texts = worked_sums.against_a_guess(_solution(record), record.answer)
@@ -37,6 +37,7 @@ PAIR_GENERATORS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]]
     "right_or_wrong": right_or_wrong,
     "worked_or_guessed": worked_or_guessed,
 }
+"""The choices of the setting `preference.pair_generator`."""
 
 
 def _solution(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Rows of a layout as problems: prompt, truth, solution and the rest, or why a row cannot be used."""
+"""Turns a row of a known layout into a problem, or says why it cannot be used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Unusable(Exception):
     """A row cannot be used.
 
     Attributes:
-      reason: under which such rows are counted.
+      reason: The reason that such rows are counted under.
     """
 
-    def __init__(self, reason: str, told: str):
-        """Args: the reason, and what is said about this row, its place included."""
-        super().__init__(told)
+    def __init__(self, reason: str, message: str):
+        """Args: the reason, and the message about this row with its place."""
+        super().__init__(message)
         self.reason = reason
 
 
@@ -43,17 +43,17 @@ def record_of(
     *,
     needs_truth: bool = True,
 ) -> Record:
-    """The problem of a row.
+    """Reads the problem of a row.
 
     Args:
-      read: the row, or BadRow.
-      layout: of it.
-      settings: of its source.
-      place: where it stands, for messages.
-      needs_truth: False makes the answer "" where the row has none.
+      read: Reads the row, or raises BadRow.
+      layout: Layout of the row.
+      settings: Settings of its source.
+      place: Its place, for messages.
+      needs_truth: Whether the row needs a ground truth; if not, a missing answer is "".
 
     Raises:
-      Unusable: it is no row, or has no prompt or, where it needs one, no truth.
+      Unusable: The row is broken, or lacks a prompt or a needed ground truth.
     """
     reason = MALFORMED
     try:
@@ -67,7 +67,7 @@ def record_of(
         solution = _solution(row, layout, named=bool(settings.solution_field))
     except BadRow as error:
         raise Unusable(reason, f"{place}: {error}") from error
-    except RecursionError as error:  # read, but nested too deeply to be looked at
+    except RecursionError as error:  # it was parsed, but is nested too deeply to be checked
         raise Unusable(MALFORMED, f"{place}: nested too deeply; remove the line") from error
     extra = without(row, (layout.prompt, layout.answer, layout.solution))
     return Record(prompt, answer, _source_of(row, layout, settings), solution, extra)
@@ -89,7 +89,7 @@ def _answer(value: Any, name: str) -> str:
         return checked_text(value, f"field {name!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
-    # A whole number may be longer than a float holds.
+    # math.isfinite converts to float, and an int may be too large for that.
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
     return str(int(value)) if value == int(value) else str(value)

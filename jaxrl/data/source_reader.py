@@ -263,13 +263,13 @@ class _Reader:
         if first is None or _same_answer(record.answer, self.records[first].answer):
             return problem, ""
         self.seen[problem] = None
-        told = (
+        message = (
             f"{rows.place(index)}: the answer is {record.answer!r}, and {self.records[first].answer!r} "
             f"to the same problem at {rows.place(self.indices[first])}"
         )
         if self.refuse:
-            raise UserError(told)
-        self.contradicted[problem] = told
+            raise UserError(message)
+        self.contradicted[problem] = message
         return problem, ""
 
     def _drop_repetitions(self) -> None:
