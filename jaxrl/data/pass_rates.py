@@ -2,9 +2,9 @@
 
     graded groups -> counts of right and of all answers, older ones decayed -> probability of being drawn
 
-A group of answers that are all right or all wrong teaches nothing. The probability of such a group follows from
-the counts by a beta-binomial distribution. Its prior is U-shaped, because most problems are solved nearly always
-or nearly never.
+A group of answers that are all right or all wrong teaches nothing. The probability of such a group follows
+from the counts by a beta-binomial distribution. Its prior is U-shaped, because most problems are solved
+nearly always or nearly never.
 """
 
 from __future__ import annotations

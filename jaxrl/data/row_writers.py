@@ -22,7 +22,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns rows with problem (prompt, if any is a conversation), answer, solution, and the other fields."""
+    """Returns rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
     if all(isinstance(record.prompt, str) for record in records):
         prompts = [{"problem": record.prompt} for record in records]
     else:
