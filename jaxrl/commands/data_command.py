@@ -135,7 +135,7 @@ def _report(
         for row in range(min(args.show, len(source.records))):
             if prompts is None or tokenizer is None:
                 record = source.records[row]
-                print(_shown(template.around(text_of_context(record.prompt)), record))
+                print(_shown(template.fill(text_of_context(record.prompt)), record))
             elif row < len(prompts.prompts):
                 print(_seen(prompts, row, tokenizer, source.records))
     if args.to:

@@ -22,10 +22,10 @@ from jaxrl.data.messages import (
     PLAIN_FORMAT,
     Context,
     PromptFormat,
-    answered,
     context_of,
     messages_of,
     render_context,
+    split_last_answer,
 )
 from jaxrl.data.records import Record
 from jaxrl.data.rows import text_of
@@ -93,13 +93,18 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         prompt_format: PromptFormat = PLAIN_FORMAT,
         formats: Mapping[str, PromptFormat] | None = None,
     ):
-        examples = encode_demonstrations(
-            demonstrations,
-            tokenizer,
-            max_tokens=max_tokens,
-            prompt_format=prompt_format,
-            formats=formats or {},
-        )
+        formats = formats or {}
+        if not len(demonstrations):
+            raise UserError("there are no prompts; give a data set with at least one row")
+        parts = [
+            _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
+            for row, demonstration in enumerate(demonstrations)
+        ]
+        tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
+        examples = [_example([next(tokens) for _ in row], tokenizer) for row in parts]
+        lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
+        kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
+        examples = [examples[row] for row in kept]
         super().__init__(
             examples,
             examples_per_batch=examples_per_batch,
@@ -133,7 +138,7 @@ def read_demonstrations(
     def parse(row: dict[str, Any]) -> Demonstration:
         if messages_field in row:
             what = f"field {messages_field!r}"
-            context, response = answered(messages_of(row[messages_field], what), what)
+            context, response = split_last_answer(messages_of(row[messages_field], what), what)
             return Demonstration(context, response, source, all_turns=True)
         return Demonstration(context_of(row, prompt_field), text_of(row, response_field), source)
 
@@ -157,31 +162,6 @@ def solutions_of(records: Sequence[Record]) -> tuple[Demonstration, ...]:
         Demonstration(record.prompt, _solution(row, record), record.source)
         for row, record in enumerate(records)
     )
-
-
-def encode_demonstrations(
-    demonstrations: Sequence[Demonstration],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    prompt_format: PromptFormat,
-    formats: Mapping[str, PromptFormat],
-) -> list[MaskedExample]:
-    """Encodes demonstrations in their order, and drops those that are too long.
-
-    Arguments and errors are those of `DemonstrationStream`.
-    """
-    if not len(demonstrations):
-        raise UserError("there are no prompts; give a data set with at least one row")
-    parts = [
-        _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
-        for row, demonstration in enumerate(demonstrations)
-    ]
-    tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
-    examples = [_example([next(tokens) for _ in row], tokenizer) for row in parts]
-    lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
-    kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
-    return [examples[row] for row in kept]
 
 
 def _parts(

@@ -16,7 +16,7 @@ def right_or_wrong(records: Sequence[Record]) -> tuple[Preference, ...]:
     pairs = []
     for row, record in enumerate(records):
         rng = random.Random(f"slip {row} {record.prompt}")
-        chosen, rejected = worked_sums.against_a_slip(_solution(record), record.answer, rng)
+        chosen, rejected = worked_sums.right_and_wrong(_solution(record), record.answer, rng)
         pairs.append(Preference(record.prompt, chosen, rejected, record.source))
     return tuple(pairs)
 
@@ -25,7 +25,7 @@ def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
     """Pairs of a solution with its steps, chosen, and the bare answer, rejected and marked as harmful."""
     pairs = []
     for record in records:
-        texts = worked_sums.against_a_guess(_solution(record), record.answer)
+        texts = worked_sums.worked_and_bare(_solution(record), record.answer)
         if texts is not None:
             pairs.append(
                 Preference(record.prompt, *texts, record.source, chosen_harm=-1, rejected_harm=1)

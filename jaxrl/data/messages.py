@@ -56,7 +56,7 @@ def messages_of(value: Any, what: str) -> tuple[Message, ...]:
     return tuple(_message(item, f"message {i} of {what}") for i, item in enumerate(value, start=1))
 
 
-def answered(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
+def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
     """Splits a conversation into the messages before the last one, and the text of the last one.
 
     Raises:
@@ -98,7 +98,7 @@ class PromptFormat:
     def __post_init__(self):
         check_template(self.template)
 
-    def around(self, question: str) -> str:
+    def fill(self, question: str) -> str:
         """Puts a question into the template."""
         # Not str.format, because templates may have other braces, such as \\boxed{}.
         return self.template.replace("{prompt}", question)
@@ -108,7 +108,7 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
     """Renders a question or conversation as the text of the prompt."""
     system = prompt_format.system_prompt
     if isinstance(context, str):
-        text = prompt_format.around(context)
+        text = prompt_format.fill(context)
         if not prompt_format.chat:
             return (f"{system}\n" if system else "") + text + prompt_format.answer_prefix
         context = ({"role": USER, "content": text},)

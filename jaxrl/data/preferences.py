@@ -28,10 +28,10 @@ from jaxrl.data.messages import (
     Context,
     Message,
     PromptFormat,
-    answered,
     context_of,
     messages_of,
     render_context,
+    split_last_answer,
 )
 from jaxrl.data.rows import BadRow, checked_text, field_of, shown
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
@@ -103,7 +103,9 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
         prompt_format: PromptFormat = PLAIN_FORMAT,
         formats: Mapping[str, PromptFormat] | None = None,
     ):
-        pairs = _different(_encode(preferences, tokenizer, prompt_format, formats or {}))
+        pairs = _with_different_answers(
+            _encode(preferences, tokenizer, prompt_format, formats or {})
+        )
         lengths = np.array([max(_length(pair.chosen), _length(pair.rejected)) for pair in pairs])
         kept = drop_overlong(lengths, max_tokens, what="pairs", setting="max_tokens")
         pairs = [pairs[i] for i in kept]
@@ -169,8 +171,8 @@ def _answers(
     if not isinstance(chosen, list):
         context = context_of(row, prompt_field)
         return context, checked_text(chosen, what[0]), checked_text(rejected, what[1])
-    before, chosen = answered(messages_of(chosen, what[0]), what[0])
-    before_rejected, rejected = answered(messages_of(rejected, what[1]), what[1])
+    before, chosen = split_last_answer(messages_of(chosen, what[0]), what[0])
+    before_rejected, rejected = split_last_answer(messages_of(rejected, what[1]), what[1])
     if before != before_rejected:
         raise BadRow(
             f"{chosen_field!r} and {rejected_field!r} part before their last message, and only the "
@@ -179,10 +181,10 @@ def _answers(
     if before and before[0]["role"] != ASSISTANT:
         return before, chosen, rejected
     context = context_of(row, prompt_field)
-    return _continued(context, before) if before else context, chosen, rejected
+    return _extended(context, before) if before else context, chosen, rejected
 
 
-def _continued(context: Context, further: tuple[Message, ...]) -> tuple[Message, ...]:
+def _extended(context: Context, further: tuple[Message, ...]) -> tuple[Message, ...]:
     start = ({"role": "user", "content": context},) if isinstance(context, str) else context
     return start + further
 
@@ -242,7 +244,7 @@ def _encode(
     ]
 
 
-def _different(pairs: list[PreferencePair]) -> list[PreferencePair]:
+def _with_different_answers(pairs: list[PreferencePair]) -> list[PreferencePair]:
     """Returns the pairs whose answers differ, and logs how many do not."""
     kept = [pair for pair in pairs if not np.array_equal(pair.chosen[1], pair.rejected[1])]
     if not kept:

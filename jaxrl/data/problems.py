@@ -179,7 +179,7 @@ def encode(
     )
 
 
-def prompts_of(
+def stream_inputs(
     sources: Sequence[Source],
     encoded: Sequence[EncodedPrompts],
     data: DataConfig,

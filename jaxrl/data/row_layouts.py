@@ -41,7 +41,7 @@ DAPO_BEFORE = (
 )
 DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
-_HASHES = "####"
+_MARKER = "####"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,10 @@ def recognise(
     fields = _fields(rows)
     for name in filter(None, (prompt_field, answer_field, solution_field)):
         if name not in fields:
-            raise UserError(f"{what} has no field {name!r}; it has {_listed(fields)}")
-    found = _known(rows, fields)
-    prompt = prompt_field or (found.prompt if found else _first(PROMPT_NAMES, fields))
-    answer = answer_field or (found.answer if found else _first(ANSWER_NAMES, fields))
+            raise UserError(f"{what} has no field {name!r}; it has {_field_list(fields)}")
+    found = _published_layout(rows, fields)
+    prompt = prompt_field or (found.prompt if found else _first_known(PROMPT_NAMES, fields))
+    answer = answer_field or (found.answer if found else _first_known(ANSWER_NAMES, fields))
     if answer == prompt and not answer_field and not needs_truth:
         answer = None
     if prompt is None or (answer is None and needs_truth) or prompt == answer:
@@ -105,14 +105,14 @@ def recognise(
             if name is None or prompt == answer
         )
         raise UserError(
-            f"{what} has a layout that is not known; its fields are {_listed(fields)}. Set {lacking} to the "
-            "fields with the problem and its true answer, dotted where one lies in another "
+            f"{what} has a layout that is not known; its fields are {_field_list(fields)}. Set {lacking} to "
+            "the fields with the problem and its true answer, dotted where one lies in another "
             "(reward_model.ground_truth). Prompts to train on need no answer where rewards other than the "
             "grader's score them: reward.grader_weight=0"
         )
     solution = solution_field or None
     if solution_field is None and not answer_field:
-        solution = found.solution if found else _first(SOLUTION_NAMES, fields)
+        solution = found.solution if found else _first_known(SOLUTION_NAMES, fields)
     source = SOURCE_NAME if SOURCE_NAME in fields else None
     if found and not prompt_field and not answer_field:
         return dataclasses.replace(found, solution=solution, source=source)
@@ -132,7 +132,7 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise BadRow(f"no field {name!r}; the row has {_listed(_fields([row]))}")
+            raise BadRow(f"no field {name!r}; the row has {_field_list(_fields([row]))}")
         value = value[part]
     return value
 
@@ -150,7 +150,7 @@ def without(row: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, An
     return rest
 
 
-def question_in(context: Context) -> Context:
+def unwrapped_question(context: Context) -> Context:
     """Returns the text of a single user message; any other conversation as it is."""
     if not isinstance(context, str) and len(context) == 1 and context[0]["role"] == "user":
         return context[0]["content"]
@@ -160,9 +160,11 @@ def question_in(context: Context) -> Context:
 # Layouts by name
 
 
-def _known(rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> RowLayout | None:
+def _published_layout(
+    rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]
+) -> RowLayout | None:
     if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
-        solution = _first(SOLUTION_NAMES, fields)
+        solution = _first_known(SOLUTION_NAMES, fields)
         verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
         if all(_is_dapo(row.get(_VERL_PROMPT)) for row in rows):
             return dataclasses.replace(
@@ -172,10 +174,10 @@ def _known(rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> RowL
                 prompt_of=_without_dapo_words,
             )
         return verl
-    question, answer = _first(PROMPT_NAMES, fields), _first(ANSWER_NAMES, fields)
-    if question and answer and all(_has_hashes(row.get(answer)) for row in rows):
-        return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_hashes)
-    solution = _first(SOLUTION_NAMES, fields)
+    question, answer = _first_known(PROMPT_NAMES, fields), _first_known(ANSWER_NAMES, fields)
+    if question and answer and all(_has_marker(row.get(answer)) for row in rows):
+        return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_marker)
+    solution = _first_known(SOLUTION_NAMES, fields)
     boxed = solution is not None and any(last_box(row.get(solution)) for row in rows)
     if question and boxed and (answer is None or answer.lower() in ("response", "completion")):
         return RowLayout("MATH", question, str(solution), solution, answer_of=_in_last_box)
@@ -186,32 +188,32 @@ def _is_dapo(prompt: Any) -> bool:
     if not isinstance(prompt, list) or len(prompt) != 1 or not isinstance(prompt[0], Mapping):
         return False
     content = prompt[0].get("content")
-    return isinstance(content, str) and _bare(content) is not None
+    return isinstance(content, str) and _problem_in_dapo_words(content) is not None
 
 
-def _bare(content: str) -> str | None:
+def _problem_in_dapo_words(content: str) -> str | None:
     if content.startswith(DAPO_BEFORE) and content.endswith(DAPO_AFTER):
         return content[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
     return None
 
 
 def _without_dapo_words(context: Context) -> Context:
-    bare = _bare(context) if isinstance(context, str) else None
-    if bare is None:
+    problem = _problem_in_dapo_words(context) if isinstance(context, str) else None
+    if problem is None:
         raise BadRow("the prompt has not DAPO's words around it, as the rows before it have")
-    return checked_text(bare, "the problem in DAPO's words")
+    return checked_text(problem, "the problem in DAPO's words")
 
 
-def _has_hashes(answer: Any) -> bool:
-    return isinstance(answer, str) and _HASHES in answer
+def _has_marker(answer: Any) -> bool:
+    return isinstance(answer, str) and _MARKER in answer
 
 
-def _after_hashes(answer: Any) -> str:
-    if not _has_hashes(answer):
+def _after_marker(answer: Any) -> str:
+    if not _has_marker(answer):
         raise BadRow(
-            f"the answer has no {_HASHES!r} before its number, as those of other rows have"
+            f"the answer has no {_MARKER!r} before its number, as those of other rows have"
         )
-    return answer.rpartition(_HASHES)[2].strip()
+    return answer.rpartition(_MARKER)[2].strip()
 
 
 def _in_last_box(solution: Any) -> str:
@@ -245,24 +247,24 @@ def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in rows:
         for key, value in row.items():
-            found.setdefault(str(key), _type(value))
+            found.setdefault(str(key), _type_name(value))
             if isinstance(value, Mapping):
                 found |= {f"{key}.{name}": kind for name, kind in _fields([value]).items()}
     return found
 
 
-def _type(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
         return "messages"
     names = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
     return names.get(type(value), "object" if isinstance(value, Mapping) else "null")
 
 
-def _listed(fields: Mapping[str, str]) -> str:
+def _field_list(fields: Mapping[str, str]) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in list(fields.items())[:40]) or "none"
 
 
-def _first(names: Sequence[str], fields: Mapping[str, str]) -> str | None:
+def _first_known(names: Sequence[str], fields: Mapping[str, str]) -> str | None:
     """The first of some names that a file has, in the spelling of the file."""
     written = {field.lower(): field for field in reversed(list(fields))}
     return next((written[name] for name in names if name in written), None)

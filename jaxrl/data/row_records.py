@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.messages import as_context
 from jaxrl.data.records import Record
-from jaxrl.data.row_layouts import RowLayout, question_in, value_at, without
+from jaxrl.data.row_layouts import RowLayout, unwrapped_question, value_at, without
 from jaxrl.data.rows import BadRow, checked_text, shown
 
 MALFORMED = "malformed rows"
@@ -60,7 +60,9 @@ def record_of(
         row = read()
         reason = NO_PROMPT
         what = f"field {layout.prompt!r}"
-        prompt = layout.prompt_of(question_in(as_context(value_at(row, layout.prompt), what)))
+        prompt = layout.prompt_of(
+            unwrapped_question(as_context(value_at(row, layout.prompt), what))
+        )
         reason = NO_TRUTH
         answer = _truth(row, layout, needed=needs_truth)
         reason = MALFORMED

@@ -68,11 +68,6 @@ class PromptStream:
         # Ids of prompts to draw again before any other.
         self._again: list[int] = []
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts in memory, over all sources."""
-        return sum(len(source) for source in self._shuffled)
-
     def __iter__(self) -> PromptStream:
         return self
 
@@ -134,12 +129,9 @@ class PromptStream:
         return found
 
     @property
-    def _shuffled(self) -> list[ShuffledPrompts]:
-        return [source for source in self._sources if isinstance(source, ShuffledPrompts)]
-
-    @property
     def _pass_rates(self) -> list[PassRates]:
-        return [source.pass_rates for source in self._shuffled if source.pass_rates is not None]
+        shuffled = [source for source in self._sources if isinstance(source, ShuffledPrompts)]
+        return [source.pass_rates for source in shuffled if source.pass_rates is not None]
 
     def _source_and_turn(self, prompt_id: int) -> tuple[ShuffledPrompts | GeneratedPrompts, int]:
         turn, number = divmod(prompt_id, len(self._sources))

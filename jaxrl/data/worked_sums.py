@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Share of solutions that state only an answer, the share of wrong ones among them, and their errors.
 BARE_ANSWERS = 0.5
 WRONG_BARE_ANSWERS = 0.5
-_SLIPS = (-10, -3, -2, -1, 1, 2, 3, 10)
+_WRONG_BY = (-10, -3, -2, -1, 1, 2, 3, 10)
 
 # Share of solutions that take the additions before the subtractions.
 ADDITIONS_FIRST = 0.25
@@ -57,8 +57,8 @@ def solve(expression: str, rng: random.Random) -> str:
     steps, total = _steps(terms)
     if rng.random() >= BARE_ANSWERS:
         return f"{write(steps)}Answer: {total}"
-    slip = rng.choice(_SLIPS) if rng.random() < WRONG_BARE_ANSWERS else 0
-    return f"Answer: {total + slip}"
+    error = rng.choice(_WRONG_BY) if rng.random() < WRONG_BARE_ANSWERS else 0
+    return f"Answer: {total + error}"
 
 
 def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
@@ -83,13 +83,13 @@ def _as_sentence(steps: Sequence[str]) -> str:
     return f"First {', then '.join(steps)}.\n" if steps else ""
 
 
-def against_a_slip(solution: str, answer: str, rng: random.Random) -> tuple[str, str]:
+def right_and_wrong(solution: str, answer: str, rng: random.Random) -> tuple[str, str]:
     """A pair for a reward model: the solution with the right last line, and with a wrong last line."""
     work, _, _ = solution.rpartition("Answer: ")
-    return f"{work}Answer: {answer}", f"{work}Answer: {int(answer) + rng.choice(_SLIPS)}"
+    return f"{work}Answer: {answer}", f"{work}Answer: {int(answer) + rng.choice(_WRONG_BY)}"
 
 
-def against_a_guess(solution: str, answer: str) -> tuple[str, str] | None:
+def worked_and_bare(solution: str, answer: str) -> tuple[str, str] | None:
     """A pair for a cost model: a solution with its steps, and the answer alone; None without steps."""
     work, _, _ = solution.rpartition("Answer: ")
     return (f"{work}Answer: {answer}", f"Answer: {answer}") if work else None

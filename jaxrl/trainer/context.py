@@ -18,7 +18,7 @@ from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
 from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
-from jaxrl.data.problems import Problems, encode, prompts_of
+from jaxrl.data.problems import Problems, encode, stream_inputs
 from jaxrl.data.prompt_encoding import EncodedPrompts, evaluation_prompts
 from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.records import text_of_context
@@ -152,7 +152,7 @@ def build_context(
         evaluation_prompts=_evaluation_prompts(evaluation),
         demonstrations=found.demonstrations,
         pairs=found.pairs,
-        train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
+        train_prompts=stream_inputs(problems.train, train, config.data, tokenizer) if train else (),
         card=data_card(problems, train, evaluation),
     )
 
@@ -281,7 +281,7 @@ def tokenizer_of(
     if directory:
         return load_tokenizer(directory)
     texts = [
-        config.data.format_of(source.settings, source.own_template).around(
+        config.data.format_of(source.settings, source.own_template).fill(
             text_of_context(record.prompt)
         )
         + (record.solution or record.answer)

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.data import PromptStream, train_tokenizer
 from jaxrl.data.data_card import data_card, histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.problems import ProblemReader, encode, prompts_of
+from jaxrl.data.problems import ProblemReader, encode, stream_inputs
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
 from jaxrl.trainer.run_rewards import truth_faults
@@ -123,7 +123,7 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
     )
     assert "1 prompts of the evaluation, left out\n    made.py:make index 1" in card
     stream = PromptStream(
-        prompts_of(problems.train, encoded, made, TOKENIZER),
+        stream_inputs(problems.train, encoded, made, TOKENIZER),
         weights=[source.settings.weight for source in problems.train],
         prompts_per_batch=4,
         seed=0,
