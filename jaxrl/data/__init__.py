@@ -1,4 +1,4 @@
-"""Prompts, demonstrations, preferences: their files, their tokens, the order in which they are met."""
+"""Reads problems, demonstrations and preferences, tokenises them, and streams them in a shuffled order."""
 
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.demonstrations import (

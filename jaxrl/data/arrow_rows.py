@@ -58,7 +58,7 @@ class Tables(RowFile):
         self.kind = kind
         self._path = path
         self._starts = [0, *itertools.accumulate(lengths)]
-        # The last row group and the last block of its rows: who reads in order reads everything once.
+        # The last row group and the last block of its rows: reading in order loads everything once.
         self._group = functools.lru_cache(maxsize=1)(load)
         self._rows = functools.lru_cache(maxsize=1)(self._load_rows)
 

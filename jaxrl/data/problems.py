@@ -1,4 +1,4 @@
-"""The problems of a run: reads every source of the config once, and validates the ground truths."""
+"""Reads the problems of a run from all sources of its config, and validates the ground truths."""
 
 from __future__ import annotations
 
@@ -55,8 +55,23 @@ class Problems:
 
     @property
     def settings(self) -> dict[str, SourceConfig]:
-        """The settings of each data set, by the name that its problems have."""
-        return settings_by_name((*self.train, *self.evaluation))
+        """The settings of each data set, by the name that its problems have.
+
+        Raises:
+          UserError: Two data sets of one name have different graders.
+        """
+        found: dict[str, Source] = {}
+        for source in (*self.train, *self.evaluation):
+            for name in source.source_names:
+                other = found.setdefault(name, source)
+                ours, theirs = source.settings, other.settings
+                if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
+                    raise UserError(
+                        f"{other.name} and {source.name} both call their problems {name!r} and have "
+                        f"different graders; set {source.name}.source to a name of its own, or give both "
+                        "the same grader"
+                    )
+        return {name: source.settings for name, source in found.items()}
 
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
         """The prompt format of each training data set, by its name."""
@@ -85,14 +100,14 @@ class ProblemReader:
         """For each source that the config names, by its setting, the function that reads it."""
         return {
             name: functools.partial(self._read, name, settings)
-            for name, settings in self._all.items()
+            for name, settings in self._sources.items()
             if settings.is_named
         }
 
     @property
     def is_named(self) -> bool:
         """Whether the config names any problems."""
-        return any(settings.is_named for settings in self._all.values())
+        return any(settings.is_named for settings in self._sources.values())
 
     def read(self, truths: Truths | None) -> Problems:
         """Reads and checks all sources.
@@ -114,16 +129,19 @@ class ProblemReader:
         train = [self._read(*item) for item in self._data.training_sources.items()]
         held_out = _records(evaluation)
         train = [source.without_prompts_of(held_out) for source in train]
-        settings = settings_by_name((*train, *evaluation))
-        if truths is not None:
-            refuse, validate = self._data.bad_rows == "error", truths(settings)
-            of_training = validate if self._needs_truths else _unless_empty(validate)
-            train = [s.with_readable_truths(of_training, refuse=refuse) for s in train]
-            evaluation = [s.with_readable_truths(validate, refuse=refuse) for s in evaluation]
-        return Problems(tuple(train), tuple(evaluation))
+        problems = Problems(tuple(train), tuple(evaluation))
+        settings = problems.settings  # raises if a data set would have two graders
+        if truths is None:
+            return problems
+        refuse, validate = self._data.bad_rows == "error", truths(settings)
+        of_training = validate if self._needs_truths else _unless_empty(validate)
+        return Problems(
+            tuple(s.with_readable_truths(of_training, refuse=refuse) for s in train),
+            tuple(s.with_readable_truths(validate, refuse=refuse) for s in evaluation),
+        )
 
     @property
-    def _all(self) -> dict[str, SourceConfig]:
+    def _sources(self) -> dict[str, SourceConfig]:
         return {**self._data.training_sources, **self._data.evaluation_sources}
 
     def _read(self, name: str, settings: SourceConfig) -> Source:
@@ -142,25 +160,6 @@ class ProblemReader:
 def _unless_empty(validate: Validate) -> Validate:
     """The same check, which passes an empty ground truth."""
     return lambda answer, extra, source: validate(answer, extra, source) if answer else None
-
-
-def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:
-    """The settings of each data set, by the name that its problems have.
-
-    Raises:
-      UserError: Two data sets of one name have different graders.
-    """
-    found: dict[str, Source] = {}
-    for source in sources:
-        for name in source.source_names:
-            other = found.setdefault(name, source)
-            ours, theirs = source.settings, other.settings
-            if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
-                raise UserError(
-                    f"{other.name} and {source.name} both call their problems {name!r} and have different "
-                    f"graders; set {source.name}.source to a name of its own, or give both the same grader"
-                )
-    return {name: source.settings for name, source in found.items()}
 
 
 def encode(
