@@ -98,9 +98,7 @@ class Tables(RowFile):
         try:
             return self._group(group)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise UserError(
-                f"{self._path} is broken from row {self._starts[group]} on ({one_line(error)}); {COPY_AGAIN}"
-            ) from error
+            raise self._broken(self._starts[group], error) from error
 
     def _load_block(self, group: int, block: int) -> pa.Table:
         """Some rows of a row group; UserError if their texts exceed the limit."""
@@ -115,13 +113,15 @@ class Tables(RowFile):
         return table
 
     def _load_rows(self, group: int, block: int) -> list[Row | BadRow]:
-        first = self._starts[group] + block * _ROWS_AT_ONCE
         try:
             return _row_by_row(_in_microseconds(self._load_block(group, block)))
         except pa.ArrowException as error:
-            raise UserError(
-                f"{self._path} is broken from row {first} on ({one_line(error)}); {COPY_AGAIN}"
-            ) from error
+            raise self._broken(self._starts[group] + block * _ROWS_AT_ONCE, error) from error
+
+    def _broken(self, row: int, error: Exception) -> UserError:
+        return UserError(
+            f"{self._path} is broken from row {row} on ({one_line(error)}); {COPY_AGAIN}"
+        )
 
 
 def open_parquet(path: pathlib.Path) -> Tables:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.messages import as_context
 from jaxrl.data.records import Record
 from jaxrl.data.row_layouts import RowLayout, unwrapped_question, value_at, without
-from jaxrl.data.rows import BadRow, checked_text, shown
+from jaxrl.data.rows import BadRow, RowFile, checked_text, shown
 
 MALFORMED = "malformed rows"
 NO_PROMPT = "rows without a prompt"
@@ -36,28 +36,24 @@ class Unusable(Exception):
 
 
 def record_of(
-    read: Callable[[], Mapping[str, Any]],
-    layout: RowLayout,
-    settings: SourceConfig,
-    place: str,
-    *,
-    needs_truth: bool = True,
+    rows: RowFile, index: int, layout: RowLayout, settings: SourceConfig, *, needs_truth: bool
 ) -> Record:
     """Reads the problem of a row.
 
     Args:
-      read: Reads the row, or raises BadRow.
-      layout: Layout of the row.
-      settings: Settings of its source.
-      place: Its place, for messages.
+      rows: Rows of the source.
+      index: Index of the row.
+      layout: Layout of the rows.
+      settings: Settings of the source.
       needs_truth: Whether the row needs a ground truth; if not, a missing answer is "".
 
     Raises:
       Unusable: The row is broken, or lacks a prompt or a needed ground truth.
     """
+    place = rows.place(index)
     reason = MALFORMED
     try:
-        row = read()
+        row = rows[index]
         reason = NO_PROMPT
         what = f"field {layout.prompt!r}"
         prompt = layout.prompt_of(

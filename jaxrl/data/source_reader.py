@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -139,8 +138,9 @@ class _Reader:
             rows = self._open()
             layout = self._layout([rows[n] for n in range(NUM_FIRST)])
             origin, template = self._origin(rows, layout), layout.template
-            make = functools.partial(self._record, rows, layout)
-            generated = GeneratedProblems(make, rows.place, refuse=self.refuse)
+            generated = GeneratedProblems(
+                lambda n: self._record(rows, layout, n), rows.place, refuse=self.refuse
+            )
         found, left_out = generated.first()
         if not found:
             raise UserError(
@@ -214,9 +214,7 @@ class _Reader:
         )
 
     def _record(self, rows: RowFile, layout: RowLayout, index: int) -> Record:
-        read = functools.partial(rows.__getitem__, index)
-        place = rows.place(index)
-        return record_of(read, layout, self.settings, place, needs_truth=self.needs_truth)
+        return record_of(rows, index, layout, self.settings, needs_truth=self.needs_truth)
 
     def _drop(self, reason: str, *faults: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, Dropped()) + Dropped(1, faults)
