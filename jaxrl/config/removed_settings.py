@@ -9,6 +9,7 @@ REMOVED = {
     "critic.optim": "set critic.lr; all else is as in optim",
     "data.shuffle_seed": "the order of prompts follows seed",
     "preference.every": "set evaluation.every",
+    "preference.made": "set preference.pair_generator",
     "preference.num_steps": "set run.num_steps",
     "preference.optim.": "set optim.{leaf}",
     "preference.optim": "set optim",

@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
-from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
-from jaxrl.data.problems import Problems, card_of, encode, prompts_of
+from jaxrl.data.problems import Problems, encode, stream_inputs
+from jaxrl.data.prompt_encoding import EncodedPrompts, evaluation_prompts
+from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.records import text_of_context
-from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
@@ -73,7 +75,7 @@ class RunContext:
     evaluation_prompts: Prompts
     demonstrations: tuple[Demonstration, ...] = ()
     pairs: Mapping[str, tuple[Preference, ...]] = dataclasses.field(default_factory=dict)
-    train_prompts: tuple[Prompts | MadePrompts, ...] = ()
+    train_prompts: tuple[Prompts | GeneratedPrompts, ...] = ()
     card: str = ""
 
     @property
@@ -150,8 +152,8 @@ def build_context(
         evaluation_prompts=_evaluation_prompts(evaluation),
         demonstrations=found.demonstrations,
         pairs=found.pairs,
-        train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
-        card=card_of(problems, train, evaluation),
+        train_prompts=stream_inputs(problems.train, train, config.data, tokenizer) if train else (),
+        card=data_card(problems, train, evaluation),
     )
 
 
@@ -202,7 +204,9 @@ def preference_stream(
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
+        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(
+            records
+        )
     return PreferenceStream(
         preferences,
         run.tokenizer,
@@ -277,7 +281,7 @@ def tokenizer_of(
     if directory:
         return load_tokenizer(directory)
     texts = [
-        config.data.format_of(source.settings, source.own_template).around(
+        config.data.format_of(source.settings, source.own_template).fill(
             text_of_context(record.prompt)
         )
         + (record.solution or record.answer)

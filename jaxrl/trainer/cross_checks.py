@@ -19,7 +19,7 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
@@ -200,7 +200,7 @@ def _curriculum(config: Config) -> None:
 
 def _preference(config: Config) -> None:
     options = config.preference
-    lookup(MADE_PAIRS, options.made, "preference.made")
+    lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")
     loss = lookup(PREFERENCE_LOSSES, options.loss, "preference.loss")
     check_options(loss, options.options, f"preference.loss {options.loss!r}")
 

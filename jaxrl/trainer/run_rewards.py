@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import FaultOf
+from jaxrl.data.sources import Validate
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,
@@ -61,7 +61,7 @@ def needs_truths(config: Config) -> bool:
     )
 
 
-def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> FaultOf:
+def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> Validate:
     """Makes a function that lets each data set's grader validate ground truths before sampling starts.
 
     Args:

@@ -34,7 +34,7 @@ from jaxrl.config.config_tree import (
     to_config_dict,
 )
 from jaxrl.config.schema import Config
-from jaxrl.data.records import ReasoningGymRecords
+from jaxrl.data.records import reasoning_gym_records
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.mesh.layout import LayoutConfig
@@ -338,7 +338,7 @@ def checked(tree: ml_config_dict.ConfigDict) -> None:
     check_memory(config, config.model, **MACHINE)
     for split in (config.data.train, config.data.evaluation):
         if not split.path:
-            ReasoningGymRecords(split.task, size=1, seed=0, **split.options)
+            reasoning_gym_records(split.task, size=1, seed=0, **split.options)
 
 
 def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:

@@ -538,7 +538,7 @@ def make(index, rng):
 """
 
 
-def test_a_curriculum_and_made_problems_resume_to_the_same_curve(tmp_path, problems):
+def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, problems):
     (tmp_path / "made.py").write_text(MADE)
     few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), limit=6)
     data = DataConfig(
