@@ -50,9 +50,9 @@ def test_unknown_tasks_and_settings_are_refused(task, config, message):
         reasoning_gym_records(task, **{"size": 5, "seed": 0, **config})
 
 
-def test_without_the_extra_the_remedy_is_named(monkeypatch):
+def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"pip install jaxrl\[demo\]"):
+    with pytest.raises(UserError, match=r"pip install reasoning-gym"):
         reasoning_gym_records("chain_sum", size=5, seed=0)
 
 
