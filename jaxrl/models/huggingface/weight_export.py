@@ -40,6 +40,7 @@ from jaxrl.models.huggingface.weight_table import (
     dimension_sizes,
     leaf_at,
     offset_of,
+    tensors_of,
     weight_table,
 )
 from jaxrl.models.model_config import ModelConfig
@@ -77,7 +78,10 @@ def save_checkpoint(
     values = config_json(config, dtype=dtype.name, base=base)
     _check_addressable(params)
     table, sizes = weight_table(config), dimension_sizes(config)
-    num_bytes = _tensor_bytes(table, sizes, dtype)
+    num_bytes = {
+        name: math.prod(row.tensor_shape(sizes)) * dtype.itemsize
+        for name, (row, _) in tensors_of(table, sizes).items()
+    }
     files = _into_files(num_bytes, max_shard_bytes)
     with new_directory(out) as partial:
         write_json(partial / "config.json", values)
@@ -117,7 +121,7 @@ def save_adapter(
     table, sizes = adapter_table(config), dimension_sizes(config)
     with new_directory(out) as partial:
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
-        names = list(_tensor_bytes(table, sizes, dtype))
+        names = list(tensors_of(table, sizes))
         _write_files(params, table, sizes, {ADAPTER_FILE: names}, partial, dtype)
 
 
@@ -141,17 +145,6 @@ def _check_addressable(params: Params) -> None:
         )
 
 
-def _tensor_bytes(
-    table: Iterable[WeightRule], sizes: Mapping[str, int], dtype: np.dtype
-) -> dict[str, int]:
-    """Bytes of every tensor by name, in the order of the table."""
-    return {
-        row.tensor_name(position): math.prod(row.tensor_shape(sizes)) * dtype.itemsize
-        for row in table
-        for position in row.positions(sizes)
-    }
-
-
 def _write_files(
     params: Params,
     table: Iterable[WeightRule],
@@ -160,11 +153,7 @@ def _write_files(
     directory: pathlib.Path,
     dtype: np.dtype,
 ) -> None:
-    sources = {
-        row.tensor_name(position): (row, position)
-        for row in table
-        for position in row.positions(sizes)
-    }
+    sources = tensors_of(table, sizes)
     for file, names in files.items():
         tensors = {}
         for name in names:

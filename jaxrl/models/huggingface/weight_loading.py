@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from flax import traverse_util
 from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
@@ -47,6 +48,7 @@ from jaxrl.models.huggingface.weight_table import (
     dimension_sizes,
     leaf_at,
     offset_of,
+    tensors_of,
     weight_table,
 )
 from jaxrl.models.model_config import ModelConfig
@@ -277,11 +279,8 @@ def _check_headers(
     directory: pathlib.Path,
 ) -> None:
     """Raises UserError for tensors that are missing, unexpected or malformed; `copies` are optional."""
-    shapes = {
-        row.tensor_name(position): row.tensor_shape(sizes)
-        for row in table
-        for position in row.positions(sizes)
-    }
+    tensors = tensors_of(table, sizes)
+    shapes = {name: row.tensor_shape(sizes) for name, (row, _) in tensors.items()}
     known = shapes | {name: shapes[original] for name, original in copies.items()}
     missing = [name for name in shapes if name not in stored]
     if missing:
@@ -370,11 +369,11 @@ def _load_table(
     shardings: Any,
     dtype: np.dtype,
 ) -> Params:
-    params: Params = {}
-    for row in table:
-        leaf = _load_leaf(reader, row, sizes, leaf_at(shardings, row.path), dtype)
-        _put(params, row.path, leaf)
-    return params
+    leaves = {
+        row.path: _load_leaf(reader, row, sizes, leaf_at(shardings, row.path), dtype)
+        for row in table
+    }
+    return traverse_util.unflatten_dict(leaves, sep=".")
 
 
 def _load_leaf(
@@ -436,10 +435,3 @@ def _insert(
     piece = piece.transpose(order).astype(shard.dtype)
     begin = [*(offset[i] for i in range(stacked)), *[jnp.int32(0)] * piece.ndim]
     return jax.lax.dynamic_update_slice(shard, piece.reshape(*[1] * stacked, *piece.shape), begin)
-
-
-def _put(tree: Params, path: str, leaf: jax.Array) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        tree = tree.setdefault(key, {})
-    tree[last] = leaf

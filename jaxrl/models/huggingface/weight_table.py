@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,13 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
             WeightRule(f"{name}.lora_B.weight", f"{outs} R", f"{path}.lora_b", f"{stack}R{outs}"),
         ]
     return tuple(rows)
+
+
+def tensors_of(
+    table: Iterable[WeightRule], sizes: Mapping[str, int]
+) -> dict[str, tuple[WeightRule, tuple[int, ...]]]:
+    """The rule and the position of every tensor of a table, by its name and in the table's order."""
+    return {row.tensor_name(at): (row, at) for row in table for at in row.positions(sizes)}
 
 
 def bounds_of(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Bounds:
