@@ -6,7 +6,7 @@ n slots   P sequences of a prefix   C capacity of a slot   R response tokens   W
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +59,9 @@ class Assignment:
     count: jax.Array
 
 
-class DecodedTokens(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodedTokens:
     """The tokens of a dispatch, on the devices or on the host.
 
     Attributes:

@@ -96,7 +96,7 @@ class SlotPrograms:
                 count=put(state.count, assignment.count),
                 limit=put(state.limit, assignment.limit),
                 active=put(state.active, True),
-                decoded=state.decoded._replace(count=put(state.decoded.count, 0)),
+                decoded=dataclasses.replace(state.decoded, count=put(state.decoded.count, 0)),
             )
         )
 
