@@ -33,7 +33,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.planner.compiled.loops import runs_of
 from jaxrl.planner.compiled.programs import Piece, Program
-from jaxrl.planner.compiled.trace import product_flops
+from jaxrl.planner.compiled.trace import matmul_flops
 from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
 from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.memory import ResidentBuffers
@@ -142,7 +142,7 @@ def compile_program(
         flops += (
             piece.calls
             * piece.used
-            * product_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
+            * matmul_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
         )
         target = save and save / f"{program.role}-{program.name}-{number}.executable"
         found = compile_piece(traced.lower(), topology, save=target)

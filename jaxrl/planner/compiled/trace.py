@@ -138,7 +138,7 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
+def matmul_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
     """Operations of all products of a traced program over the whole mesh, those it computes again included.
 
     A scan counts as often as it runs, the part of a device as often as there are devices, a kernel as often
@@ -163,7 +163,7 @@ def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards
         if name == "shard_map" and "expert" in params["newly_manual_axes"]:
             shards = params["mesh"].shape["expert"]
         inside = sum(
-            product_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)
+            matmul_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)
         )
         total += times * inside // (expert_shards if of_experts else 1)
     return total

@@ -1,10 +1,10 @@
 """Time and memory of generation: bounded by memory bandwidth, as in HybridFlow's third simulator.
 
-    a step   = max(weights read, products) + max(cache read, scores) + all-reduces + what a step costs anyway
+    a step   = max(weights read, matmuls) + max(cache read, scores) + all-reduces + what a step costs anyway
     seconds  = resharding + prefill + all steps of the busiest replica + dispatches
     bytes    = weights of generation + slots x what a slot holds
 
-Products and attention follow each other in a layer, so their maxima add up. Slots are those of a contiguous
+Matmuls and attention follow each other in a layer, so their maxima add up. Slots are those of a contiguous
 cache, each as long as the longest sample; a paged cache is another `SlotMemory`. Not covered: prefix sharing,
 speculative decoding, rewards that are graded meanwhile.
 """
@@ -239,7 +239,7 @@ class GenerationSimulator:
         slots, cached = trace.slots / p_g, trace.cached / p_g
         shard = numbers.params_of_shard(p_g, t_g)
         weights_s = shard * assume.compute_bytes / self._weights_rate
-        products_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
+        matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
         cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
         cache_s = cached * cache / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
@@ -248,7 +248,7 @@ class GenerationSimulator:
         attended = float((times * cache_s).sum())
         found = {
             "weights read": read,
-            "products beyond that": float((times * np.maximum(products_s - weights_s, 0)).sum()),
+            "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
             "a step anyway": float(trace.steps.sum()) * self._step_s,

@@ -1,7 +1,7 @@
 """Time and memory of forward passes and of training: bounded by compute, as in HybridFlow's simulators.
 
     tokens of a replica --> microbatches --> flushes of m microbatches through p stages
-    seconds   products and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
+    seconds   matmuls and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
               weights gathered (FSDP), gradients summed, less what of these hides; the optimiser's traffic
     bytes     weights, moments | gradients, cast weights, inputs of layers that are kept, and a layer at
               work or the logits, whichever is more
@@ -140,7 +140,7 @@ class PassSimulator:
         return _Flushes(count, microbatches, parts * tokens, size)
 
     def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
-        """Products and attention; with few tokens, the time in which weights are read."""
+        """Matmuls and attention; with few tokens, the time in which weights are read."""
         numbers, work = model_numbers(model), self._work
         sequences = flushes.tokens / work.mean_tokens
         attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
@@ -235,7 +235,7 @@ class PassSimulator:
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
             shard = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp)
-            found["layers' weights in the type of the products"] = shard * assume.compute_bytes
+            found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}
         return found | {"logits at work, and the weights beside them": of_logits}
