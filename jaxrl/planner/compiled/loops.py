@@ -1,8 +1,8 @@
-"""Counts how often each computation of a compiled program runs; its text shows the body of a loop once.
+"""Counts the runs of each computation of a compiled program, whose text shows the body of a loop once.
 
-The number of rounds of a loop is the compiler's own note, or follows from its condition: a counter that starts
-at a constant, grows by a constant step, and stays below another constant. The caller gives the number for
-loops whose end depends on data (the last microbatch of a batch, the last token of a dispatch).
+The number of rounds of a loop is the compiler's own note, or follows from its condition: a counter that
+starts at a constant, grows by a constant step, and stays below another constant. The caller gives the number
+for loops whose end depends on data (the last microbatch of a batch, the last token of a dispatch).
 
     text --> computations --> walk from the entry: body x rounds, calls x 1, one branch --> runs of each
 """
@@ -106,12 +106,16 @@ def _callees(
     """Computations that an instruction runs; for a conditional only one of its branches."""
     if instruction.opcode != "conditional":
         return [name for name in _ONE_CALLEE.findall(instruction.line) if name in computations]
-    branches = _CHOICE.findall(instruction.line)
-    for names in _BRANCHES.findall(instruction.line):
-        branches += [name.strip().lstrip("%") for name in names.split(",")]
+    branches = _branches(instruction.line)
     sizes = {name: _size(name, computations) for name in branches if name in computations}
     pick = max if taken.longest_branch else min
     return [pick(sizes, key=lambda name: sizes[name])] if sizes else []
+
+
+def _branches(line: str) -> list[str]:
+    """Names of the branches of a conditional."""
+    listed = ",".join(_BRANCHES.findall(line)).split(",")
+    return _CHOICE.findall(line) + [name.strip().lstrip("%") for name in listed if name]
 
 
 def _size(name: str, computations: Mapping[str, Computation]) -> int:
@@ -123,12 +127,8 @@ def _size(name: str, computations: Mapping[str, Computation]) -> int:
             continue
         seen.add(current)
         for instruction in computations[current].values():
-            for pattern in (_ONE_CALLEE, _CHOICE):
-                waiting += pattern.findall(instruction.line)
-            for names in _BRANCHES.findall(instruction.line):
-                waiting += [n.strip().lstrip("%") for n in names.split(",")]
-            for loop in _LOOP.findall(instruction.line):
-                waiting += loop
+            waiting += _ONE_CALLEE.findall(instruction.line) + _branches(instruction.line)
+            waiting += [name for loop in _LOOP.findall(instruction.line) for name in loop]
     return sum(len(computations[each]) for each in seen)
 
 
@@ -164,7 +164,7 @@ class _Place:
 
 
 def _place(name: str, computation: Computation) -> _Place | int | None:
-    """The origin of a value: a constant, or a position in the argument of the computation; None if neither."""
+    """The origin of a value: a constant, or a position in the computation's argument; else None."""
     name = _source(name, computation)
     instruction = computation.get(name)
     if instruction is None:

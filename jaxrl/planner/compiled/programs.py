@@ -24,7 +24,7 @@ from jaxrl.checks import check_fields, positive
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import replicated
-from jaxrl.planner.compiled.trace import abstract_batch, sampler_shapes
+from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, sampler_shapes
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
@@ -336,11 +336,3 @@ def frozen_programs(
 def _read_by_update(state: Any, minibatches: int, micro: int) -> float:
     """Bytes read by an update: weights three times per microbatch (rematerialised), the state twice."""
     return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))
-
-
-def bytes_of(tree: Any) -> int:
-    """Bytes per device of a tree of shapes with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )

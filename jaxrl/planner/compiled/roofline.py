@@ -1,7 +1,7 @@
 """The roofline of programs: predicted lower bounds of their seconds, at the vendors' rates.
 
-A program takes as long as the slowest of its matmuls, its memory reads, and its traffic between devices, as if
-these overlapped completely. Real programs usually take 1.5 to 3 times as long. Not covered: element-wise
+A program takes as long as the slowest of its matmuls, its memory reads, and its traffic between devices, as
+if these overlapped completely. Real programs usually take 1.5 to 3 times as long. Not covered: element-wise
 operations, reads and writes of activations, the host, waiting for the longest sample.
 """
 

@@ -221,3 +221,11 @@ _MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
 def nbytes_of(aval: Any) -> int:
     """Bytes of a shape, over the whole mesh."""
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes per device of a tree of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
