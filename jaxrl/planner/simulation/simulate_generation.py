@@ -5,7 +5,8 @@
     bytes    = weights of generation + slots x bytes of a slot
 
 Matmuls and attention of a layer run one after the other, so their maxima add up. The cache is contiguous:
-every slot has room for the longest sample. Not covered: prefix sharing, speculative decoding, concurrent grading.
+every slot has room for the longest sample. Not covered: prefix sharing,
+speculative decoding, concurrent grading.
 """
 
 from __future__ import annotations
