@@ -18,19 +18,18 @@ from fractions import Fraction
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.rewards.answer import answer_span, normalize_answer
-from jaxrl.rewards.answer_reader import MAX_CHARS, closing_brace, spelled, undressed
+from jaxrl.rewards.answer_reader import BOX, MAX_CHARS, closing_brace, spelled, undressed
 from jaxrl.rewards.grading import GradingTask, Response, Verdict, empty_fault
 
 EQUAL = "math"
 """The name of the comparison among a pool's functions."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Between two boxes that belong together.
 _BETWEEN = re.compile(
     r"(?:[\s$.,;:&]|\\[,;()\[\]]|\\q?quad|\\text\s*\{[^{}]{0,12}\}|\band\b|\bor\b){0,20}"
 )
 _MARKER_OF_LINE = re.compile(
-    r"(?i)[\s*#>_-]*(?:(?:the|my|so|thus|final|correct)\s+){0,3}\**(?:answer\**\s*[:\uff1a]|####)[\s*]*"
+    r"(?i)[\s*#>_-]*(?:(?:the|my|so|thus|final|correct)\s+){0,3}\**(?:answer(?:[*_]*\s*[:\uff1a]|\s+is\s*:?)|####)[\s*_]*"
 )
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?")
 _HASHES = "####"
@@ -59,7 +58,7 @@ def math_answer(response: str) -> str | None:
 
 def _last_boxes(text: str) -> tuple[int, int, str] | None:
     """Where the last box begins and ends, and what is in it, with those right before it; None without."""
-    starts = [match for match in _BOX.finditer(text)]
+    starts = [match for match in BOX.finditer(text)]
     found: tuple[int, int, str] | None = None
     for match in reversed(starts[-8:]):
         end = closing_brace(text, match.end())

@@ -6,7 +6,12 @@ import re
 
 from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, Unreadable, tokens_of
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+"""Matches the beginning of a box, its opening brace included."""
+
+# No "~": before a number it reads as "about".
+_SPACING = r"(?:\s|\\[ ,;:!]|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\})+"
+_SPACING_AROUND = re.compile(rf"\A{_SPACING}|(?<!\\){_SPACING}\Z")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -14,7 +19,7 @@ def undressed(text: str) -> str:
     """Without Markdown, dollars, a box, and the full stop around an answer."""
     while True:
         before = text
-        text = text.strip().strip("`").strip()
+        text = without_spacing(without_spacing(text).strip("`"))
         if text.startswith("**") and text.endswith("**") and len(text) > 4:
             text = text[2:-2]
         text = re.sub(r"\A\*\*\s+|\s+\*\*\Z", "", text)
@@ -28,11 +33,16 @@ def undressed(text: str) -> str:
                 and not text.endswith(r"\$")
             ):
                 text = text[len(opening) : -len(closing)]
-        box = _BOX.match(text)
+        box = BOX.match(text)
         if box and text.endswith("}") and closing_brace(text, box.end()) == len(text) - 1:
             text = text[box.end() : -1]
         if text == before:
             return text
+
+
+def without_spacing(text: str) -> str:
+    """`text` without space around it, typed or in TeX: "\\ 42\\," -> "42"."""
+    return _SPACING_AROUND.sub("", text)
 
 
 def closing_brace(text: str, start: int) -> int:

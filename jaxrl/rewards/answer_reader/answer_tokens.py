@@ -200,8 +200,14 @@ UNITS: dict[str, str] = {
 # May stand before or between units.
 UNIT_WORDS = frozenset(("square", "sq", "cubic", "per", "total", "distinct", "different", "of"))
 
+SCIENTIFIC = (
+    r"(?<![0-9.,])[1-9](?:[eE](?:[0-9]{1,2}|[+-]0[0-9])|\.[0-9]+[eE][+-]?[0-9]{1,2})"
+    r"(?![0-9A-Za-z.^_!])"
+)
+"""Matches 1.5e3, 2e6 and 1e-05. With a sign it needs a point or a 0, as "2e-1" is also 2 times e minus 1."""
+
 _TOKEN = re.compile(
-    r"(?P<num>[0-9]+(?:\x03[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
+    rf"(?P<num>{SCIENTIFIC}|[0-9]+(?:\x03[0-9]{{3}})*(?:\.[0-9]+)?|\.[0-9]+)"
     r"|\\(?P<cmd>[A-Za-z]+|[{}%$&#_|\\])"
     r"|(?P<letters>[A-Za-z]+)"
     r"|(?P<op>[-+*/^_!=<>()\[\]{},;:|&%'?.])"
