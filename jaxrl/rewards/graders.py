@@ -28,13 +28,14 @@ from typing import Any
 
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
 from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
     Grader,
     GradingTask,
+    PendingVerdict,
     Response,
     TextGrader,
     Verdict,
@@ -244,29 +245,26 @@ def _settle(
 
 
 class _PathGrader:
-    """A user's function of two texts, in the processes of a pool, so that one that hangs can be ended."""
+    """Calls a user's function of two texts in a worker, which can be ended if it hangs."""
 
     def __init__(self, path: str, pool: ProcessPool):
         self._path = path
         self._pool = pool
-        # Here as well: what a path does not lead to is told before anything is started.
+        # Loaded here as well, so that a wrong path is reported before a process starts.
         self._function: TextGrader = load_function(
             path, "grader", takes=("response", "answer"), own_process=True
         )
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
-        return [self._verdict(future) for future in asked]
+        return [PendingVerdict(future, self._verdict).wait() for future in asked]
 
     def validate(self, row: GradingTask) -> str | None:
         return FunctionGrader(self._function).validate(row)
 
-    def _verdict(self, future: concurrent.futures.Future[Any]) -> Verdict:
+    def _verdict(self, grade: Any) -> Verdict:
         try:
-            grade = future.result()
             return Verdict.of(bool(grade.correct), grade.prediction)
-        except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault))
         except AttributeError as error:
             return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
 
