@@ -106,32 +106,21 @@ def _text(value: Any) -> str:
 
 def _assertion(line: str) -> CallTest:
     """ "assert f(1) == 2", "assert f(1)", "assert not f(1)", "assert f(1) is None"."""
-    module = ast.parse(line.strip())
-    statement = module.body[0] if len(module.body) == 1 else None
-    if not isinstance(statement, ast.Assert):
-        raise ValueError(f"{line[:80]!r} is no assert")
-    test = statement.test
-    if (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], ast.Eq | ast.Is)
-    ):
-        sides = (test.left, test.comparators[0])
-        for call, value in (sides, sides[::-1]):
-            try:
-                return CallTest(ast.unparse(call), ast.literal_eval(value))
-            except ValueError:
-                continue
-        raise ValueError(f"{line[:80]!r} compares with no literal")
-    if (
-        isinstance(test, ast.UnaryOp)
-        and isinstance(test.op, ast.Not)
-        and isinstance(test.operand, ast.Call)
-    ):
-        return CallTest(f"not ({ast.unparse(test.operand)})", True)
-    if isinstance(test, ast.Call):
-        return CallTest(f"not ({ast.unparse(test)})", False)
-    raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
+    match ast.parse(line.strip()).body:
+        case [ast.Assert(ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
+            for call, value in ((left, right), (right, left)):
+                try:
+                    return CallTest(ast.unparse(call), ast.literal_eval(value))
+                except ValueError:
+                    continue
+            raise ValueError(f"{line[:80]!r} compares with no literal")
+        case [ast.Assert(ast.UnaryOp(ast.Not(), ast.Call() as call))]:
+            return CallTest(f"not ({ast.unparse(call)})", True)
+        case [ast.Assert(ast.Call() as call)]:
+            return CallTest(f"not ({ast.unparse(call)})", False)
+        case [ast.Assert()]:
+            raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
+    raise ValueError(f"{line[:80]!r} is no assert")
 
 
 def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:

@@ -26,7 +26,9 @@ def load_pool_function(name: str) -> Callable[[Any], Any]:
     if ":" in name:
         function = load_function(name, "grader", takes=("response", "answer"), own_process=True)
         return lambda texts: function(*texts)
-    return _loaders()[name]()
+    if name == TASK:
+        return _load_scorer()
+    return {EQUAL: lambda pair: equal(*pair), SEARCH: search, CODE: run_tests}[name]
 
 
 def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
@@ -58,12 +60,3 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
             return f"raised: the scorer of {task} gave no mark"
 
     return score
-
-
-def _loaders() -> dict[str, Callable[[], Callable[[Any], Any]]]:
-    return {
-        EQUAL: lambda: lambda pair: equal(*pair),
-        SEARCH: lambda: search,
-        CODE: lambda: run_tests,
-        TASK: _load_scorer,
-    }

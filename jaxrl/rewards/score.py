@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,8 +43,7 @@ def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
     Raises:
       UserError: a ground truth is empty or its grader cannot read it; the message names the prompt.
     """
-    with _naming_the_prompt(graders, completions.prompts):
-        return graders.grade(samples_of(completions))
+    return AskedVerdicts(graders, completions).result()
 
 
 class AskedVerdicts:
@@ -63,20 +61,14 @@ class AskedVerdicts:
 
     def result(self) -> list[Verdict]:
         """Waits for them; raises as `verdicts_of`."""
-        with _naming_the_prompt(self._graders, self._prompts):
+        try:
             return self._future.result()
-
-
-@contextlib.contextmanager
-def _naming_the_prompt(graders: Graders, prompts: Prompts) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        for n, row in enumerate(rows_of(prompts)):
-            if fault := graders.validate(row):
-                where = f"prompt {prompts.ids_N[n]} of {row.source!r}"
-                raise UserError(f"{where}: {fault}") from error
-        raise
+        except UserError as error:
+            for n, row in enumerate(rows_of(self._prompts)):
+                if fault := self._graders.validate(row):
+                    where = f"prompt {self._prompts.ids_N[n]} of {row.source!r}"
+                    raise UserError(f"{where}: {fault}") from error
+            raise
 
 
 def score_completions(

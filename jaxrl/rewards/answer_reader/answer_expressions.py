@@ -10,7 +10,7 @@ after a sign ("--42"), a command that is not known. "2\frac{1}{2}" is a mixed nu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
@@ -32,13 +32,12 @@ class Node:
     kind: str
     parts: tuple
 
-    def kinds(self) -> set[str]:
-        """Those of all nodes in it."""
-        found = {self.kind}
+    def nodes(self) -> Iterator[Node]:
+        """All nodes of the expression, this one first."""
+        yield self
         for part in self.parts:
             if isinstance(part, Node):
-                found |= part.kinds()
-        return found
+                yield from part.nodes()
 
 
 def num(value: Fraction | int) -> Node:
@@ -94,22 +93,18 @@ class _Parser:
             raise Unreadable("it is nested too deep")
         parts = [self._signed()]
         while self._is("+", "-"):
-            negative = self._take().text == "-"
-            if self._is("+", "-"):
-                raise Unreadable("two signs side by side")
-            term = self._product()
-            parts.append(Node("neg", (term,)) if negative else term)
+            parts.append(self._signed())
         self._depth -= 1
         return parts[0] if len(parts) == 1 else Node("add", tuple(parts))
 
     def _signed(self) -> Node:
+        negative = self._is("-")
         if self._is("+", "-"):
-            negative = self._take().text == "-"
+            self._take()
             if self._is("+", "-"):
                 raise Unreadable("two signs side by side")
-            term = self._product()
-            return Node("neg", (term,)) if negative else term
-        return self._product()
+        term = self._product()
+        return Node("neg", (term,)) if negative else term
 
     def _product(self) -> Node:
         node, plain = self._power(), self._place
@@ -118,8 +113,7 @@ class _Parser:
         while True:
             if self._is("*", "/"):
                 divides = self._take().text == "/"
-                negative = self._is("-")
-                if negative:
+                if self._is("-"):
                     raise Unreadable("a sign after an operator")
                 factor = self._power()
                 node = Node("div" if divides else "mul", (node, factor))
@@ -257,11 +251,7 @@ class _Parser:
             name += "_" + self._subscript()
         while self._is("'"):
             name += self._take().text
-        if name == "e":
-            return Node("const", ("e",))
-        if name == "i":
-            return Node("const", ("i",))
-        return Node("sym", (name,))
+        return Node("const" if name in ("e", "i") else "sym", (name,))
 
     def _subscript(self) -> str:
         if not self._is("{"):
@@ -298,12 +288,9 @@ class _Parser:
         name = self._take().text
         if name in _CONSTANTS:
             return Node("const", (_CONSTANTS[name],))
-        if name == "frac":
+        if name in ("frac", "binom"):
             above = self._argument()
-            return Node("div", (above, self._argument()))
-        if name == "binom":
-            above = self._argument()
-            return Node("binom", (above, self._argument()))
+            return Node("div" if name == "frac" else name, (above, self._argument()))
         if name == "sqrt":
             return self._root()
         if name in FUNCTIONS:

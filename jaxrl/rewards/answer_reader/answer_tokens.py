@@ -61,6 +61,26 @@ _TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
 _OPEN, _CLOSE = "\x01", "\x02"
 
 _DRESS = "left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|hfill|strut"
+# Commands of one meaning.
+_SYNONYMS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("leq", "leqslant"), r"\le "),
+    **dict.fromkeys(("geq", "geqslant"), r"\ge "),
+    **dict.fromkeys(("backslash", "smallsetminus", "setminus"), r"\setminus "),
+    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
+    **dict.fromkeys(("ast", "cdot", "times"), "*"),
+    **dict.fromkeys(("ldots", "cdots"), r"\dots "),
+    **dict.fromkeys(("R", "Reals"), r"\reals "),
+    "neq": r"\ne ", "lt": "<", "gt": ">", "varnothing": r"\emptyset ", "lbrace": r"\{", "rbrace": r"\}",
+    "lbrack": "[", "rbrack": "]", "degrees": r"\degree ", "div": "/", "infin": r"\infty ", "mp": r"\pm ",
+}  # fmt: skip
+
+
+def _one_command(command: re.Match[str]) -> str:
+    return _SYNONYMS.get(command[1]) or command[0]
+
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -72,50 +92,20 @@ _REWRITES = tuple(
         (r"\\[()\[\]]", " "),
         (r"\\(?:boxed|fbox)(?![A-Za-z])", " "),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
-        (r"\\(?:R|Reals)(?![A-Za-z])", r"\\reals "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\(?:leq|leqslant)(?![A-Za-z])|<=", r"\\le "),
-        (r"\\(?:geq|geqslant)(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\(?:neq|not\s*=)(?![A-Za-z])|!=|\\ne(?![A-Za-z])", r"\\ne "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:backslash|smallsetminus|setminus)(?![A-Za-z])", r"\\setminus "),
-        (r"\\(?:varnothing)(?![A-Za-z])", r"\\emptyset "),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\(?:lbrack)(?![A-Za-z])", "["),
-        (r"\\(?:rbrack)(?![A-Za-z])", "]"),
-        (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
-        (r"\\degrees?(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
-        (r"\\(?:div)(?![A-Za-z])", "/"),
-        (r"\\(?:ast)(?![A-Za-z])|\\cdot(?![A-Za-z])|\\times(?![A-Za-z])", "*"),
+        (r"\\([A-Za-z]+)(?![A-Za-z])", _one_command),
+        (r"\\degree(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"!=|\\not\s*=", r"\\ne "),
         (r"\*\*", "^"),
-        (r"\\(?:infin)(?![A-Za-z])", r"\\infty "),
-        (r"\\(?:mp)(?![A-Za-z])", r"\\pm "),
-        (r"\\(?:dots|ldots|cdots)(?![A-Za-z])|\.\.\.|\u2026", r"\\dots "),
+        (r"\.\.\.|\u2026", r"\\dots "),
     )
 )
 
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "exp",
-    ]
-)
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
+    "ln", "log", "exp",
+})  # fmt: skip
 _ASCII = {
     **{name: name for name in FUNCTIONS},
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "sqrt": "sqrt", "pi": "pi", "infinity": "infty",
@@ -124,45 +114,12 @@ _ASCII = {
     "degree": "degree",
     "percent": "%", "deg": "degree",
 }  # fmt: skip
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-        "hbar",
-    ]
-)
+_GREEK = frozenset({
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
+    "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
+    "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega",
+    "ell", "hbar",
+})  # fmt: skip
 WORDS = frozenset(("or", "and", "in", "not"))
 
 # Units of what is counted: one name for one unit. Whole words only, after a number.

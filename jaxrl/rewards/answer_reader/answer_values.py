@@ -95,13 +95,7 @@ def _bits(value: Fraction) -> int:
 @functools.lru_cache(maxsize=4096)
 def symbols(node: Node) -> frozenset[str]:
     """The variables of an expression."""
-    if node.kind == "sym":
-        return frozenset(node.parts)
-    found: frozenset[str] = frozenset()
-    for part in node.parts:
-        if isinstance(part, Node):
-            found |= symbols(part)
-    return found
+    return frozenset(part.parts[0] for part in node.nodes() if part.kind == "sym")
 
 
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -223,7 +217,8 @@ def agree(one: Node, other: Node) -> bool:
         return first == second
     names = symbols(one) | symbols(other)
     # Roots and logarithms of variables are those of what is taken to be positive.
-    real = bool(names) and "i" not in _constants(one) | _constants(other)
+    imaginary = Node("const", ("i",))
+    real = bool(names) and not any(imaginary in node.nodes() for node in (one, other))
     decided = 0
     for at in points(names) if names else [{}]:
         try:
@@ -236,12 +231,6 @@ def agree(one: Node, other: Node) -> bool:
     if decided < (3 if names else 1):
         raise Undecided("too few points")
     return True
-
-
-def _constants(node: Node) -> set[str]:
-    if node.kind == "const":
-        return set(node.parts)
-    return set().union(*(_constants(p) for p in node.parts if isinstance(p, Node)))
 
 
 def proportional(one: Node, other: Node) -> bool:

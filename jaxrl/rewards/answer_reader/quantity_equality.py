@@ -76,7 +76,7 @@ def is_numeral(node: Node) -> bool:
 
 def _is_unevaluated(node: Node) -> bool:
     """A sum or a product that is left to the reader: "6 * 7", "40 + 2"; "5 * 10^3" is none."""
-    kinds = node.kinds()
+    kinds = {part.kind for part in node.nodes()}
     if not kinds <= _ARITHMETIC:
         return False
     # A power beside a factor is how large numbers are written.
