@@ -1,9 +1,9 @@
-r"""Expressions of school and contest mathematics, read from tokens by recursive descent.
+r"""Parses expressions of school and contest mathematics by recursive descent.
 
     2\sin^2 x + 1\frac{1}{2}  ->  Node("add", (Node("mul", (2, Node("pow", ...))), 3/2))
 
-What has two readings has none here: two numbers side by side ("4 2"), a number after a letter ("x2"), a sign
-after a sign ("--42"), a command that is not known. "2\frac{1}{2}" is a mixed number, `i` the imaginary unit,
+Ambiguous texts are refused: two numbers side by side ("4 2"), a number after a letter ("x2"), a sign after a
+sign ("--42"), an unknown command. "2\frac{1}{2}" is a mixed number, `i` the imaginary unit,
 `e` Euler's number, \log the decimal logarithm.
 """
 
@@ -26,14 +26,14 @@ class Node:
     Attributes:
       kind: "num", "sym", "const", "add", "mul", "div", "pow", "neg", "mixed", "fact", "abs", "binom",
         "floor", "ceil", or a function's name.
-      parts: operands; of the first three, a value or a name.
+      parts: operands; for "num" a value, for "sym" and "const" a name.
     """
 
     kind: str
     parts: tuple
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes of the expression, this one first."""
+        """Yields all nodes of the expression, this one first."""
         yield self
         for part in self.parts:
             if isinstance(part, Node):
@@ -41,15 +41,15 @@ class Node:
 
 
 def num(value: Fraction | int) -> Node:
-    """A number."""
+    """Returns the expression of a number."""
     return Node("num", (Fraction(value),))
 
 
 def expression(tokens: Sequence[Token]) -> Node:
-    """What all tokens together mean.
+    """Parses tokens as one expression.
 
     Raises:
-      Unreadable: nothing, or more than one thing.
+      Unreadable: The tokens are no expression, or ambiguous.
     """
     parser = _Parser(tokens)
     node = parser.sum()
@@ -135,7 +135,7 @@ class _Parser:
                 return node
 
     def _mixed(self, whole: Node) -> Node:
-        """ "2 1/2", where nothing else can be meant."""
+        """Parses the fraction of "2 1/2"."""
         above, slash, below = self._take(), self.here, self._ahead(1)
         if (
             not above.spaced
@@ -267,7 +267,7 @@ class _Parser:
         return name
 
     def _argument(self) -> Node:
-        """In braces, or one digit, letter or command, as TeX takes it."""
+        """Parses an argument as TeX does: in braces, or one digit, letter or command."""
         if self._is("{"):
             return self._group("{", "}")
         token = self.here

@@ -1,4 +1,4 @@
-"""The markup around an answer: Markdown, dollars, boxes and braces, and texts that differ in markup alone."""
+"""Removes the markup around an answer (Markdown, dollars, boxes) and compares texts regardless of markup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def undressed(text: str) -> str:
-    """Without Markdown, dollars, a box, and the full stop around an answer."""
+    """Returns an answer without Markdown, dollars, box and full stop around it."""
     while True:
         before = text
         text = without_spacing(without_spacing(text).strip("`"))
@@ -41,12 +41,12 @@ def undressed(text: str) -> str:
 
 
 def without_spacing(text: str) -> str:
-    """`text` without space around it, typed or in TeX: "\\ 42\\," -> "42"."""
+    """Returns `text` without the space around it, typed or in TeX: "\\ 42\\," -> "42"."""
     return _SPACING_AROUND.sub("", text)
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Where the brace closes that was opened before `start`; -1 if nowhere."""
+    """Returns the position of the brace that closes the one before `start`; -1 if none does."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -56,7 +56,7 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def spelled(text: str) -> str:
-    """One text for answers that differ in dress alone; empty if nothing is left."""
+    """Returns one text for all answers that differ in markup only; empty if there is only markup."""
     text = undressed(text)
     if len(text) > MAX_CHARS:
         return " ".join(text.split())
@@ -66,7 +66,7 @@ def spelled(text: str) -> str:
         return " ".join(text.split())
     out: list[str] = []
     for n, token in enumerate(tokens):
-        # Around one token braces say nothing.
+        # Braces around a single token have no meaning.
         if token.text in "{}" and token.kind == "op":
             if (
                 token.text == "{"
