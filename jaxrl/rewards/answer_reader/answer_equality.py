@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mpmath
@@ -81,29 +82,23 @@ def _same(truth: Answer, said: Answer) -> bool:
     if isinstance(truth, Several) or isinstance(said, Several):
         return _same_items(truth, said)
     if isinstance(truth, Brackets) and isinstance(said, Brackets):
-        if (truth.opening, truth.closing) == (said.opening, said.closing):
-            return len(truth.items) == len(said.items) and all(map(_same, truth.items, said.items))
-        return False
+        brackets = (truth.opening, truth.closing) == (said.opening, said.closing)
+        return brackets and _all(_same, truth.items, said.items)
     if isinstance(truth, Matrix) and isinstance(said, Matrix):
-        return (
-            len(truth.rows) == len(said.rows)
-            and len(truth.rows[0]) == len(said.rows[0])
-            and all(
-                same_value(a, b)
-                for row, other in zip(truth.rows, said.rows, strict=True)
-                for a, b in zip(row, other, strict=True)
-            )
-        )
+        return _all(functools.partial(_all, same_value), truth.rows, said.rows)
     if isinstance(truth, Ratio) and isinstance(said, Ratio):
-        return len(truth.items) == len(said.items) and all(
-            same_value(Node("mul", (a, said.items[0])), Node("mul", (b, truth.items[0])))
-            for a, b in zip(truth.items, said.items, strict=True)
-        )
+        ours = [Node("mul", (item, said.items[0])) for item in truth.items]
+        theirs = [Node("mul", (item, truth.items[0])) for item in said.items]
+        return _all(same_value, ours, theirs)
     if isinstance(truth, Based) or isinstance(said, Based):
         return _same_digits(truth, said)
     if isinstance(truth, Quantity) and isinstance(said, Quantity):
         return same_quantity(truth, said)
     return same_set(truth, said)
+
+
+def _all(same: Callable[[Any, Any], bool], ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
 # Words and digits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, Unreadable, tokens_of
+from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, Unreadable, is_op, tokens_of
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 """Matches the beginning of a box, its opening brace included."""
@@ -67,20 +67,9 @@ def spelled(text: str) -> str:
     out: list[str] = []
     for n, token in enumerate(tokens):
         # Braces around a single token have no meaning.
-        if token.text in "{}" and token.kind == "op":
-            if (
-                token.text == "{"
-                and n + 2 < len(tokens)
-                and tokens[n + 2].text == "}"
-                and tokens[n + 2].kind == "op"
-            ):
-                continue
-            if (
-                token.text == "}"
-                and n >= 2
-                and tokens[n - 2].text == "{"
-                and tokens[n - 2].kind == "op"
-            ):
-                continue
+        if is_op(token, "{") and any(is_op(t, "}") for t in tokens[n + 2 : n + 3]):
+            continue
+        if is_op(token, "}") and n >= 2 and is_op(tokens[n - 2], "{"):
+            continue
         out.append(token.text.lower() if token.kind == "word" else token.text)
     return " ".join(out)

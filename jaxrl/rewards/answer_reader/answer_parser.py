@@ -53,6 +53,7 @@ MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
 
+_NAMING_COMMANDS = {"angle", "triangle", "overline", "vec", "hat", "bar", "measuredangle"}
 _RELATIONS = {"=", "<", ">", "le", "ge", "ne", "in", "approx", "equiv", "sim"}
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{(?P<name>[pbvBV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr| ]*\})?"
@@ -290,38 +291,21 @@ def _label(tokens: Sequence[Token]) -> str | None:
         return None
     named = False
     inside = 0
-    for token in tokens:
+    for n, token in enumerate(tokens):
         inside += _opens(token)
         if token.kind == "num":
             # f(3) and x_1 are names.
-            if not inside and not _follows(tokens, token, "_"):
+            if not inside and not (n and tokens[n - 1].text == "_"):
                 return None
         elif token.kind in ("sym", "word"):
             if token.kind == "word" and token.text.lower() in WORDS:
                 return None
             named = True
-        elif (
-            token.kind == "cmd"
-            and token.text
-            not in (
-                "angle",
-                "triangle",
-                "overline",
-                "vec",
-                "hat",
-                "bar",
-                "measuredangle",
-            )
-        ) or (token.kind == "op" and token.text not in "(){}[]_',|+-*/^"):
+        elif token.text not in (_NAMING_COMMANDS if token.kind == "cmd" else "(){}[]_',|+-*/^"):
             return None
     if not named:
         return None
     return "".join(t.text for t in tokens if not (t.kind == "op" and t.text in "{}"))
-
-
-def _follows(tokens: Sequence[Token], token: Token, text: str) -> bool:
-    place = next(n for n, t in enumerate(tokens) if t is token)
-    return place > 0 and tokens[place - 1].text == text
 
 
 def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
