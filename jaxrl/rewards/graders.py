@@ -46,7 +46,6 @@ from jaxrl.rewards.pool_functions import load_pool_function
 from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
 from jaxrl.rewards.sandboxed_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
-from jaxrl.types import GraderFailure
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
@@ -156,20 +155,19 @@ class Graders:
         Raises:
           UserError: A ground truth is malformed.
         """
-        places: dict[int, list[int]] = {}
-        verdicts: dict[int, Verdict] = {}
+        verdicts = [Verdict(UNGRADED, False)] * len(samples)
+        # By identity: a grader of a user may not be hashable.
+        groups: dict[int, list[int]] = {}
         for n, sample in enumerate(samples):
-            if not self._needs_truths and not sample.row.answer:
-                verdicts[n] = Verdict(UNGRADED, False)
-                continue
-            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
-        for group in places.values():
-            grader = self._grader_of(samples[group[0]].row)
-            found = grader.grade([samples[n] for n in group])
-            verdicts.update(zip(group, found, strict=True))
-        ordered = [verdicts[n] for n in range(len(samples))]
-        self._show_new_failures(samples, ordered)
-        return ordered
+            if self._needs_truths or sample.row.answer:
+                groups.setdefault(id(self._grader_of(sample.row)), []).append(n)
+        for indices in groups.values():
+            grader = self._grader_of(samples[indices[0]].row)
+            found = grader.grade([samples[n] for n in indices])
+            for n, verdict in zip(indices, found, strict=True):
+                verdicts[n] = verdict
+        self._show_new_failures(samples, verdicts)
+        return verdicts
 
     def submit(self, samples: Sequence[Response]) -> concurrent.futures.Future[list[Verdict]]:
         """Grades on a thread, in the order of calls.
@@ -219,22 +217,19 @@ class Graders:
     def _show_new_failures(self, samples: Sequence[Response], verdicts: Sequence[Verdict]) -> None:
         for sample, verdict in zip(samples, verdicts, strict=True):
             failure = verdict.failure
-            if failure is not None and failure.kind not in self._shown:
-                self._shown.add(failure.kind)
-                self._show(sample, failure)
-
-    def _show(self, sample: Response, failure: GraderFailure) -> None:
-        name = self._names.get(sample.row.source, self._names[""])
-        logger.warning(
-            "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
-            "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
-            name,
-            failure.kind,
-            failure.message,
-            sample.row.answer[:80],
-            sample.text[-160:],
-            failure.kind,
-        )
+            if failure is None or failure.kind in self._shown:
+                continue
+            self._shown.add(failure.kind)
+            logger.warning(
+                "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
+                "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
+                self._names.get(sample.row.source, self._names[""]),
+                failure.kind,
+                failure.message,
+                sample.row.answer[:80],
+                sample.text[-160:],
+                failure.kind,
+            )
 
 
 def _settle(
