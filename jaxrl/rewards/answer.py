@@ -119,19 +119,16 @@ def extract_answer(response: str) -> str | None:
 def answer_span(response: str) -> tuple[int, int] | None:
     """Returns the start and end of the answer after "Answer:", "####" or "The answer is"; None if none."""
     before = max(0, len(response) - _WINDOW_CHARS)
-    window = response[before:]
     spans = [
         match.span("said" if match["said"] else "marked")
-        for match in _ANSWER.finditer(window)
+        for match in _ANSWER.finditer(response, before)
         if match["said"] or _is_number(match["marked"])
     ]
-    for match in _SENTENCE.finditer(window):
+    # With a position instead of a cut text, a sentence that starts before the window is not read in part.
+    for match in _SENTENCE.finditer(response, before):
         if _IN_MATH_MODE.fullmatch(match["said"]) or _is_number(match["said"]):
             spans.append(match.span("said"))
-    if not spans:
-        return None
-    start, end = _inside_emphasis(window, *max(spans))
-    return before + start, before + end
+    return _inside_emphasis(response, *max(spans)) if spans else None
 
 
 def _inside_emphasis(text: str, start: int, end: int) -> tuple[int, int]:

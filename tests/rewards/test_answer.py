@@ -279,6 +279,12 @@ def test_a_sentence_that_says_something_else_is_no_answer(response):
     assert extract_answer(r"\boxed{41}" + "\n" + response) == "41"
 
 
+@pytest.mark.parametrize("spaces", range(280, 290))
+def test_a_sentence_that_begins_before_the_window_is_no_answer(spaces):
+    """With 283 spaces the last 300 characters begin at "the answer is 80."."""
+    assert extract_answer("Suppose the answer is 80." + " " * spaces) is None
+
+
 def test_a_sentence_in_math_mode_may_hold_any_answer():
     assert grade_answer(r"The answer is $\frac{\pi}2$.", r"\frac{\pi}{2}").correct
     assert not grade_answer(r"The answer is $\pm 80$.", "80").correct
