@@ -52,15 +52,33 @@ class PairStage(TrainingStage, abc.ABC):
         learner: Learner,
         objective: Objective,
         timer: StepTimer,
+        starting_params: StartingParams,
         *,
         name: str,
     ):
-        """Args: the run, the role to train, its objective, the loop, and the role's name."""
+        """Builds everything except weights, which `begin` sets.
+
+        Args:
+          run: the run.
+          learner: role to train, without weights.
+          objective: loss of the role.
+          timer: loop of the stage.
+          starting_params: function that returns the policy's initial weights; called only if they are needed.
+          name: name of the role.
+
+        Raises:
+          UserError: there are no pairs, or the config names an unknown method to make them.
+        """
         self._run = run
         self._learner = learner
         self._objective = objective
         self._timer = timer
+        self._starting_params = starting_params
         self._name = name
+        self._stream = preference_stream(
+            run, evaluation=False, pairs_per_batch=run.config.preference.pairs_per_step
+        )
+        self._evaluation_pairs = self._read_evaluation_pairs() if _evaluates(run) else None
         self._step = SupervisedStep(self._pack, self._update)
 
     @property
@@ -70,25 +88,23 @@ class PairStage(TrainingStage, abc.ABC):
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights or restores the pairs' position from a checkpoint."""
-        self._stream = preference_stream(
-            self._run,
-            evaluation=False,
-            pairs_per_batch=self._run.config.preference.pairs_per_step,
-        )
         self._begin_weights(resumed=record is not None)
         if record is not None:
             self._stream.restore(record["stream"])
-        if _evaluates(self._run):
-            self._evaluation_pairs = self._read_evaluation_pairs()
 
     def step(self) -> Metrics:
         """Runs one optimiser update on the next pairs."""
         return sft(self._step, self._stream)
 
     def evaluate(self, when: str) -> Metrics:
-        """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half."""
+        """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half.
+
+        Empty if there are no evaluation pairs.
+        """
         del when
         batch = self._evaluation_pairs
+        if batch is None:
+            return {}
         ranks, segment_ids, mask = hosts.fetch(
             (self._rank(batch), batch.segment_ids, batch.loss_mask)
         )
@@ -153,20 +169,19 @@ class RewardModelStage(PairStage):
         run: RunContext,
         learner: RewardModelLearner,
         timer: StepTimer,
-        starting: StartingParams,
+        starting_params: StartingParams,
     ):
         """Raises UserError if the loss is not one for scores."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
-        super().__init__(run, learner, objective, timer, name="reward_model")
+        super().__init__(run, learner, objective, timer, starting_params, name="reward_model")
         self._reward_model = learner
-        self._starting = starting
         # A reward is higher for the better answer, a cost is lower.
         self._sign = -1.0 if options.loss == "cost_preference" else 1.0
 
     def _begin_weights(self, *, resumed: bool) -> None:
         if not resumed:
-            params = self._starting()
+            params = self._starting_params()
             has_adapters = bool(self._run.model.lora.rank)
             self._reward_model.start_from(lora.split(params)[1] if has_adapters else params)
 
@@ -183,18 +198,17 @@ class DpoStage(PairStage):
         actor: Actor,
         reference: Reference,
         timer: StepTimer,
-        starting: StartingParams,
+        starting_params: StartingParams,
     ):
         """Raises UserError if the loss is not one for policies."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
-        super().__init__(run, actor, objective, timer, name="actor")
+        super().__init__(run, actor, objective, timer, starting_params, name="actor")
         self._actor = actor
         self._reference = reference
-        self._starting = starting
 
     def _begin_weights(self, *, resumed: bool) -> None:
-        params = self._starting()
+        params = self._starting_params()
         self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:
             self._actor.start_from(params)

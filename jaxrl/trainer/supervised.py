@@ -70,10 +70,17 @@ class SupervisedStage(TrainingStage):
     """Supervised fine-tuning of an actor."""
 
     def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
+        """Raises UserError if there are no examples to learn from."""
         self._run = run
         self._actor = actor
         self._timer = timer
         self._limits = row_limits(run.config, longest=_longest(run.config))
+        self._stream = supervised_stream(
+            run,
+            run.demonstrations or solutions_of(run.problems.train_records),
+            examples_per_batch=run.config.sft.examples_per_step,
+            max_tokens=self._limits.longest,
+        )
         self._step = SupervisedStep(self._pack, self._update)
 
     @property
@@ -83,16 +90,9 @@ class SupervisedStage(TrainingStage):
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights or restores the examples' position from a checkpoint."""
-        run = self._run
         if record is None:
-            self._actor.start_from(load_or_init(run))
-        self._stream = supervised_stream(
-            run,
-            run.demonstrations or solutions_of(run.problems.train_records),
-            examples_per_batch=run.config.sft.examples_per_step,
-            max_tokens=self._limits.longest,
-        )
-        if record is not None:
+            self._actor.start_from(load_or_init(self._run))
+        else:
             self._stream.restore(record["stream"])
 
     def step(self) -> Metrics:
