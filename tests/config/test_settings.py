@@ -665,8 +665,8 @@ def test_pairs_that_no_memory_holds_are_refused_with_the_bytes(changes, message)
 
 def test_a_run_asks_what_its_own_machine_has():
     """Of devices that are here, and with the evaluation problems that were read."""
-    wide = from_config_dict(Config, with_value("train.rows", 10**7))
-    with pytest.raises(UserError, match=r"train.rows 10,000,000 x .* take .* TB, more than 1 x"):
+    wide = from_config_dict(Config, with_value("train.rows", 10**6))
+    with pytest.raises(UserError, match=r"train.rows 1,000,000 x .* take .*, more than 1 x"):
         check_memory_here(wide, jax.devices()[:1])
     config = from_config_dict(Config, with_value("evaluation.num_samples", 10**6))
     check_memory_here(config, jax.devices()[:1])
