@@ -97,18 +97,14 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-    """In which measure problems are drawn that the policy solves always or never.
+    """How often problems are drawn that the policy always or never solves.
 
     Attributes:
-      by: "off" draws every problem once an epoch; "pass_rate" mostly passes over those whose next group of
-        answers is likely to be all right or all wrong, by the groups that were graded in the run.
-      least_chance: with which a problem is drawn in any case when its turn comes.
-      decay: what is left of what is known of a problem whenever another group of answers to it is graded.
+      by: "off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next group of
+        answers is likely to be all right or all wrong, judged by the groups graded in the run.
     """
 
     by: Literal["off", "pass_rate"] = "off"
-    least_chance: Annotated[float, between(0.001, 1)] = 0.05
-    decay: Annotated[float, between(0, 1)] = 0.75
 
     def __post_init__(self):
         check_fields(self)

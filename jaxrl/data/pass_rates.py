@@ -24,17 +24,17 @@ _STORED = {"rows": "<u4", "right": "<f4", "graded": "<f4"}
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """How problems are drawn by how often they were solved.
+    """How pass rates decide which problems are drawn.
 
     Attributes:
-      group_size: G, answers to a problem.
-      least_chance: with which a problem is drawn that is solved always or never, above 0.
-      decay: what is left of older counts when a problem's next group is graded.
+      group_size: G, number of answers to a problem.
+      least_chance: smallest probability of drawing a problem when its turn comes, above 0.
+      decay: factor on older counts of a problem whenever its next group is graded.
     """
 
     group_size: int
-    least_chance: float
-    decay: float
+    least_chance: float = 0.05
+    decay: float = 0.75
 
 
 class PassRates:

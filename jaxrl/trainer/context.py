@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
-from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
+from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
 from jaxrl.data.made_pairs import MADE_PAIRS
 from jaxrl.data.preferences import Preference, PreferenceStream
 from jaxrl.data.problems import Problems, card_of, encode, prompts_of
-from jaxrl.data.records import text_of_context
 from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
 from jaxrl.evaluation.sampled_answers import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
@@ -41,9 +40,6 @@ from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder, check_role_batches
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
-
-# Enough text to contain every word of a procedural task.
-_TOKENIZER_RECORDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,27 +283,5 @@ def tokenizer_of(
     directory = tokenizer_directory(config)
     if directory:
         return load_tokenizer(directory)
-    texts = [
-        config.data.format_of(source.settings, source.own_template).around(
-            text_of_context(record.prompt)
-        )
-        + (record.solution or record.answer)
-        for source in problems.train
-        for record in source.records[:_TOKENIZER_RECORDS]
-    ]
-    texts += texts_of(demonstrations[:_TOKENIZER_RECORDS])
-    tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
-    contexts = [
-        *(demonstration.context for demonstration in demonstrations),
-        *(
-            record.prompt
-            for source in (*problems.train, *problems.evaluation)
-            for record in source.records
-        ),
-    ]
-    if all(isinstance(context, str) for context in contexts):
-        return tokenizer
-    template = ChatTemplate(
-        PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens
-    )
-    return dataclasses.replace(tokenizer, chat_template=template)
+    vocab_size = config.tokenizer.vocab_size
+    return tokenizer_from(problems, demonstrations, config.data, vocab_size=vocab_size)

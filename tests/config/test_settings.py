@@ -197,7 +197,6 @@ MEANT = {
             "cost.pretrain_coef",
             "critic.lr",
             "critic.warmup_steps",
-            "data.curriculum.decay",
             "data.evaluation.limit",
             "data.evaluation.seed",
             "data.train.limit",
