@@ -23,10 +23,10 @@ from jaxrl.rollout import samples
 from jaxrl.trainer.model_shape import is_here, with_stored_shape
 
 ANY_DEVICE_BYTES = 2**40
-"""Of one device, where none is known: above what any has."""
+"""Memory of a device if none is known: more than any device has."""
 
 ANY_HOST_BYTES = 2**44
-"""Of a host's memory, where none is known."""
+"""Memory of a host if none is known: more than any host has."""
 
 # Per token of a training example: the token, its mask and its position in the row.
 _TOKEN_BYTES = 20
