@@ -8,6 +8,7 @@ import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.planner import plan_tables, profiling
+from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
@@ -45,5 +46,7 @@ def train_reward_model(config: Config) -> int:
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
     """Sets up this process, resolves the config's open settings, and calls `run`."""
-    config = with_hub_files(program.start(config), jax.devices())
+    config = with_cpu_devices(config)
+    program.start(config)
+    config = with_hub_files(config, jax.devices())
     return run(resolved(config, jax.devices(), kind=kind))

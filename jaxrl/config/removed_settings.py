@@ -7,6 +7,8 @@ REMOVED = {
     "critic.optim.lr": "set critic.lr",
     "critic.optim.": "the critic's optimiser is that of the actor but for its rate; set optim.{leaf}",
     "critic.optim": "set critic.lr; all else is as in optim",
+    "data.curriculum.decay": "data.curriculum.by is left; a newly graded group keeps 0.75 of older counts",
+    "data.curriculum.least_chance": "data.curriculum.by is left; every problem keeps a chance of 0.05",
     "data.shuffle_seed": "the order of prompts follows seed",
     "preference.every": "set evaluation.every",
     "preference.made": "set preference.pair_generator",

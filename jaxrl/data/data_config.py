@@ -97,18 +97,14 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-    """How rarely to draw problems that the policy always or never solves.
+    """How often problems are drawn that the policy always or never solves.
 
     Attributes:
-      by: "off" draws every problem once an epoch; "pass_rate" mostly skips problems whose next group of
-        answers is likely to be all right or all wrong, by the groups graded so far in the run.
-      least_chance: smallest probability of drawing a problem at its turn.
-      decay: factor on the older counts of a problem whenever a group of answers to it is graded.
+      by: "off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next group of
+        answers is likely to be all right or all wrong, judged by the groups graded in the run.
     """
 
     by: Literal["off", "pass_rate"] = "off"
-    least_chance: Annotated[float, between(0.001, 1)] = 0.05
-    decay: Annotated[float, between(0, 1)] = 0.75
 
     def __post_init__(self):
         check_fields(self)

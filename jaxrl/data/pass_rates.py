@@ -33,8 +33,8 @@ class Curriculum:
     """
 
     group_size: int
-    least_chance: float
-    decay: float
+    least_chance: float = 0.05
+    decay: float = 0.75
 
 
 class PassRates:

@@ -35,7 +35,8 @@ from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches, step_shape
+from jaxrl.trainer.batch_shapes import step_shape
+from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
 
 # Assumed memory of a device if a config chooses its slots by memory and no device is known.

@@ -28,9 +28,9 @@ from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.run_files import evaluation_lines
 
 
 @pytest.fixture(scope="module")

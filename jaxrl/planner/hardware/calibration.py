@@ -11,7 +11,6 @@ are not measured; they get the vendor's rate or the caller's.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.devices import host_memory_bytes
 from jaxrl.mesh.hardware import Accelerator, Roof, accelerator_of
 
 _REPEATS = 10
@@ -125,7 +125,7 @@ def _memory_gb(device: Any, sharing: int) -> float:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = host_memory_bytes()
     return limit / sharing / 1e9
 
 
