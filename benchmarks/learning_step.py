@@ -134,10 +134,10 @@ def batch_of(
     With `shared`, each eight in a row have so many first tokens in common.
     """
     rng = np.random.default_rng(0)
-    families = None
+    groups = None
     if shared:
-        families = PrefixGroups(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
-    packing = plan_packing(lengths, shape, families=families)
+        groups = PrefixGroups(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
+    packing = plan_packing(lengths, shape, prefix_groups=groups)
     pack = packing.pack
     live = packing.segment_ids > 0
     numbers = pack([np.full(n, i, np.int32) for i, n in enumerate(lengths)], np.int32)

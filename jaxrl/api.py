@@ -40,16 +40,19 @@ from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
+from jaxrl.models import lora
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner.resolve import resolved
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_weights import files_of_run
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.findings import REINFORCEMENT
 from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.program import claimed
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.run_files import keep_model_files
 from jaxrl.trainer.supervised import starting_params
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -142,14 +145,18 @@ class OpenRun:
         return {k: float(v) for k, v in self._stage.evaluate("now").items()}
 
     def save_model(self, folder: str | os.PathLike[str], *, dtype: str = "float32") -> None:
-        """Writes the policy as a Hugging Face directory."""
-        source = self.config.tokenizer.path or None
+        """Writes the policy as a Hugging Face directory, adapters merged.
+
+        Raises:
+          UserError: the folder exists.
+        """
+        model = self.context.model
         save_checkpoint(
-            self.roles.actor.params,
-            self.context.models["actor"],
+            jax.jit(lora.merge, static_argnums=1)(self.roles.actor.for_training().params, model),
+            lora.base_config(model),
             pathlib.Path(folder),
             dtype=dtype,
-            source=source and pathlib.Path(source),
+            source=files_of_run(self.config.run_folder.path),
         )
 
 
@@ -171,6 +178,7 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     timer = NoTimer()
     with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
         run = build_context(config, kind=REINFORCEMENT)
+        keep_model_files(run)
         roles = build_roles(config, run.meshes, run.models)
         starting = functools.partial(starting_params, run, stop)
         with contextlib.closing(RlStage(run, roles, timer, starting)) as stage:

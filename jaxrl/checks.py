@@ -37,31 +37,31 @@ from pydantic_core import PydanticCustomError, core_schema
 from jaxrl.errors import UserError
 
 LARGEST = 10**9
-"""End of a range that names no other."""
+"""Upper bound of a range without its own."""
 
 MAX_COEFFICIENT = 10_000
 """Far above every coefficient, weight, score and bound of published recipes."""
 
 SMALLEST = 2.0**-126
-"""The number nearest to 0 that float32 holds with all its digits. Accelerators round smaller ones to 0."""
+"""The smallest positive normal number of float32. Accelerators round smaller ones to 0."""
 
 MAX_STEPS = 10**7
-"""Of a run. One a second for four months."""
+"""Largest number of steps of a run: one per second for four months."""
 
 MAX_TOKENS = 2**24
-"""Of a sequence or a row: above the longest published context (10 million), and float32 counts it exactly."""
+"""Largest length of a sequence or row, above the longest published context (10 million). Exact in float32."""
 
 MAX_COUNT = 10**6
-"""Of things side by side: prompts, samples, slots, rows, experts."""
+"""Largest number of objects at the same time: prompts, samples, slots, rows, experts."""
 
 MAX_WIDTH = 2**20
-"""Of one dimension of a weight; the widest published feed-forward network has 53,248."""
+"""Largest dimension of a weight; the widest published feed-forward network has 53,248."""
 
 MAX_LAYERS = 10_000
-"""Of a model; the deepest published one has 126."""
+"""Largest number of layers; the deepest published model has 126."""
 
 MAX_VOCABULARY = 10**7
-"""Rows of an embedding; the largest published one has 262,144."""
+"""Largest number of rows of an embedding; the largest published one has 262,144."""
 
 
 class Rule:
@@ -209,7 +209,7 @@ NAME = Text(1000)
 """A name, a field of a file, a note: one line without blanks at its ends."""
 
 PROSE = Text(100_000, lines=True)
-"""What a model reads: a template, a system prompt."""
+"""Text for a model: a template, a system prompt."""
 
 
 def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:

@@ -237,7 +237,7 @@ def test_an_installed_package_has_every_file():
         ("jaxrl.mesh.rules", "import jaxrl"),
         ("jaxrl.trainer.program", "from jaxrl import cli"),
         ("jaxrl.trainer.program", "from jaxrl.planner.resolve import resolved"),
-        ("jaxrl.mesh.devices", "from jaxrl.planner.hardware.topologies import topology_devices"),
+        ("jaxrl.mesh.devices", "from jaxrl.planner.hardware.topologies import read_topology"),
     ],
 )
 def test_a_wrong_arrow_is_seen(importer, source):

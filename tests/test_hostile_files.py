@@ -18,7 +18,7 @@ import tokenizers
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.preferences import read_preferences
-from jaxrl.data.sources import read_source
+from jaxrl.data.source_reader import read_source
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.data.tokenizer_growth import check_growth
 from jaxrl.errors import UserError

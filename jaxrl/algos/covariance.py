@@ -82,8 +82,7 @@ def select_random(
     """Draws trained tokens at random among those with lowest < covariance < highest (Clip-Cov).
 
     Draws max(1, floor(fraction * tokens)) of them, or all if there are fewer. The draw depends on positions
-    in
-    the batch: the same key and layout give the same tokens.
+    in the batch: the same key and layout give the same tokens.
 
     Returns:
       bool [B, T].

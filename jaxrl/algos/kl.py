@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import kinks
+from jaxrl.algos.ratio import bounded_log_ratio
 from jaxrl.algos.segments import last_tokens, masked, segment_mean
 
 Estimate = Callable[[jax.Array, jax.Array], jax.Array]
 
-# Bounds of k3, as in verl: on the log-ratio before exp, and on the value. Beyond either bound the gradient is
-# 0. A token more than 2.6 nats *below* the reference (e^2.6 - 1 - 2.6 = 9.9) is no longer pulled back; "k3+"
-# has a gradient everywhere.
-MAX_LOG_RATIO = 20.0
+# The bound on the value of k3, as in verl; `bounded_log_ratio` bounds the log-ratio before exp. Beyond either
+# bound the gradient is 0. A token more than 2.6 nats *below* the reference (e^2.6 - 1 - 2.6 = 9.9) is no
+# longer pulled back; "k3+" has a gradient everywhere.
 MAX_K3 = 10.0
 
 
@@ -55,7 +55,7 @@ def k2(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
 
 def k3(logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
     """e^-d - 1 + d, GRPO's choice (arXiv 2402.03300 eq. 4), bounded by MAX_K3."""
-    d = kinks.clip(logprob - ref_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = bounded_log_ratio(logprob, ref_logprob)
     # expm1 keeps the digits that 1 would swallow near d = 0.
     return kinks.clip(jnp.expm1(-d) + d, highest=MAX_K3)
 

@@ -77,12 +77,12 @@ class Moments:
     @property
     def mean_square(self) -> jax.Array:
         """Mean of x^2."""
-        return self._variance + self.mean**2
+        return self.variance + self.mean**2
 
     @property
     def std(self) -> jax.Array:
         """Population standard deviation: squares divided by the count."""
-        return jnp.sqrt(self._variance)
+        return jnp.sqrt(self.variance)
 
     @property
     def sample_std(self) -> jax.Array:
@@ -90,7 +90,8 @@ class Moments:
         return jnp.sqrt(self.squares / jnp.maximum(self.count - 1.0, 1.0))
 
     @property
-    def _variance(self) -> jax.Array:
+    def variance(self) -> jax.Array:
+        """Mean squared distance from the mean."""
         return self.squares / jnp.maximum(self.count, 1.0)
 
 

@@ -238,61 +238,6 @@ def weight_moments(
     }
 
 
-def token_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """Statistics of token importance weights: how uneven they are.
-
-    Returns:
-      Of the bounded weights, before normalisation: `rollout_is_mean`, `_std` (divided by the count), `_min`,
-      `_max` and `_eff_sample_size` ((mean w)^2 / mean w^2, 1 for equal weights) over trained tokens;
-      `rollout_is_seq_mean`, `_seq_std` (divided by the count less 1), `_seq_min`, `_seq_max` and
-      `_seq_max_deviation` (largest distance from 1) over the mean weights of sequences.
-
-      Of the ratios before bounding: `rollout_is_ratio_fraction_high` and `_low`, the shares of tokens above
-      and below the bounds; `rollout_is_seq_fraction_high` and `_low`, the shares of sequences whose mean
-      ratio is above or below.
-    """
-    weight = moments["weight"]
-    return _weight_metrics(moments) | {
-        "rollout_is_min": weight.min,
-        "rollout_is_max": weight.max,
-        "rollout_is_ratio_fraction_high": moments["high"].mean,
-        "rollout_is_ratio_fraction_low": moments["low"].mean,
-    }
-
-
-def sequence_weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    """Statistics of sequence importance weights: how uneven they are.
-
-    Returns:
-      As `token_weight_metrics`, with two exceptions taken from verl: `rollout_is_min` and `rollout_is_max`
-      describe the ratios before bounding, and `rollout_is_ratio_fraction_high` and `_low` are shares of
-      sequences.
-    """
-    ratio = moments["seq_ratio"]
-    return _weight_metrics(moments) | {
-        "rollout_is_min": ratio.min,
-        "rollout_is_max": ratio.max,
-        "rollout_is_ratio_fraction_high": moments["seq_high"].mean,
-        "rollout_is_ratio_fraction_low": moments["seq_low"].mean,
-    }
-
-
-def _weight_metrics(moments: RunningMoments) -> dict[str, jax.Array]:
-    weight, sequence = moments["weight"], moments["seq_weight"]
-    return {
-        "rollout_is_mean": weight.mean,
-        "rollout_is_std": weight.std,
-        "rollout_is_eff_sample_size": weight.mean**2 / _or_one(weight.mean_square),
-        "rollout_is_seq_mean": sequence.mean,
-        "rollout_is_seq_std": sequence.sample_std,
-        "rollout_is_seq_min": sequence.min,
-        "rollout_is_seq_max": sequence.max,
-        "rollout_is_seq_max_deviation": _furthest(sequence, 1.0),
-        "rollout_is_seq_fraction_high": moments["seq_high"].mean,
-        "rollout_is_seq_fraction_low": moments["seq_low"].mean,
-    }
-
-
 def outside_band(moments: RunningMoments) -> dict[str, jax.Array]:
     """`rollout_is_oob_ratio`, the share of tokens that the band gives weight 0."""
     return {"rollout_is_oob_ratio": moments["high"].mean + moments["low"].mean}
@@ -304,25 +249,61 @@ class Weighting:
 
     Attributes:
       of_ratio: (rho_BT, mask_BT, segment_ids_BT) -> unbounded weights [B, T].
-      norm_factor: (weight moments) -> the mean of the bounded weights, over tokens or over sequences, or 1 if
-        all weights are 0. Weights divided by it have mean 1.
-      metrics: (weight moments) -> metrics.
+      mean_of: name of the weight moments whose mean normalises the weights.
+      range_of: name of the weight moments whose extremes are `rollout_is_min` and `_max`.
+      judged: prefix of the shares beyond the bounds: "" for shares of tokens, "seq_" of sequences.
     """
 
     of_ratio: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    norm_factor: Callable[[RunningMoments], jax.Array]
-    metrics: Callable[[RunningMoments], dict[str, jax.Array]]
+    mean_of: str
+    range_of: str
+    judged: str
+
+    def norm_factor(self, moments: RunningMoments) -> jax.Array:
+        """The mean of the bounded weights, over tokens or over sequences, or 1 if all weights are 0.
+
+        Weights divided by it have mean 1.
+        """
+        return _or_one(moments[self.mean_of].mean)
+
+    def metrics(self, moments: RunningMoments) -> dict[str, jax.Array]:
+        """Statistics of importance weights: how uneven they are.
+
+        Returns:
+          Of the bounded weights, before normalisation: `rollout_is_mean`, `_std` (divided by the count),
+          `_min`, `_max` and `_eff_sample_size` ((mean w)^2 / mean w^2, 1 for equal weights) over trained
+          tokens; `rollout_is_seq_mean`, `_seq_std` (divided by the count less 1), `_seq_min`, `_seq_max` and
+          `_seq_max_deviation` (largest distance from 1) over the mean weights of sequences.
+
+          Of the ratios before bounding: `rollout_is_ratio_fraction_high` and `_low`, the shares of tokens
+          above and below the bounds; `rollout_is_seq_fraction_high` and `_low`, the shares of sequences whose
+          mean ratio is above or below.
+
+          Two exceptions for weights of sequences, taken from verl: `rollout_is_min` and `_max` describe the
+          ratios before bounding, and `rollout_is_ratio_fraction_high` and `_low` are shares of sequences.
+        """
+        weight, sequence, ranged = (moments[n] for n in ("weight", "seq_weight", self.range_of))
+        return {
+            "rollout_is_mean": weight.mean,
+            "rollout_is_std": weight.std,
+            "rollout_is_min": ranged.min,
+            "rollout_is_max": ranged.max,
+            "rollout_is_eff_sample_size": weight.mean**2 / _or_one(weight.mean_square),
+            "rollout_is_ratio_fraction_high": moments[f"{self.judged}high"].mean,
+            "rollout_is_ratio_fraction_low": moments[f"{self.judged}low"].mean,
+            "rollout_is_seq_mean": sequence.mean,
+            "rollout_is_seq_std": sequence.sample_std,
+            "rollout_is_seq_min": sequence.min,
+            "rollout_is_seq_max": sequence.max,
+            "rollout_is_seq_max_deviation": _furthest(sequence, 1.0),
+            "rollout_is_seq_fraction_high": moments["seq_high"].mean,
+            "rollout_is_seq_fraction_low": moments["seq_low"].mean,
+        }
 
 
 WEIGHTINGS: dict[str, Weighting] = {
-    "token": Weighting(
-        token_weights, lambda moments: _or_one(moments["weight"].mean), token_weight_metrics
-    ),
-    "sequence": Weighting(
-        sequence_weights,
-        lambda moments: _or_one(moments["seq_weight"].mean),
-        sequence_weight_metrics,
-    ),
+    "token": Weighting(token_weights, "weight", "weight", ""),
+    "sequence": Weighting(sequence_weights, "seq_weight", "seq_ratio", "seq_"),
 }
 
 
@@ -431,13 +412,13 @@ def probability_metrics(
     train_BT = jnp.exp(masked(train_logprob_BT, mask_BT))
     rollout_BT = jnp.exp(masked(rollout_logprob_BT, mask_BT))
     gap = Moments.of(jnp.abs(train_BT - rollout_BT), mask_BT)
-    scale = _std(train_BT, mask_BT) * _std(rollout_BT, mask_BT)
-    centered_BT = (train_BT - _mean(train_BT, mask_BT)) * (rollout_BT - _mean(rollout_BT, mask_BT))
+    train, rollout = Moments.of(train_BT, mask_BT), Moments.of(rollout_BT, mask_BT)
+    covariance = Moments.of((train_BT - train.mean) * (rollout_BT - rollout.mean), mask_BT).mean
     metrics = {
         "rollout_probs_diff_mean": gap.mean,
         "rollout_probs_diff_max": gap.max,
         "rollout_probs_diff_std": gap.sample_std,
-        "rollout_actor_probs_pearson_corr": _mean(centered_BT, mask_BT) / _or_one(scale),
+        "rollout_actor_probs_pearson_corr": covariance / _or_one(train.std * rollout.std),
         "rollout_probs_diff_valid": mask_BT.astype(bool).any().astype(train_BT.dtype),
     }
     return jax.tree.map(jax.lax.stop_gradient, metrics)
@@ -450,15 +431,6 @@ def _ones(mask_BT: jax.Array) -> jax.Array:
 def _or_one(x: jax.Array) -> jax.Array:
     """x, or 1 where x is 0: a safe divisor where 0 / 0 should give 0."""
     return jnp.where(x == 0, jnp.ones_like(x), x)
-
-
-def _mean(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    count = mask_BT.astype(bool).sum().astype(x_BT.dtype)
-    return masked(x_BT, mask_BT).sum() / jnp.maximum(count, 1.0)
-
-
-def _std(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    return jnp.sqrt(_mean((x_BT - _mean(x_BT, mask_BT)) ** 2, mask_BT))
 
 
 def _share(condition: jax.Array, mask: jax.Array) -> Moments:

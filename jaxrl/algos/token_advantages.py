@@ -159,13 +159,13 @@ def reverse_kl(
 
     The mean of -A_t over tokens of the student is the reverse KL of the student S to the teacher T (arXiv
     2306.08543 eq. 1, with samples of one token each), and A_t a policy gradient's advantage for lowering it.
-    Later tokens do not count (a discount of 0), and no reward does.
+    Later tokens and rewards do not count.
 
     Args:
       logprob_BT: the student's log-probability of its token, at the start of the step.
       teacher_logprob_BT: the teacher's, of the same token.
       mask_BT: 1 on trained tokens.
-      coef: of the advantage; 0 where the loss has the KL over the whole vocabulary instead.
+      coef: coefficient of the advantage; 0 if the loss has the KL over the whole vocabulary instead.
 
     Returns:
       (advantage, return), equal, [B, T], 0 outside the mask.

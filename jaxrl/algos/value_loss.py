@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algos import kinks
+from jaxrl.algos.moments import Moments
 from jaxrl.algos.ratio import flag
-from jaxrl.algos.segments import masked
 
 
 def clipped_value(
@@ -40,16 +40,7 @@ def explained_variance(value: jax.Array, returns: jax.Array, mask: jax.Array) ->
     1 is perfect, 0 is no better than a constant, and negative values are worse. If all returns are equal the
     result is 0 (verl divides by 1e-5 instead). Pass the whole batch, in arrays of equal shape.
     """
-    count = jnp.maximum(mask.astype(bool).sum().astype(value.dtype), 1.0)
-
-    def variance(x: jax.Array) -> jax.Array:
-        x = masked(x, mask)
-        return jnp.sum(masked(x - x.sum() / count, mask) ** 2) / count
-
-    returns, value = masked(returns, mask), masked(value, mask)
-    total, left = variance(returns), variance(returns - value)
-    # Not `total > 0`: the variance of equal returns may be a rounding error above 0.
-    spread = jnp.max(jnp.where(mask.astype(bool), returns, -jnp.inf), initial=-jnp.inf) > jnp.min(
-        jnp.where(mask.astype(bool), returns, jnp.inf), initial=jnp.inf
-    )
-    return jnp.where(spread, 1.0 - left / jnp.where(spread, total, 1.0), 0.0)
+    total, left = Moments.of(returns, mask), Moments.of(returns - value, mask)
+    # Not `total.variance > 0`: the variance of equal returns may be a rounding error above 0.
+    spread = total.max > total.min
+    return jnp.where(spread, 1.0 - left.variance / jnp.where(spread, total.variance, 1.0), 0.0)

@@ -109,10 +109,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="of the result; default: as it is, of a run bfloat16",
+        help="type of the result; by default that of the source, or bfloat16 for a run",
     )
     parser.add_argument(
-        "--adapter_only", action="store_true", help="of a run: the adapters without the base model"
+        "--adapter_only",
+        action="store_true",
+        help="write only the adapters of a run, without the base model",
     )
     parser.add_argument(
         "--push",

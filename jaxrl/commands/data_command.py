@@ -22,11 +22,12 @@ from jaxrl.checks import check_path
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
+from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.problems import ProblemReader, Problems, card_of, encode
+from jaxrl.data.problems import ProblemReader, Problems, encode
+from jaxrl.data.prompt_encoding import EncodedPrompts
 from jaxrl.data.records import Record, text_of_context
 from jaxrl.data.row_writers import rows_of, write_rows
-from jaxrl.data.stream import EncodedPrompts
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.flags import add_flags
@@ -128,7 +129,7 @@ def _report(
     if tokenizer is not None:
         train = encode(problems.train, data, tokenizer)
         evaluation = encode(problems.evaluation, data, tokenizer)
-    print(card_of(problems, train, evaluation))
+    print(data_card(problems, train, evaluation))
     sources = (*problems.train, *problems.evaluation)
     encoded = (*train, *evaluation) or (None,) * len(sources)
     for source, prompts in zip(sources, encoded, strict=True):
@@ -138,7 +139,7 @@ def _report(
         for row in range(min(args.show, len(source.records))):
             if prompts is None or tokenizer is None:
                 record = source.records[row]
-                print(_shown(template.around(text_of_context(record.prompt)), record))
+                print(_shown(template.fill(text_of_context(record.prompt)), record))
             elif row < len(prompts.prompts):
                 print(_seen(prompts, row, tokenizer, source.records))
     if args.to:

@@ -8,6 +8,7 @@ import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.planner import plan_tables, profiling
+from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
@@ -54,4 +55,6 @@ def prepared(config: Config) -> Config:
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
-    return with_hub_files(program.start(config), jax.devices())
+    config = with_cpu_devices(config)
+    program.start(config)
+    return with_hub_files(config, jax.devices())

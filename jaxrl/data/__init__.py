@@ -1,4 +1,4 @@
-"""Prompts, demonstrations, preferences: their files, their tokens, the order in which they are met."""
+"""Reads problems, demonstrations and preferences, tokenises them, and streams them in a shuffled order."""
 
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.demonstrations import (
@@ -15,16 +15,17 @@ from jaxrl.data.preferences import (
     PreferenceStream,
     read_preferences,
 )
-from jaxrl.data.records import ReasoningGymRecords, Record, disjoint
-from jaxrl.data.row_files import open_rows
-from jaxrl.data.sources import Source, read_source
-from jaxrl.data.stream import (
+from jaxrl.data.prompt_encoding import (
     EncodedPrompts,
     Overlong,
-    PromptStream,
     encode_prompts,
     evaluation_prompts,
 )
+from jaxrl.data.records import Record, disjoint, reasoning_gym_records
+from jaxrl.data.row_files import open_rows
+from jaxrl.data.source_reader import read_source
+from jaxrl.data.sources import Source
+from jaxrl.data.stream import PromptStream
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "PreferenceStream",
     "PromptFormat",
     "PromptStream",
-    "ReasoningGymRecords",
     "Record",
     "Source",
     "Tokenizer",
@@ -51,6 +51,7 @@ __all__ = [
     "read_demonstrations",
     "read_preferences",
     "read_source",
+    "reasoning_gym_records",
     "render_context",
     "solutions_of",
     "train_tokenizer",

@@ -1,12 +1,11 @@
-"""Chat templates of Hugging Face tokenizer directories, rendered without transformers.
+"""Renders chat templates of Hugging Face tokenizer directories, without transformers.
 
-A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, in a
-process of its own that is ended when it takes too long or too much memory (`data.chat_rendering`). One such
-process serves all templates of a program, from its first one on; a conversation costs a tenth of a
-millisecond more than it would here.
+A template comes with a model, so it is untrusted code. It runs in jinja2's immutable sandbox, in a process of
+its own with limits for time and memory (`data.chat_rendering`). The first template starts this process, which
+then serves all templates of the program. This adds a tenth of a millisecond per conversation.
 
-The functions that templates expect (`tojson`, `raise_exception`, `strftime_now`) are there; the
-`{% generation %}` block, which only marks training masks, is not supported.
+Templates can use `tojson`, `raise_exception` and `strftime_now`. The block `{% generation %}`, which only
+marks training masks, is not supported.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# For tokenizers that are trained here: "user: ...", a line each, and end-of-sequence after an answer.
+# For tokenizers trained by jaxrl: a line "role: text" a message, and end-of-sequence after an answer.
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    # The newline is written as a value, since one that follows a block is no part of the text.
+    # The newline is a value, because jinja removes a newline that follows a block.
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -37,14 +36,14 @@ PLAIN_TEMPLATE = (
 RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "self"}
 )
-"""Variables of a template that are set here, or by jinja2, and by nobody else."""
+"""Variables of a template that jaxrl or jinja2 sets, so callers cannot."""
 
-# What compiling or rendering once may take. A long conversation takes milliseconds, and a few megabytes.
+# Limits for compiling or rendering once. A long conversation takes milliseconds and a few megabytes.
 _CPU_SECONDS = 2.0
 _MEMORY_BYTES = 1 << 30
-# Rendering takes no clock time beside its processor time, except on a machine that is busy.
+# Limit for the clock time. It exceeds the processor time only on a busy machine.
 _PATIENCE_S = 600.0
-# By its file: by its module's name the process would import the package around it, and JAX, for a second.
+# The path of the file rather than the name of the module, which would import the package and JAX: a second.
 _RENDER = f"{pathlib.Path(__file__).with_name('chat_rendering.py')}:render"
 _load = functools.partial(load_function, what="chat template")
 
@@ -53,12 +52,12 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-      source: the template's text.
-      origin: the file it came from, for messages.
-      special_tokens: what the template may name, such as {"eos_token": "<|im_end|>"}.
+      source: Text of the template.
+      origin: File of the template, for messages.
+      special_tokens: Variables for special tokens, such as {"eos_token": "<|im_end|>"}.
 
     Raises:
-      UserError: the template does not compile.
+      UserError: The template does not compile.
     """
 
     def __init__(self, source: str, *, origin: str, special_tokens: Mapping[str, str]):
@@ -80,16 +79,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The conversation as one text. May be called from any thread.
+        """Renders a conversation as one text. Safe to call from any thread.
 
         Args:
-          messages: `{"role": ..., "content": ...}`, oldest first; they, too, go through JSON.
-          add_generation_prompt: end with the opening of the assistant's turn.
-          **kwargs: further variables of the template, such as `enable_thinking`; none of
+          messages: `{"role": ..., "content": ...}`, oldest first; values of JSON's types.
+          add_generation_prompt: Whether the text ends with the opening of the assistant's turn.
+          **kwargs: Further variables of the template, such as `enable_thinking`; none of
             `RESERVED_VARIABLES`.
 
         Raises:
-          UserError: the template refuses the messages, or does not come to an end.
+          UserError: The template refuses the messages, or exceeds a limit.
         """
         variables = {
             **self._special_tokens,
@@ -109,10 +108,10 @@ class ChatTemplate:
 
 
 def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
-    """Renders a template; without variables it is only compiled.
+    """Renders a template, or only compiles it if `variables` is None.
 
     Raises:
-      UserError: The template has failed. The message is a reason without a subject.
+      UserError: The template failed. The message is a predicate whose subject is the template.
     """
     request = source, None if variables is None else json.dumps(variables)
     try:
@@ -123,7 +122,7 @@ def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
 
 @functools.cache
 def _shared_pool() -> ProcessPool:
-    """The pool for all templates of this program."""
+    """The process pool for all templates of this program."""
     pool = ProcessPool(
         [_RENDER],
         _load,

@@ -1,9 +1,9 @@
-"""Compiles and renders chat templates; `data.chat` has it run in a process of its own.
+"""Compiles and renders chat templates, in a process of its own that `data.chat` starts.
 
-A template is code of a stranger. jinja2's immutable sandbox keeps it from Python's objects, but not from
-`9 ** 9 ** 9` or loops within loops. Nothing stops these from within, so the kernel ends the process.
+A template is untrusted code. jinja2's immutable sandbox protects Python's objects, but does not stop
+`9 ** 9 ** 9` or nested loops. Only the kernel can, by ending the process.
 
-Imports no other file of this folder, so that the process starts within a tenth of a second.
+The module imports no other file of this folder, so that the process starts within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LONGEST_ERROR = 500
 
 
 def render(request: tuple[str, str | None]) -> str:
-    """Returns the text that a template makes of its variables.
+    """Renders a template.
 
     Args:
-      request: The template's text, and its variables as JSON. With None the template is only compiled, and
-        the result is empty.
+      request: (text of the template, its variables as JSON). With None for the variables the template is only
+        compiled, and the result is empty.
 
     Raises:
       UserError: The template does not compile or raises, or its text is too long.
@@ -38,7 +38,7 @@ def render(request: tuple[str, str | None]) -> str:
         text = "" if variables is None else template.render(json.loads(variables))
     except MemoryError:
         raise
-    # A stranger's code may raise anything: it divides by zero, adds texts to numbers, recurses.
+    # Untrusted code may raise anything: it divides by zero, adds texts to numbers, recurses.
     except Exception as error:
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise UserError((kind + str(error))[:_LONGEST_ERROR]) from error
@@ -54,8 +54,8 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    # These two settings and the extension are what published templates are written for; with
-    # jinja's defaults they render with stray newlines.
+    # Published templates expect these two settings and the extension; with jinja's defaults they render
+    # with stray newlines.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -1,4 +1,4 @@
-"""What a run reads, on one screen: rows, what was left out and why, lengths, shares.
+"""The data card: a summary of the data of a run on one screen.
 
 data.train: dapo.parquet (Parquet, layout DAPO-Math-17k as published)
   1,724,312 rows, 17,243 prompts, 70.0% of what is drawn
@@ -12,43 +12,41 @@ data.train: dapo.parquet (Parquet, layout DAPO-Math-17k as published)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxrl.data.problems import Problems
+from jaxrl.data.prompt_encoding import EncodedPrompts
 from jaxrl.data.sources import Source
-from jaxrl.data.stream import EncodedPrompts
 
 _FIRST_BIN = 64
 
 
-class CardEntry(NamedTuple):
-    """A source, and its prompts where they have been tokenised."""
-
-    source: Source
-    encoded: EncodedPrompts | None
-
-
-def data_card(train: Sequence[CardEntry], evaluation: Sequence[CardEntry]) -> str:
+def data_card(
+    problems: Problems,
+    train: Sequence[EncodedPrompts] = (),
+    evaluation: Sequence[EncodedPrompts] = (),
+) -> str:
     """The card as text, a paragraph for each source.
 
     Args:
-      train: what is trained on, whose weights say how often each is drawn.
-      evaluation: what is only evaluated with.
+      problems: The training and evaluation sources.
+      train, evaluation: Their encoded prompts, one entry a source; () leaves out the lengths.
     """
-    total = sum(entry.source.settings.weight for entry in train)
+    total = sum(source.settings.weight for source in problems.train)
     lines: list[str] = []
-    for entry in train:
-        share = f", {entry.source.settings.weight / total:.1%} of what is drawn"
-        lines += _paragraph(entry, share if len(train) > 1 else "")
-    for entry in evaluation:
-        lines += _paragraph(entry, "")
+    for source, encoded in zip(problems.train, train or [None] * len(problems.train), strict=True):
+        share = f", {source.settings.weight / total:.1%} of what is drawn"
+        lines += _paragraph(source, encoded, share if len(problems.train) > 1 else "")
+    unknown = [None] * len(problems.evaluation)
+    for source, encoded in zip(problems.evaluation, evaluation or unknown, strict=True):
+        lines += _paragraph(source, encoded, "")
     return "\n".join(lines)
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """(upper end, how many) of bins that end at 64, 128, 256, ..., the first and the last not empty."""
+    """(upper end, count) of bins that end at 64, 128, 256, ...; the first and the last bin are not empty."""
     ends = np.maximum(_FIRST_BIN, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
     bins: list[tuple[int, int]] = []
     end = int(ends.min())
@@ -58,8 +56,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
     return bins
 
 
-def _paragraph(entry: CardEntry, share: str) -> Iterator[str]:
-    source, encoded = entry
+def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> Iterator[str]:
     prompts = len(source.records) if encoded is None else len(encoded.prompts)
     yield f"{source.name}: {source.origin}"
     yield f"  {source.num_rows:,} rows, {prompts:,} prompts{share}"
@@ -71,7 +68,7 @@ def _paragraph(entry: CardEntry, share: str) -> Iterator[str]:
         yield f"  metrics are kept under {names[0]!r}"
     for reason, dropped in source.dropped.items():
         yield f"  {dropped.count:,} {reason}, left out"
-        yield from (f"    {_cut(told)}" for told in dropped.named)
+        yield from (f"    {_cut(message)}" for message in dropped.named)
     yield from (f"  {note}" for note in source.notes)
     if source.own_template:
         yield "  the file's own words around each problem stay, unless a template is set"
@@ -79,7 +76,7 @@ def _paragraph(entry: CardEntry, share: str) -> Iterator[str]:
         yield from _lengths(encoded)
 
 
-def _lengths(encoded: EncodedPrompts) -> Iterable[str]:
+def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
     lengths = encoded.lengths
     if encoded.num_dropped:
         yield f"  {encoded.num_dropped:,} longer than data.max_prompt_tokens, left out"
@@ -95,5 +92,5 @@ def _lengths(encoded: EncodedPrompts) -> Iterable[str]:
     )
 
 
-def _cut(told: str) -> str:
-    return told if len(told) <= 200 else f"{told[:197]}..."
+def _cut(message: str) -> str:
+    return message if len(message) <= 200 else f"{message[:197]}..."

@@ -1,4 +1,4 @@
-"""Settings of the data: where problems come from, how they become prompts, and the tokenizer."""
+"""Settings of the data: the sources of problems, the format of prompts, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
 
 MAX_ROWS = 10**9
-"""Of a file; the largest published data sets of problems have some millions."""
+"""Limit for the rows of a file. The largest published data sets of problems have some millions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Where problems come from: a file, a function that makes them, or a procedural task of reasoning-gym.
+    """A source of problems: a file, a function that generates them, or a procedural task of reasoning-gym.
 
     Attributes:
-      source: name under which metrics are kept; "" takes what the rows say (data_source), else the name of
+      source: name of the data set in metrics; "" takes the field data_source of the rows, or else the name of
         the file, the function or the task.
-      path: JSONL, JSON, Parquet, Arrow or ArrayRecord, or a folder of these; or a function that makes rows,
-        "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
-      prompt_field, answer_field: its fields, dotted where one lies in another; "" recognises them.
-      solution_field: with worked solutions, for supervised training; None takes one if there is one.
-      task: reasoning-gym data set.
-      size, seed, options: of a task or a function: how many problems, its seed and its own settings. With a
-        size of 0 they are made without end, as they are drawn; what is evaluated with needs a number.
-      limit: use only the first so many problems; 0 uses all.
-      weight: how often its prompts are drawn, compared with other sources to train on; for evaluation it
-        means nothing.
-      grader, grader_options: who reads its answers, as reward.grader; "" takes that one.
+      path: JSONL, JSON, Parquet, Arrow or ArrayRecord file, or a folder of these; or a function that
+        generates rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
+      prompt_field, answer_field: fields of the problem and of its ground truth, with dots for a field inside
+        another; "" recognises them.
+      solution_field: field with worked solutions, for supervised training; None recognises one, if there is.
+      task: name of a reasoning-gym data set.
+      size, seed, options: number of problems of a task or a function, its seed, and its own settings. With
+        size 0 problems are generated without end, when they are drawn; evaluation needs a size.
+      limit: number of problems to use, from the first on; 0 uses all.
+      weight: share of its prompts among the training sources, relative to theirs; no effect in evaluation.
+      grader, grader_options: grader of its answers, as reward.grader; "" takes that one.
       template: text around its problems; "" takes data.template.
-      chat: its problems go through the chat template; None takes data.chat.
+      chat: whether the chat template renders its problems; None takes data.chat.
     """
 
     source: Annotated[str, NAME] = ""
@@ -76,45 +76,41 @@ class SourceConfig:
 
     @property
     def is_named(self) -> bool:
-        """There are problems here."""
+        """Whether the source names a file, a function or a task."""
         return bool(self.path or self.task)
 
     @property
     def has_function(self) -> bool:
-        """The path is a function's that makes rows."""
+        """Whether the path names a function that generates rows."""
         return names_function(self.path)
 
     @property
-    def num_made(self) -> int:
-        """Problems that a task or a function makes; 0 for no end."""
+    def num_generated(self) -> int:
+        """Number of problems of a task or a function; 0 for an endless source."""
         return min(filter(None, (self.size, self.limit)), default=0)
 
     @property
     def is_endless(self) -> bool:
-        """Problems are made without end."""
-        return (bool(self.task) or self.has_function) and not self.num_made
+        """Whether problems are generated without end."""
+        return (bool(self.task) or self.has_function) and not self.num_generated
 
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-    """In which measure problems are drawn that the policy solves always or never.
+    """How often problems are drawn that the policy always or never solves.
 
     Attributes:
-      by: "off" draws every problem once an epoch; "pass_rate" mostly passes over those whose next group of
-        answers is likely to be all right or all wrong, by the groups that were graded in the run.
-      least_chance: with which a problem is drawn in any case when its turn comes.
-      decay: what is left of what is known of a problem whenever another group of answers to it is graded.
+      by: "off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next group of
+        answers is likely to be all right or all wrong, judged by the groups graded in the run.
     """
 
     by: Literal["off", "pass_rate"] = "off"
-    least_chance: Annotated[float, between(0.001, 1)] = 0.05
-    decay: Annotated[float, between(0, 1)] = 0.75
 
     def __post_init__(self):
         check_fields(self)
 
     def check_rewards(self, grader_weight: float) -> None:
-        """Raises UserError if problems are drawn by right and wrong, and no grader tells them apart."""
+        """Raises UserError if problems are drawn by their pass rates, and no grader decides what passes."""
         if self.by == "pass_rate" and not grader_weight:
             raise UserError(
                 "data.curriculum.by 'pass_rate' goes by which answers are right, and reward.grader_weight 0 "
@@ -124,27 +120,26 @@ class CurriculumConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Prompts.
+    """Problems and prompts.
 
     Attributes:
-      train, evaluation: problems to train on and to evaluate with; no evaluation question is trained on. A
-        run without problems to evaluate with reports no accuracy.
-      sources, evaluations: further ones, by names of your own.
-      template: text around a problem, which stands for "{prompt}"; as it is here, words that a file has
-        around each problem stay there.
-      chat: send the prompt through the tokenizer's chat template, as one user message; prompts that are
-        conversations always go through it.
-      system_prompt: what a conversation begins with; without chat, a line before the prompt.
+      train, evaluation: problems for training and for evaluation. Training leaves out evaluation problems. A
+        run without evaluation problems reports no accuracy.
+      sources, evaluations: further sources of both kinds, by names of your own.
+      template: text around a problem, with "{prompt}" in its place. The default keeps the words that a file
+        has around each problem.
+      chat: whether the tokenizer's chat template renders a problem, as one user message. It always renders
+        conversations.
+      system_prompt: system message of every conversation; without chat, a line before the prompt.
       chat_options: further variables of the chat template, such as {"enable_thinking": False}.
-      answer_prefix: text that every response starts after, such as "<think>\\n"; it belongs to the prompt.
-      max_prompt_tokens: longest prompt, template included.
-      overlong: what happens to longer ones: left out, cut (from the left, from the right, in the middle), or
-        refused.
-      bad_rows: rows that cannot be used, and truths that their grader cannot read: left out and counted, or
-        refused.
-      duplicates: a problem that stands in a file again: left out and counted, or kept. What tasks draw twice
-        is kept.
-      curriculum: problems to train on that are drawn rarely.
+      answer_prefix: text at the end of the prompt that every response continues, such as "<think>\\n".
+      max_prompt_tokens: largest number of tokens of a prompt, template included.
+      overlong: treatment of longer prompts: leave out, cut (left, right, middle), or refuse.
+      bad_rows: treatment of rows that cannot be used, and of ground truths that their grader cannot read:
+        leave out and count, or refuse.
+      duplicates: treatment of a problem that a file repeats: leave out and count, or keep. Generated problems
+        are always kept.
+      curriculum: training problems that are drawn rarely.
     """
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
@@ -173,23 +168,23 @@ class DataConfig:
 
     @property
     def training_sources(self) -> dict[str, SourceConfig]:
-        """Every source to train on, by the name of its setting."""
-        # A recipe may have all of its sources in the group.
+        """Every training source, by the name of its setting."""
+        # A recipe may name all of its sources in `sources`.
         first = {"data.train": self.train} if self.train.is_named or not self.sources else {}
         return first | _further("sources", self.sources)
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:
-        """Every source to evaluate with, by the name of its setting; none where none is named."""
+        """Every evaluation source, by the name of its setting; empty if none is named."""
         first = {"data.evaluation": self.evaluation} if self.evaluation.is_named else {}
         return first | _further("evaluations", self.evaluations)
 
     def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
-        """How problems of a source become prompts.
+        """Returns the prompt format of a source.
 
         Args:
-          source: its settings.
-          own_template: words that its file has around every problem; they stay where no others are set.
+          source: Settings of the source.
+          own_template: Words that its file has around every problem; kept unless a template is set.
         """
         is_set = self.template != PLAIN_FORMAT.template
         template = self.template if is_set or not own_template else own_template
@@ -211,8 +206,8 @@ class TokenizerConfig:
     """The tokenizer.
 
     Attributes:
-      path: a Hugging Face tokenizer directory; "" trains a small one on the task's own text.
-      vocab_size: upper bound of the small one, at least 258.
+      path: Hugging Face tokenizer directory; "" trains a small tokenizer on the problems.
+      vocab_size: largest vocabulary of the small tokenizer, at least 258.
     """
 
     path: Annotated[str, PATH] = ""

@@ -1,10 +1,10 @@
-"""What supervised learning imitates: answers to questions, and whole conversations.
+"""Supervised examples: answers to questions, and whole conversations.
 
     context    <user> 1 + 1? <assistant>          response   2 <end> <user> And 3 more? <assistant> 5 <end>
                                                   mask       1   1     0      0    0        0       1   1
 
-What the assistant says is trained on, and that it ends there. Each part is tokenised by itself, as it is
-when a model is asked and answers.
+The loss covers the assistant's turns and the token that ends each of them. Each part of a conversation is
+tokenised separately, as in generation, where the model continues a tokenised prompt.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.data.jsonl import read_jsonl, text_of
+from jaxrl.data.json_rows import read_jsonl
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
     Context,
     PromptFormat,
-    answered,
     context_of,
     messages_of,
     render_context,
+    split_last_answer,
 )
 from jaxrl.data.records import Record
+from jaxrl.data.rows import text_of
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -38,10 +39,10 @@ class Demonstration:
     """One answer to imitate.
 
     Attributes:
-      context: the question before any template, or the conversation before the answer.
-      response: the answer.
-      source: name of the data set.
-      all_turns: what the assistant says in the conversation is imitated too.
+      context: The question without a template, or the conversation before the answer.
+      response: The answer.
+      source: Name of the data set.
+      all_turns: Whether the assistant's earlier turns are imitated too.
     """
 
     context: Context
@@ -54,9 +55,9 @@ class MaskedExample(NamedTuple):
     """A demonstration in tokens.
 
     Attributes:
-      prompt: int32, everything before the assistant's first word.
-      response: int32, all the rest; it ends with end-of-sequence.
-      mask: float32, as long as the response: 1 on what is trained on, 0 on what others say in between.
+      prompt: int32, the tokens before the first imitated turn.
+      response: int32, all further tokens; the last one is end-of-sequence.
+      mask: float32, as long as the response: 1 for trained tokens, 0 for the turns of others.
     """
 
     prompt: np.ndarray
@@ -68,17 +69,17 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
     """Endless batches of `MaskedExample`s, reshuffled each epoch.
 
     Args:
-      demonstrations: what to imitate.
-      tokenizer: of the model.
-      examples_per_batch: length of each batch.
-      seed: of the order, below 2**32.
-      max_tokens: longest prompt and response together; longer examples are dropped.
-      prompt_format: how a question becomes a prompt.
-      formats: the same for questions of some data sets, by their names.
+      demonstrations: Answers to imitate.
+      tokenizer: The model's tokenizer.
+      examples_per_batch: Length of each batch.
+      seed: Seed of the order, below 2**32.
+      max_tokens: Largest number of tokens of prompt and response together; longer examples are dropped.
+      prompt_format: Template and chat settings for questions.
+      formats: The same for data sets of their own format, by their names.
 
     Raises:
-      UserError: an argument breaks its rule, no example is short enough, or all turns of a conversation are
-        to be trained on and the chat template rewrites an earlier one.
+      UserError: An argument is out of range, no example is short enough, or the chat template rewrites an
+        earlier turn that is to be trained on.
     """
 
     def __init__(
@@ -92,13 +93,18 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         prompt_format: PromptFormat = PLAIN_FORMAT,
         formats: Mapping[str, PromptFormat] | None = None,
     ):
-        examples = encode_demonstrations(
-            demonstrations,
-            tokenizer,
-            max_tokens=max_tokens,
-            prompt_format=prompt_format,
-            formats=formats or {},
-        )
+        formats = formats or {}
+        if not len(demonstrations):
+            raise UserError("there are no prompts; give a data set with at least one row")
+        parts = [
+            _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
+            for row, demonstration in enumerate(demonstrations)
+        ]
+        tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
+        examples = [_example([next(tokens) for _ in row], tokenizer) for row in parts]
+        lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
+        kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
+        examples = [examples[row] for row in kept]
         super().__init__(
             examples,
             examples_per_batch=examples_per_batch,
@@ -115,24 +121,24 @@ def read_demonstrations(
     response_field: str = "response",
     messages_field: str = "messages",
 ) -> tuple[Demonstration, ...]:
-    """The rows of a JSONL file: conversations, or questions with answers, or some of each.
+    """Reads a JSONL file of questions with answers, of conversations, or of both.
 
     Args:
-      path: the file, UTF-8.
-      source: name of the data set.
-      prompt_field, response_field: fields with the question, or a list of messages, and with its answer,
-        which alone is trained on.
-      messages_field: field with a conversation that ends with the assistant, all of whose turns are trained
-        on; where a row has it, the others are not read.
+      path: The file, UTF-8.
+      source: Name of the data set.
+      prompt_field: Field with the question, or with the messages before the answer.
+      response_field: Field with the answer; only the answer is trained on.
+      messages_field: Field with a conversation that ends with the assistant; all of the assistant's turns are
+        trained on. In rows with this field the other two are ignored.
 
     Raises:
-      UserError: the file is missing or empty, or a row is broken ("file:line: ...").
+      UserError: The file is missing or empty, or a row is broken ("file:line: ...").
     """
 
     def parse(row: dict[str, Any]) -> Demonstration:
         if messages_field in row:
             what = f"field {messages_field!r}"
-            context, response = answered(messages_of(row[messages_field], what), what)
+            context, response = split_last_answer(messages_of(row[messages_field], what), what)
             return Demonstration(context, response, source, all_turns=True)
         return Demonstration(context_of(row, prompt_field), text_of(row, response_field), source)
 
@@ -141,7 +147,7 @@ def read_demonstrations(
 
 
 def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """Everything that is said, for a tokenizer to be trained on."""
+    """All texts of the demonstrations, to train a tokenizer."""
     texts = []
     for demonstration in demonstrations:
         context = demonstration.context
@@ -151,48 +157,23 @@ def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
 
 
 def solutions_of(records: Sequence[Record]) -> tuple[Demonstration, ...]:
-    """The worked solutions of problems; UserError if one has none."""
+    """The worked solutions of problems as demonstrations; UserError if a problem has none."""
     return tuple(
         Demonstration(record.prompt, _solution(row, record), record.source)
         for row, record in enumerate(records)
     )
 
 
-def encode_demonstrations(
-    demonstrations: Sequence[Demonstration],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    prompt_format: PromptFormat,
-    formats: Mapping[str, PromptFormat],
-) -> list[MaskedExample]:
-    """The demonstrations in tokens, in their order, without those that are too long.
-
-    Args and errors as for `DemonstrationStream`.
-    """
-    if not len(demonstrations):
-        raise UserError("there are no prompts; give a data set with at least one row")
-    parts = [
-        _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
-        for row, demonstration in enumerate(demonstrations)
-    ]
-    tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
-    examples = [_example([next(tokens) for _ in row], tokenizer) for row in parts]
-    lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
-    kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
-    return [examples[row] for row in kept]
-
-
 def _parts(
     row: int, demonstration: Demonstration, tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> list[str]:
-    """The text in parts, by turns what stands before an answer and the answer."""
+    """The text in parts: the text before an answer, the answer, the text before the next one, and so on."""
     context = demonstration.context
     steps = [(context, demonstration.response)]
     if demonstration.all_turns and not isinstance(context, str):
         said = [i for i, message in enumerate(context) if message["role"] == ASSISTANT]
         steps = [(context[:i], context[i]["content"]) for i in said] + steps
-        # What it says is given whole, in every turn.
+        # The prefix is already part of each given answer.
         prompt_format = dataclasses.replace(prompt_format, answer_prefix="")
     parts: list[str] = []
     for before, answer in steps:
@@ -210,12 +191,12 @@ def _parts(
 
 
 def _example(parts: Sequence[np.ndarray], tokenizer: Tokenizer) -> MaskedExample:
-    """Tokens of the parts that `_parts` made, the last one ended."""
+    """Joins the tokens of `_parts`, and adds end-of-sequence."""
     prompt, *rest = parts
     masks = []
     for i, tokens in enumerate(rest):
         mask = np.full(len(tokens), i % 2 == 0, np.float32)
-        # What follows an answer begins with its end, if the template marks that.
+        # The template may write the token that ends an answer; it is then the first token after the answer.
         mask[:1] += (i % 2 == 1) & np.isin(tokens[:1], tokenizer.stop_ids)
         masks.append(mask)
     end = np.array([tokenizer.eos_id], np.int32)

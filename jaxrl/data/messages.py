@@ -1,9 +1,9 @@
-"""Prompts as text or as chat messages: from the row of a file to the text that a model gets.
+"""Questions and conversations: checks the values of a row, and renders them as the text of a prompt.
 
-    "What is 1 + 1?"                              through a template, and the chat template if asked to
-    [{"role": "user", "content": "What is ..."}]  through the tokenizer's chat template, always
+    "What is 1 + 1?"                              a template; the chat template, by setting
+    [{"role": "user", "content": "What is ..."}]  always the tokenizer's chat template
 
-Not covered: tool calls and pictures in messages; a message is a role and a text.
+Not supported: tool calls and pictures. A message is a role and a text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxrl.data.jsonl import BadRow, checked_text, field_of, shown
+from jaxrl.data.rows import BadRow, checked_text, field_of, shown
 from jaxrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Message: TypeAlias = Mapping[str, str]
 """{"role": ..., "content": ...}"""
 
 Context: TypeAlias = str | tuple[Message, ...]
-"""What an answer answers: a question, or the conversation so far."""
+"""The input to an answer: a question, or the conversation so far."""
 
 ASSISTANT = "assistant"
 USER = "user"
@@ -30,37 +30,37 @@ SYSTEM = "system"
 
 
 def context_of(row: dict[str, Any], name: str) -> Context:
-    """A field that holds a question, or a list of messages; BadRow if it is neither."""
+    """Returns a field with a question or a list of messages; BadRow if it is neither."""
     return as_context(field_of(row, name), f"field {name!r}")
 
 
 def as_context(value: Any, what: str) -> Context:
-    """A question or a list of messages, checked; BadRow if it is neither.
+    """Checks a question or a list of messages; BadRow if the value is neither.
 
     Args:
-      value: from a row.
-      what: it is, for messages.
+      value: A value of a row.
+      what: Its name, for messages.
     """
     return messages_of(value, what) if isinstance(value, list) else checked_text(value, what)
 
 
 def messages_of(value: Any, what: str) -> tuple[Message, ...]:
-    """A list of messages, checked; BadRow if it is something else.
+    """Checks a list of messages; BadRow if the value is anything else.
 
     Args:
-      value: from a row.
-      what: it is, for messages.
+      value: A value of a row.
+      what: Its name, for messages.
     """
     if not isinstance(value, list) or not value:
         raise BadRow(f"{what} is {shown(value)}; it must be a list of messages and not empty")
     return tuple(_message(item, f"message {i} of {what}") for i, item in enumerate(value, start=1))
 
 
-def answered(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
-    """A conversation as what comes before its last message, and that message's text.
+def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
+    """Splits a conversation into the messages before the last one, and the text of the last one.
 
     Raises:
-      BadRow: the last message is not the assistant's.
+      BadRow: The last message is not the assistant's.
     """
     *before, last = messages
     if last["role"] != ASSISTANT:
@@ -73,20 +73,20 @@ def answered(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, .
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How a question, or a conversation so far, becomes the text that a model goes on from.
+    """The format of a prompt. For example:
 
         template        "Solve it.\n{prompt}"        around the question
-        system_prompt   "You are terse."             before it: a system message or, without chat, a line
-        chat            through the tokenizer's chat template
-        answer_prefix   "Let me think. "             the answer's first words, already said
+        system_prompt   "You are terse."             a system message; without chat, the first line
+        chat            True                         the tokenizer's chat template renders the whole
+        answer_prefix   "Let me think. "             the first words of the answer, given in the prompt
 
     Attributes:
-      template: text around a question, with "{prompt}" where it goes; conversations are left as they are.
-      chat: send a question through the tokenizer's chat template, as one user message. Conversations always
-        go through it.
-      system_prompt: what the conversation begins with, unless it begins with a system message of its own.
-      chat_options: further variables of the chat template, such as enable_thinking.
-      answer_prefix: text that the response starts after; it is part of the prompt.
+      template: Text around a question, with "{prompt}" in its place. Conversations have no template.
+      chat: Whether the tokenizer's chat template renders a question, as one user message. It always renders
+        conversations.
+      system_prompt: System message of a conversation that does not begin with one; "" for none.
+      chat_options: Further variables of the chat template, such as enable_thinking.
+      answer_prefix: Text at the end of the prompt that every response continues; "" for none.
     """
 
     template: str = "{prompt}"
@@ -98,17 +98,17 @@ class PromptFormat:
     def __post_init__(self):
         check_template(self.template)
 
-    def around(self, question: str) -> str:
-        """The question in its template."""
-        # Not str.format: templates write \\boxed{} and other braces of their own.
+    def fill(self, question: str) -> str:
+        """Puts a question into the template."""
+        # Not str.format, because templates may have other braces, such as \\boxed{}.
         return self.template.replace("{prompt}", question)
 
 
 def render_context(context: Context, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
-    """The text that the model gets before an answer."""
+    """Renders a question or conversation as the text of the prompt."""
     system = prompt_format.system_prompt
     if isinstance(context, str):
-        text = prompt_format.around(context)
+        text = prompt_format.fill(context)
         if not prompt_format.chat:
             return (f"{system}\n" if system else "") + text + prompt_format.answer_prefix
         context = ({"role": USER, "content": text},)
@@ -120,7 +120,7 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
 
 
 def check_template(template: str) -> None:
-    """Raises UserError for a template without a place for the question."""
+    """Raises UserError for a template without "{prompt}"."""
     if "{prompt}" not in template:
         raise UserError(
             f"template {shown(template)} has no {{prompt}}, so every prompt would be alike"
@@ -134,7 +134,7 @@ PLAIN_FORMAT = PromptFormat()
 def _message(item: Any, what: str) -> Message:
     if not isinstance(item, dict):
         raise BadRow(f"{what} is {shown(item)}; it must be an object with a role and a content")
-    # A null is how many files say that a message has none.
+    # Many files write null for a key that a message does not have.
     further = [key for key, x in item.items() if key not in ("role", "content") and x is not None]
     if further:
         raise BadRow(

@@ -1,6 +1,6 @@
-"""A Hugging Face directory of a language model: its shape, tokenizer and context, and where its weights go.
+"""Reads the config and the tokenizer of a language model from a Hugging Face directory.
 
-Serving and evaluation read models from here. Weights themselves are read by `models.huggingface`.
+Serving and evaluation use it. `models.huggingface` reads the weights.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.model_config import ModelConfig
 
-# Context of a model whose config.json names none, and the shortest that is of use where memory is short.
+# The context of a model whose config.json names none, and the shortest context to offer if memory is short.
 SHORTEST_CONTEXT = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDirectory:
-    """A language model whose files fit together; its weights are not loaded.
+    """A language model with consistent files; its weights are not loaded.
 
     Attributes:
-      model: its shape.
-      tokenizer: its tokenizer.
-      context_tokens: tokens that it has positions for.
+      model: Shape of the model.
+      tokenizer: Its tokenizer.
+      context_tokens: Number of tokens that it has positions for.
     """
 
     model: ModelConfig
@@ -39,10 +39,11 @@ class ModelDirectory:
 
 
 def read_model(directory: pathlib.Path) -> ModelDirectory:
-    """Reads what a directory says of its language model.
+    """Reads the config and the tokenizer of a directory.
 
     Raises:
-      UserError: a file is missing or broken, the model gives scores, or the tokenizer is another model's.
+      UserError: A file is missing or broken, the model is a scalar model, or the tokenizer has more tokens
+        than the model.
     """
     model = read_config(directory)
     tokenizer = load_tokenizer(directory)
@@ -58,7 +59,7 @@ def read_model(directory: pathlib.Path) -> ModelDirectory:
 
 
 def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:
-    """Raises UserError if --model names a file; `or_else` is what it may name besides a directory."""
+    """Raises UserError if --model names a file; `or_else` adds the alternatives to the message."""
     if path.exists() and not path.is_dir():
         raise UserError(
             f"--model {path} is a file; name the Hugging Face directory it lies in, with config.json, "
@@ -67,12 +68,12 @@ def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:
 
 
 def is_run_folder(path: pathlib.Path) -> bool:
-    """Whether a directory is the folder of a training run rather than a Hugging Face directory."""
+    """Whether a directory is the folder of a training run, and not a Hugging Face directory."""
     return (path / "model").is_dir() and not (path / "config.json").exists()
 
 
 def generation_shardings(model: ModelConfig, mesh: Mesh) -> Any:
-    """Where the weights of a model lie for generation."""
+    """The shardings of a model's weights for generation."""
     _, shapes, axes = decoder_graph(model)
     return shardings(axes, shapes, GENERATE_RULES, mesh)
 

@@ -1,13 +1,20 @@
-"""Packing ragged sequences into rows of equal length, for a program that is compiled once.
+"""Packs sequences of different lengths into rows of one length, for a program that is compiled once.
 
-U minibatches   M microbatches   R rows   T tokens of a row
+U minibatches   M microbatches   R rows of a microbatch   T tokens of a row   B sequences
+
+Example: sequences of 5, 6 and 3 tokens; the first two share a prefix of 2 tokens; one row of 14 tokens:
+
+    sequence       0,1   1         0       2
+    segment_ids    1 1   2 2 2 2   3 3 3   4 4 4   0 0
+    prefix_ids     0 0   1 1 1 1   1 1 1   0 0 0   0 0
+    positions      0 1   2 3 4 5   2 3 4   0 1 2   0 0
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +27,10 @@ class PackedShape:
     """The fixed shape of packed arrays, [U, M, R, T].
 
     Attributes:
-      minibatches: U, optimiser updates of one step.
-      microbatches: M, how many at most one update is computed in. Empty ones cost nothing at run time.
-      rows: R, rows of a microbatch; a multiple of the shards of the batch.
-      tokens: T, tokens of a row; no sequence may be longer.
+      minibatches: U, the number of optimiser updates of one step.
+      microbatches: M, the largest number of microbatches of an update. Empty ones cost nothing at run time.
+      rows: R, the number of rows of a microbatch; a multiple of the shards of the batch.
+      tokens: T, the number of tokens of a row; the limit for a sequence.
     """
 
     minibatches: int
@@ -35,10 +42,10 @@ class PackedShape:
     def for_sequences(
         num_sequences: int, *, longest: int, minibatches: int, rows: int, tokens: int
     ) -> PackedShape:
-        """A shape that holds any `num_sequences` sequences of at most `longest` tokens.
+        """Returns the smallest shape that holds any `num_sequences` sequences of at most `longest` tokens.
 
         Raises:
-          UserError: sequences do not divide into minibatches, or one does not fit into a row.
+          UserError: The sequences do not divide into minibatches, or `longest` exceeds a row.
         """
         if num_sequences % minibatches:
             raise UserError(
@@ -52,7 +59,7 @@ class PackedShape:
             )
         # With k = floor(tokens / longest), a row of fewer than k sequences has room for one more of any
         # length. Best-fit opens a row only when no other has room, so all rows but the last hold at
-        # least k. If all sequences are as long as can be, it is exactly k: the bound is tight.
+        # least k. If all sequences have `longest` tokens, each row holds exactly k: the bound is tight.
         per_row = tokens // longest
         most_rows = -(-(num_sequences // minibatches) // per_row)
         return PackedShape(minibatches, -(-most_rows // rows), rows, tokens)
@@ -60,12 +67,12 @@ class PackedShape:
 
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
-    """What the batches of a run are packed into, however many sequences they have.
+    """The part of a packed shape that does not depend on the number of sequences.
 
     Attributes:
-      rows: R, rows of a microbatch.
-      tokens: T, tokens of a row.
-      longest: tokens of a sequence at most.
+      rows: R, the number of rows of a microbatch.
+      tokens: T, the number of tokens of a row.
+      longest: The largest number of tokens of a sequence.
     """
 
     rows: int
@@ -73,7 +80,7 @@ class RowLimits:
     longest: int
 
     def shape(self, num_sequences: int, *, minibatches: int) -> PackedShape:
-        """The shape that holds any so many sequences; errors as of `PackedShape.for_sequences`."""
+        """Returns the shape for a number of sequences; see `PackedShape.for_sequences` for errors."""
         return PackedShape.for_sequences(
             num_sequences,
             longest=self.longest,
@@ -85,19 +92,20 @@ class RowLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where each token of each sequence lies.
+    """The place of each token of each sequence in the packed arrays.
 
     Attributes:
-      shape: of the packed arrays.
-      positions, segment_ids: int32 [U, M, R, T].
-      prefix_ids: int32 [U, M, R, T], for each token the segment that its own goes on from, 0 for none; None
-        where nothing can be shared.
-      num_micro_U: int32, microbatches in use.
-      starts: for each sequence its offset in the flattened packed array; it lies there in one piece, but for
-        what it shares.
-      lengths: tokens of each sequence.
-      shared: how many first tokens of each lie elsewhere, where others of its row have them too.
-      shared_starts: the offset of those.
+      shape: The shape of the packed arrays.
+      positions, segment_ids: int32 [U, M, R, T]; segments count from 1 in each row, padding is 0.
+      prefix_ids: int32 [U, M, R, T], for each token the segment that its own segment continues, 0 for none;
+        None without prefix groups.
+      num_micro_U: int32, the number of microbatches in use.
+      starts: int [B], the offset of each sequence's own tokens in the flattened packed array. They are
+        contiguous.
+      lengths: int [B], the number of tokens of each sequence.
+      shared: int [B], the number of first tokens that a sequence shares with others of its row. They are
+        stored once, apart from its own tokens.
+      shared_starts: int [B], the offset of the shared tokens.
     """
 
     shape: PackedShape
@@ -113,11 +121,11 @@ class Packing:
     def pack(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
         """Lays out one ragged field, an array per sequence, as [U, M, R, T]; padding is 0.
 
-        What is shared is taken from the last of those who share it.
+        Shared tokens get the values of the last sequence that shares them.
         """
         out = np.zeros(self.positions.size, dtype)
-        for value, start, shared, there in self._places(values):
-            out[there : there + shared] = value[:shared]
+        for value, start, shared, shared_start in self._places(values):
+            out[shared_start : shared_start + shared] = value[:shared]
             out[start : start + len(value) - shared] = value[shared:]
         return out.reshape(self.positions.shape)
 
@@ -125,8 +133,10 @@ class Packing:
         """The inverse of `pack`."""
         flat = np.asarray(packed).reshape(-1)
         return [
-            np.concatenate([flat[there : there + shared], flat[start : start + length - shared]])
-            for length, start, shared, there in self._places(self.lengths)
+            np.concatenate(
+                [flat[shared_start : shared_start + shared], flat[start : start + length - shared]]
+            )
+            for length, start, shared, shared_start in self._places(self.lengths)
         ]
 
     def _places(self, of_sequences) -> Iterator[tuple[Any, int, int, int]]:
@@ -135,14 +145,14 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixGroups:
-    """Sequences that begin alike, such as the answers to one prompt.
+    """Groups of sequences with a common prefix, such as the answers to one prompt.
 
     Attributes:
-      family_B: int, those of one family begin with the same tokens.
-      shared_B: int, how many these are; less than the sequence has.
+      group_B: int, the number of each sequence's group.
+      shared_B: int, the number of tokens of the common prefix; less than the sequence has.
     """
 
-    family_B: np.ndarray
+    group_B: np.ndarray
     shared_B: np.ndarray
 
 
@@ -152,35 +162,35 @@ def plan_packing(
     *,
     shards: int = 1,
     fill_minibatches: bool = False,
-    families: PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
 ) -> Packing:
-    """Places sequences, in order, an equal number to each minibatch, best-fit by decreasing length.
+    """Assigns every sequence to a row: in order to minibatches, and within one by best-fit decreasing.
 
-    At most one row of a minibatch is half empty: two such rows would have been one. Rows of a microbatch
-    have about equal work, and so do the shards that its rows are split over, which wait for each other. The
-    shape must hold the sequences, as one from `PackedShape.for_sequences` does.
+    Each minibatch gets the same number of sequences. At most one row of a minibatch is half empty, because
+    two such rows would have been one. Rows with a similar amount of attention share a microbatch. So all
+    shards of a microbatch, which wait for each other, have similar work.
 
     Args:
-      lengths: tokens of each sequence.
-      shape: of the packed arrays.
-      shards: of the rows of a microbatch; each has as many that follow each other.
-      fill_minibatches: sequences may change places with ones of another minibatch where the step then has
-        fewer microbatches. Each minibatch keeps its number of sequences.
-      families: what sequences of a row may share; then minibatches stay as they are.
+      lengths: Number of tokens of each sequence.
+      shape: Shape of the packed arrays, from `PackedShape.for_sequences`; it must hold all sequences.
+      shards: Number of devices that split the rows of a microbatch, each with consecutive rows.
+      fill_minibatches: Whether minibatches may exchange sequences when that saves a microbatch. Each
+        minibatch keeps its number of sequences.
+      prefix_groups: Groups that store their common prefix once per row; None stores every sequence whole.
+        Groups rule out `fill_minibatches`.
     """
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
     assert len(tokens_of) % U == 0, f"{len(tokens_of)} sequences do not divide into {U} minibatches"
     assert np.all((tokens_of > 0) & (tokens_of <= T)), f"sequences must have 1 to {T} tokens"
     assert R % shards == 0, f"{R} rows do not divide into {shards} shards"
-    assert not (families and fill_minibatches), "families would be parted by an exchange"
-    members_U = list(np.arange(len(tokens_of)).reshape(U, -1))
-    if families is None:
-        rows_U = [_best_fit_decreasing(members, tokens_of, T) for members in members_U]
-    else:
-        rows_U = [_best_fit_families(members, tokens_of, families, T) for members in members_U]
+    assert not (prefix_groups and fill_minibatches), "an exchange would split prefix groups"
+    indices = np.arange(len(tokens_of))
+    groups = prefix_groups or PrefixGroups(indices, np.zeros_like(indices))
+    members_U = list(indices.reshape(U, -1))
+    rows_U = [_best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
     if fill_minibatches and U > 1:
-        rows_U = _filled_minibatches(members_U, rows_U, tokens_of, R, T)
+        rows_U = _filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
     positions, segment_ids, prefix_ids = (np.zeros((U * M * R, T), np.int32) for _ in range(3))
     starts, shared, shared_starts = (np.zeros(len(tokens_of), np.int64) for _ in range(3))
     for u, rows in enumerate(rows_U):
@@ -188,30 +198,26 @@ def plan_packing(
             f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
             "shorter sequences"
         )
-        pieces = [_pieces(row, tokens_of, families) for row in rows]
-        for index, r in _dealt([_work(row) for row in pieces], R, shards):
+        segments_of = [_segments(row, tokens_of, groups) for row in rows]
+        for index, r in _assigned([_work(segments) for segments in segments_of], R, shards):
             at = u * M * R + index
             offset = 0
-            for segment, piece in enumerate(pieces[r], start=1):
-                here = slice(offset, offset + piece.stop - piece.first)
-                positions[at, here] = np.arange(piece.first, piece.stop)
-                segment_ids[at, here] = segment
-                prefix_ids[at, here] = piece.prefix
+            for number, segment in enumerate(segments_of[r], start=1):
+                here = slice(offset, offset + segment.stop - segment.first)
+                positions[at, here] = np.arange(segment.first, segment.stop)
+                segment_ids[at, here] = number
+                prefix_ids[at, here] = segment.prefix
                 start = at * T + offset
-                if piece.sequence is not None:
-                    starts[piece.sequence], shared[piece.sequence] = start, piece.first
-                for i in piece.sharers:
-                    shared_starts[i] = start
+                if segment.sequence is not None:
+                    starts[segment.sequence], shared[segment.sequence] = start, segment.first
+                shared_starts[list(segment.sharers)] = start
                 offset = here.stop
     num_micro_U = np.array([_num_micro(rows, R) for rows in rows_U], np.int32)
-    positions, segment_ids, prefix_ids = (
-        x.reshape(U, M, R, T) for x in (positions, segment_ids, prefix_ids)
-    )
     return Packing(
         shape,
-        positions,
-        segment_ids,
-        prefix_ids if families else None,
+        positions.reshape(U, M, R, T),
+        segment_ids.reshape(U, M, R, T),
+        prefix_ids.reshape(U, M, R, T) if prefix_groups else None,
         num_micro_U,
         starts,
         tokens_of,
@@ -221,17 +227,18 @@ def plan_packing(
 
 
 Rows = list[list[int]]
+"""The sequences of each row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-    """A segment of a row: tokens `first` to `stop` of a sequence, or of what several share.
+    """Consecutive tokens of a row: the own tokens of one sequence, or the prefix that several share.
 
     Attributes:
-      first, stop: which tokens.
-      prefix: number of the piece that it goes on from, counted from 1; 0 for none.
-      sequence: whose it is alone; None if several share it.
-      sharers: who share it.
+      first, stop: The range of positions.
+      prefix: The number of the segment that it continues, counted from 1; 0 for none.
+      sequence: The sequence it belongs to; None for a shared prefix.
+      sharers: The sequences that share the prefix.
     """
 
     first: int
@@ -241,97 +248,108 @@ class _Segment:
     sharers: tuple[int, ...] = ()
 
 
-def _pieces(row: list[int], lengths: np.ndarray, families: PrefixGroups | None) -> list[_Segment]:
-    """The segments of a row, in order: what a family shares stands before its members."""
-    kin: dict[int, list[int]] = {}
-    for i in row:
-        kin.setdefault(-1 - i if families is None else int(families.family_B[i]), []).append(i)
-    pieces: list[_Segment] = []
-    for members in kin.values():
-        shared = 0 if families is None else int(families.shared_B[members[0]])
-        if len(members) == 1 or not shared:
-            pieces += [_Segment(0, int(lengths[i]), sequence=i) for i in members]
-            continue
-        pieces.append(_Segment(0, shared, sharers=tuple(members)))
-        prefix = len(pieces)
-        pieces += [_Segment(shared, int(lengths[i]), prefix, sequence=i) for i in members]
-    return pieces
+def _by_group(members: Iterable[int], groups: PrefixGroups) -> list[list[int]]:
+    """The members of each group, in their given order; groups in the order of their first members."""
+    found: dict[int, list[int]] = {}
+    for i in members:
+        found.setdefault(int(groups.group_B[i]), []).append(i)
+    return list(found.values())
 
 
-def _work(pieces: list[_Segment]) -> int:
-    """Of attention in a row: for each of its tokens, those before it in its sequence."""
-    return sum(piece.stop**2 - piece.first**2 for piece in pieces)
+def _segments(row: list[int], lengths: np.ndarray, groups: PrefixGroups) -> list[_Segment]:
+    """The segments of a row in order; a shared prefix precedes the sequences that continue it."""
+    segments: list[_Segment] = []
+    for members in _by_group(row, groups):
+        shared = int(groups.shared_B[members[0]]) if len(members) > 1 else 0
+        if shared:
+            segments.append(_Segment(0, shared, sharers=tuple(members)))
+        prefix = len(segments) if shared else 0
+        segments += [_Segment(shared, int(lengths[i]), prefix, sequence=i) for i in members]
+    return segments
+
+
+def _work(segments: list[_Segment]) -> int:
+    """The attention work of a row: each token attends to all earlier ones of its sequence."""
+    return sum(segment.stop**2 - segment.first**2 for segment in segments)
 
 
 def _num_micro(rows: Rows, rows_of_micro: int) -> int:
     return -(-len(rows) // rows_of_micro)
 
 
-def _best_fit_decreasing(members: np.ndarray, lengths: np.ndarray, capacity: int) -> Rows:
-    """Each sequence, the longest first, goes to the fullest row that has room, or opens one."""
-    rows: Rows = []
-    # (room, row), sorted.
-    rooms: list[tuple[int, int]] = []
-    for i in members[np.argsort(-lengths[members], kind="stable")].tolist():
-        n = int(lengths[i])
-        fit = bisect.bisect_left(rooms, (n, -1))
-        if fit == len(rooms):
-            rows.append([])
-            room, row = capacity, len(rows) - 1
-        else:
-            room, row = rooms.pop(fit)
-        rows[row].append(i)
-        if room > n:
-            bisect.insort(rooms, (room - n, row))
-    return rows
+class _OpenRows:
+    """Rows under construction, sorted by the room that each has left."""
+
+    def __init__(self, capacity: int):
+        self.rows: Rows = []
+        self.rooms: list[int] = []
+        self._capacity = capacity
+        self._sorted: list[tuple[int, int]] = []  # (room, row)
+
+    def find(self, wanted: int, *, needed: int) -> int:
+        """Returns the fullest row with room for `wanted`, or the emptiest one, or a new one.
+
+        The emptiest needs room for `needed`.
+        """
+        fit = bisect.bisect_left(self._sorted, (wanted, -1))
+        if fit < len(self._sorted):
+            return self._sorted[fit][1]
+        if self._sorted and self._sorted[-1][0] >= needed:
+            return self._sorted[-1][1]
+        self.rows.append([])
+        self.rooms.append(self._capacity)
+        self._sorted.append((self._capacity, len(self.rows) - 1))  # no other row is as empty
+        return len(self.rows) - 1
+
+    def add(self, i: int, row: int, tokens: int) -> None:
+        """Puts a sequence into a row and takes `tokens` off its room."""
+        del self._sorted[bisect.bisect_left(self._sorted, (self.rooms[row], row))]
+        self.rows[row].append(i)
+        self.rooms[row] -= tokens
+        bisect.insort(self._sorted, (self.rooms[row], row))
 
 
-def _best_fit_families(
-    members: np.ndarray, lengths: np.ndarray, families: PrefixGroups, capacity: int
+def _best_fit_decreasing(
+    members: np.ndarray, lengths: np.ndarray, groups: PrefixGroups, capacity: int
 ) -> Rows:
-    """As `_best_fit_decreasing`, the largest family first, and of each as many in a row as it has room for.
+    """Rows of the members: the largest group first, and as many of a group in one row as fit.
 
-    A row is opened only where no other has room for the sequence with all its tokens, so that
-    `PackedShape.for_sequences` holds here too.
+    A group of one sequence goes to the fullest row that has room: plain best-fit decreasing. Only a
+    sequence that fits nowhere with all its tokens opens a row. So the bound of `PackedShape.for_sequences`
+    holds with prefix groups too.
     """
-    kin: dict[int, list[int]] = {}
-    for i in members[np.argsort(-lengths[members], kind="stable")].tolist():
-        kin.setdefault(int(families.family_B[i]), []).append(i)
-    own = lengths - families.shared_B
-    rows: Rows = []
-    rooms: list[int] = []
-    for brood in sorted(kin.values(), key=lambda brood: -int(own[brood].sum())):
-        shared, here = int(families.shared_B[brood[0]]), set[int]()
-        for done, i in enumerate(brood):
-            needs = int(own[i])
-            fits = [row for row in here if rooms[row] >= needs]
-            if not fits:
-                needs += shared
-                rest = shared + int(own[brood[done:]].sum())
-                roomy = [row for row, room in enumerate(rooms) if room >= needs]
-                # The fullest that takes them all, or else the emptiest, which takes most of them.
-                whole = [row for row in roomy if rooms[row] >= rest]
-                fits = whole or sorted(roomy, key=rooms.__getitem__)[-1:]
-            if not fits:
-                rows.append([])
-                rooms.append(capacity)
-                fits = [len(rows) - 1]
-            row = min(fits, key=lambda row: (rooms[row], row))
-            rows[row].append(i)
-            rooms[row] -= needs
-            here.add(row)
-    return rows
+    own = (lengths - groups.shared_B).tolist()
+    longest_first = members[np.argsort(-lengths[members], kind="stable")].tolist()
+    sized = [(sum(own[i] for i in group), group) for group in _by_group(longest_first, groups)]
+    opened = _OpenRows(capacity)
+    for rest, group in sorted(sized, key=lambda pair: -pair[0]):
+        shared = int(groups.shared_B[group[0]])
+        used: set[int] = set()  # rows that hold the prefix of this group
+        for i in group:
+            tokens = own[i]
+            fits = [(opened.rooms[row], row) for row in used if opened.rooms[row] >= tokens]
+            if fits:
+                _, row = min(fits)
+            else:
+                tokens += shared
+                # Best is a row that takes the rest of the group; else the one that takes most of it.
+                row = opened.find(shared + rest, needed=tokens)
+            opened.add(i, row, tokens)
+            used.add(row)
+            rest -= own[i]
+    return opened.rows
 
 
-def _dealt(work: list[int], rows_of_micro: int, shards: int) -> Iterator[tuple[int, int]]:
-    """(place among the rows of all microbatches, row), the heaviest rows together in the first microbatch.
+def _assigned(work: list[int], rows_of_micro: int, shards: int) -> Iterator[tuple[int, int]]:
+    """Yields (index among the rows of all microbatches, row); the heaviest rows share the first microbatch.
 
-    A row's places cost the same whatever they hold; what differs is `work`, its attention.
+    Dense layers cost the same for every row. Only attention, `work`, differs.
     """
     order = sorted(range(len(work)), key=lambda row: (-work[row], row))
     each = rows_of_micro // shards
     for first in range(0, len(order), rows_of_micro):
-        # (work, rows) of each shard: the next row goes to the least loaded one that has a place.
+        # (work, number of rows) of each shard. The next row goes to the shard with the least work that
+        # still has a free row.
         loads = [(0, 0)] * shards
         for row in order[first : first + rows_of_micro]:
             shard = min((s for s in range(shards) if loads[s][1] < each), key=lambda s: loads[s])
@@ -340,22 +358,27 @@ def _dealt(work: list[int], rows_of_micro: int, shards: int) -> Iterator[tuple[i
             loads[shard] = (load + work[row], held + 1)
 
 
-# Shares of a microbatch's places that its sequences are expected to fill, to be tried in turn.
+# Shares of a microbatch's tokens that its sequences are expected to fill, tried in turn.
 _FILLS = (1.0, 0.998, 0.995, 0.99, 0.98, 0.96)
 
 
 def _filled_minibatches(
-    members_U: list[np.ndarray], rows_U: list[Rows], lengths: np.ndarray, R: int, T: int
+    members_U: list[np.ndarray],
+    rows_U: list[Rows],
+    lengths: np.ndarray,
+    groups: PrefixGroups,
+    R: int,
+    T: int,
 ) -> list[Rows]:
-    """Rows of all minibatches after the exchange that leaves the fewest microbatches; none if none helps.
+    """Returns the rows after the exchange with the fewest microbatches, or `rows_U` if no exchange helps.
 
-    A microbatch costs the same however little it holds, so a minibatch of 7.3 of them costs 8. Where
-    the tokens of each are close to a whole number of microbatches, hardly any place is empty.
+    A partly filled microbatch costs as much as a full one: a minibatch of 7.3 microbatches costs 8. The
+    exchange brings the tokens of each minibatch close to a whole number of microbatches.
     """
     best = rows_U
     for fill in _FILLS:
         exchanged = _exchanged(members_U, lengths, int(fill * R * T))
-        rows = [_best_fit_decreasing(members, lengths, T) for members in exchanged]
+        rows = [_best_fit_decreasing(members, lengths, groups, T) for members in exchanged]
         if sum(_num_micro(r, R) for r in rows) < sum(_num_micro(r, R) for r in best):
             best = rows
     return best
@@ -364,18 +387,19 @@ def _filled_minibatches(
 def _exchanged(
     members_U: list[np.ndarray], lengths: np.ndarray, micro_tokens: int
 ) -> list[np.ndarray]:
-    """Minibatches of as many sequences whose tokens are at most a multiple of `micro_tokens`, if that can be.
+    """Exchanges sequences until each minibatch holds about a whole multiple of `micro_tokens`.
 
-    Long sequences of those that are above theirs change places with short ones of those that are below.
+    The fullest minibatch gives a long sequence to the emptiest and gets a shorter one back, for as long as
+    that helps.
     """
-    # Each in order of length.
+    # Sorted by length.
     pools = [m[np.argsort(lengths[m], kind="stable")] for m in members_U]
     room_U = _rooms([int(lengths[m].sum()) for m in members_U], micro_tokens)
     while True:
         giver, taker = int(np.argmin(room_U)), int(np.argmax(room_U))
         most = min(-room_U[giver], room_U[taker])
         given, taken = lengths[pools[giver]], lengths[pools[taker]]
-        # For each long one the shortest in return that does not move too many tokens.
+        # For each sequence to give, the shortest one in return that does not move more than `most` tokens.
         back = np.searchsorted(taken, given - most)
         moved = np.where(back < len(taken), given - taken[np.minimum(back, len(taken) - 1)], 0)
         best = int(np.argmax(moved))
@@ -394,10 +418,10 @@ def _replaced(pool: np.ndarray, old: Any, new: Any, lengths: np.ndarray) -> np.n
 
 
 def _rooms(tokens_U: list[int], micro_tokens: int) -> np.ndarray:
-    """Tokens that each minibatch has room for, negative where it has too many, at the fewest microbatches.
+    """The room of each minibatch in tokens, negative if it has too many, for the fewest microbatches.
 
-    All get the whole microbatches that they fill; those that fill most of a further one get that too, as
-    many as all tokens together need.
+    Each minibatch gets the whole microbatches that it fills. The further ones that all tokens together need
+    go to the minibatches with the largest remainders.
     """
     whole_U = [tokens // micro_tokens for tokens in tokens_U]
     more = -(-sum(tokens_U) // micro_tokens) - sum(whole_U)

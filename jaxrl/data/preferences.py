@@ -1,14 +1,13 @@
-"""Preference pairs: two answers to one prompt, one of them chosen. For reward models, cost models and DPO.
+"""Preference pairs for reward models, cost models and DPO: two answers to one prompt, one of them chosen.
 
     {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
     {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}
 
-Both answers of a pair get the very same prompt tokens and end with end-of-sequence, as a sampled response
-does. Pairs whose answers are alike in tokens are dropped, since they prefer nothing. If either answer is too
-long the pair is dropped whole: cut short, an answer is not the one that was judged. A log line counts each
-kind. Pairs that occur twice are kept twice.
+Both answers of a pair have the same prompt tokens, and end with end-of-sequence like a sampled response. A
+pair of equal answers is dropped, because it prefers neither. A pair with an overlong answer is dropped,
+because a shortened answer is not the one that was judged. The log counts both. Repeated pairs are kept.
 
-Not covered: rankings of more than two answers, and conversations that part before the last answer.
+Not supported: rankings of more than two answers, and conversations that differ before the last answer.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl.checks import is_finite
-from jaxrl.data.jsonl import BadRow, checked_text, field_of, read_jsonl, shown
+from jaxrl.data.json_rows import read_jsonl
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
     Context,
     Message,
     PromptFormat,
-    answered,
     context_of,
     messages_of,
     render_context,
+    split_last_answer,
 )
+from jaxrl.data.rows import BadRow, checked_text, field_of, shown
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -41,7 +41,7 @@ from jaxrl.errors import UserError
 logger = logging.getLogger(__name__)
 
 Answer: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Prompt tokens, and response tokens that end with end-of-sequence; both int32."""
+"""(prompt tokens, response tokens), both int32; the last response token is end-of-sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,11 @@ class Preference:
     """One pair.
 
     Attributes:
-      context: the question before any template, or the conversation before the answers.
-      chosen, rejected: the answers.
-      source: name of the data set.
-      margin: how much better the chosen one is, 0 or more; 0 where nobody said.
-      chosen_harm, rejected_harm: 1 for an answer that does harm, -1 for one that does not, 0 where nobody
-        said.
+      context: The question without a template, or the conversation before the answers.
+      chosen, rejected: The answers.
+      source: Name of the data set.
+      margin: The advantage of the chosen answer, 0 or more; 0 if unknown.
+      chosen_harm, rejected_harm: 1 for a harmful answer, -1 for a harmless answer, 0 if unknown.
     """
 
     context: Context
@@ -67,7 +66,7 @@ class Preference:
 
 
 class PreferencePair(NamedTuple):
-    """A preference in tokens; its fields are those of `Preference`."""
+    """A preference in tokens, with the fields of `Preference`."""
 
     chosen: Answer
     rejected: Answer
@@ -80,17 +79,17 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
     """Endless batches of `PreferencePair`s, reshuffled each epoch.
 
     Args:
-      preferences: the pairs.
-      tokenizer: of the model.
-      pairs_per_batch: length of each batch.
-      seed: of the order, below 2**32.
-      max_tokens: longest prompt and answer together; pairs with a longer one are dropped. A packed row has to
-        hold both answers, each with the prompt, and so twice as much.
-      prompt_format: how a question becomes a prompt.
-      formats: the same for questions of some data sets, by their names.
+      preferences: The pairs.
+      tokenizer: The model's tokenizer.
+      pairs_per_batch: Length of each batch.
+      seed: Seed of the order, below 2**32.
+      max_tokens: Largest number of tokens of the prompt and one answer; pairs with a longer answer are
+        dropped. A packed row has to hold twice as many, because each answer has its own copy of the prompt.
+      prompt_format: Template and chat settings for questions.
+      formats: The same for data sets of their own format, by their names.
 
     Raises:
-      UserError: an argument breaks its rule, or no pair is left.
+      UserError: An argument is out of range, or no pair is left.
     """
 
     def __init__(
@@ -104,7 +103,9 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
         prompt_format: PromptFormat = PLAIN_FORMAT,
         formats: Mapping[str, PromptFormat] | None = None,
     ):
-        pairs = _different(_encode(preferences, tokenizer, prompt_format, formats or {}))
+        pairs = _with_different_answers(
+            _encode(preferences, tokenizer, prompt_format, formats or {})
+        )
         lengths = np.array([max(_length(pair.chosen), _length(pair.rejected)) for pair in pairs])
         kept = drop_overlong(lengths, max_tokens, what="pairs", setting="max_tokens")
         pairs = [pairs[i] for i in kept]
@@ -126,37 +127,30 @@ def read_preferences(
     margin_field: str | None = None,
     harm_fields: tuple[str, str] | None = None,
 ) -> tuple[Preference, ...]:
-    """The rows of a JSONL file.
+    """Reads a JSONL file of pairs.
 
-    Two answers are both text, or both lists of messages that end with the assistant's answer. Messages that
-    begin with somebody else are whole conversations: then the prompt's field is not read, and nothing but
-    the last message may differ.
+    The two answers are texts, or lists of messages that end with the assistant's answer. A list that does not
+    begin with the assistant is a whole conversation. Then the prompt's field is ignored, and only the last
+    messages may differ.
 
     Args:
-      path: the file, UTF-8.
-      source: name of the data set.
-      prompt_field: field with the question, or with a list of messages.
-      chosen_field, rejected_field: fields with the two answers.
-      margin_field: field with a number, how much better the chosen answer is, if margins are wanted.
-      harm_fields: fields that say of the chosen and of the rejected answer whether it does harm (true, false,
-        or null where nobody said), if that is wanted.
+      path: The file, UTF-8.
+      source: Name of the data set.
+      prompt_field: Field with the question, or with a list of messages.
+      chosen_field, rejected_field: Fields with the two answers.
+      margin_field: Field with the margin, a number; None ignores margins.
+      harm_fields: Fields that say whether the chosen and the rejected answer are harmful (true, false, or
+        null for unknown); None ignores harm.
 
     Raises:
-      UserError: the file is missing or empty, or a row is broken ("file:line: ...").
+      UserError: The file is missing or empty, or a row is broken ("file:line: ...").
     """
 
     def parse(row: dict[str, Any]) -> Preference:
         context, chosen, rejected = _answers(row, prompt_field, chosen_field, rejected_field)
         chosen_harm, rejected_harm = (_harm(row, name) for name in harm_fields or (None, None))
-        return Preference(
-            context=context,
-            chosen=chosen,
-            rejected=rejected,
-            source=source,
-            margin=_margin(row, margin_field),
-            chosen_harm=chosen_harm,
-            rejected_harm=rejected_harm,
-        )
+        margin = _margin(row, margin_field)
+        return Preference(context, chosen, rejected, source, margin, chosen_harm, rejected_harm)
 
     names = (prompt_field, chosen_field, rejected_field)
     wanted = "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
@@ -166,7 +160,7 @@ def read_preferences(
 def _answers(
     row: dict[str, Any], prompt_field: str, chosen_field: str, rejected_field: str
 ) -> tuple[Context, str, str]:
-    """Context, chosen and rejected answer of a row."""
+    """Returns context, chosen and rejected answer of a row."""
     chosen, rejected = field_of(row, chosen_field), field_of(row, rejected_field)
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow(
@@ -177,8 +171,8 @@ def _answers(
     if not isinstance(chosen, list):
         context = context_of(row, prompt_field)
         return context, checked_text(chosen, what[0]), checked_text(rejected, what[1])
-    before, chosen = answered(messages_of(chosen, what[0]), what[0])
-    before_rejected, rejected = answered(messages_of(rejected, what[1]), what[1])
+    before, chosen = split_last_answer(messages_of(chosen, what[0]), what[0])
+    before_rejected, rejected = split_last_answer(messages_of(rejected, what[1]), what[1])
     if before != before_rejected:
         raise BadRow(
             f"{chosen_field!r} and {rejected_field!r} part before their last message, and only the "
@@ -187,10 +181,10 @@ def _answers(
     if before and before[0]["role"] != ASSISTANT:
         return before, chosen, rejected
     context = context_of(row, prompt_field)
-    return _continued(context, before) if before else context, chosen, rejected
+    return _extended(context, before) if before else context, chosen, rejected
 
 
-def _continued(context: Context, further: tuple[Message, ...]) -> tuple[Message, ...]:
+def _extended(context: Context, further: tuple[Message, ...]) -> tuple[Message, ...]:
     start = ({"role": "user", "content": context},) if isinstance(context, str) else context
     return start + further
 
@@ -250,8 +244,8 @@ def _encode(
     ]
 
 
-def _different(pairs: list[PreferencePair]) -> list[PreferencePair]:
-    """The pairs whose answers differ; says once how many do not."""
+def _with_different_answers(pairs: list[PreferencePair]) -> list[PreferencePair]:
+    """Returns the pairs whose answers differ, and logs how many do not."""
     kept = [pair for pair in pairs if not np.array_equal(pair.chosen[1], pair.rejected[1])]
     if not kept:
         raise UserError(

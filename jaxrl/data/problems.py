@@ -1,28 +1,36 @@
-"""The problems of a run: every source of its config, read once, each truth put to its grader."""
+"""Reads the problems of a run from all sources of its config, and validates the ground truths."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from jaxrl.data.data_card import CardEntry, data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import PromptFormat
+from jaxrl.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_prompts
+from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.records import Record
-from jaxrl.data.sources import FaultOf, Source, read_source
-from jaxrl.data.stream import EncodedPrompts, MadePrompts, encode_prompts, prompt_encoder
+from jaxrl.data.source_reader import read_source
+from jaxrl.data.sources import Source, Validate
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
+Truths: TypeAlias = Callable[[Mapping[str, SourceConfig]], Validate]
+"""Creates the check of ground truths, given the settings of each data set by its name."""
+
+NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
+"""The description of a run without evaluation problems."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is trained on and what is evaluated with, source by source; no problem is in both.
+    """Training and evaluation problems, by source. No problem is in both.
 
     Attributes:
-      train, evaluation: the sources.
+      train, evaluation: The sources.
     """
 
     train: tuple[Source, ...] = ()
@@ -30,9 +38,9 @@ class Problems:
 
     @property
     def train_records(self) -> tuple[Record, ...]:
-        """All problems to train on; UserError where they have no end."""
+        """All training problems; UserError if a source is endless."""
         for source in self.train:
-            if source.made is not None:
+            if source.generated is not None:
                 raise UserError(
                     f"{source.name} is made without end while prompts are drawn, and all of its problems are "
                     f"asked for here, as for solutions, pairs or a file of them; set {source.name}.size to a "
@@ -42,16 +50,31 @@ class Problems:
 
     @property
     def evaluation_records(self) -> tuple[Record, ...]:
-        """All problems to evaluate with."""
+        """All evaluation problems."""
         return _records(self.evaluation)
 
     @property
     def settings(self) -> dict[str, SourceConfig]:
-        """The settings of each data set, by the name that its problems carry."""
-        return settings_by_name((*self.train, *self.evaluation))
+        """The settings of each data set, by the name that its problems have.
+
+        Raises:
+          UserError: Two data sets of one name have different graders.
+        """
+        found: dict[str, Source] = {}
+        for source in (*self.train, *self.evaluation):
+            for name in source.source_names:
+                other = found.setdefault(name, source)
+                ours, theirs = source.settings, other.settings
+                if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
+                    raise UserError(
+                        f"{other.name} and {source.name} both call their problems {name!r} and have "
+                        f"different graders; set {source.name}.source to a name of its own, or give both "
+                        "the same grader"
+                    )
+        return {name: source.settings for name, source in found.items()}
 
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
-        """How problems to train on become prompts, by the name of their data set."""
+        """The prompt format of each training data set, by its name."""
         return {
             name: data.format_of(source.settings, source.own_template)
             for source in self.train
@@ -60,65 +83,65 @@ class Problems:
 
 
 class ProblemReader:
-    """Reads the sources of a config, each once, whoever asks first."""
+    """Reads the sources of a config, each only once.
+
+    Args:
+      data: The settings.
+      needs_truths: Whether training problems need a ground truth. Evaluation problems always do.
+    """
 
     def __init__(self, data: DataConfig, *, needs_truths: bool = True):
-        """Args: the settings, and whether prompts to train on need a ground truth, as all others do."""
         self._data = data
         self._needs_truths = needs_truths
         self._found: dict[str, Source] = {}
 
     @property
     def readers(self) -> dict[str, Callable[[], Source]]:
-        """What reads each source that the config names, by its setting."""
+        """For each source that the config names, by its setting, the function that reads it."""
         return {
             name: functools.partial(self._read, name, settings)
-            for name, settings in self._all.items()
+            for name, settings in self._sources.items()
             if settings.is_named
         }
 
     @property
     def is_named(self) -> bool:
-        """The config names any problems."""
-        return any(settings.is_named for settings in self._all.values())
+        """Whether the config names any problems."""
+        return any(settings.is_named for settings in self._sources.values())
 
-    def read(self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None) -> Problems:
-        """Everything, checked.
+    def read(self, truths: Truths | None) -> Problems:
+        """Reads and checks all sources.
 
         Args:
-          truths: makes the check of ground truths, given the settings of each data set by its name; None
-            checks none, in a run without a grader.
+          truths: Creates the check of ground truths; None, for a run without a grader, checks none.
 
         Raises:
-          UserError: a source cannot be used, nothing is left of it, or a bad row is to be refused.
+          UserError: A source cannot be used, no row of it is left, or a bad row is refused.
         """
         evaluation = [self._read(*item) for item in self._data.evaluation_sources.items()]
         return self._checked(evaluation, truths)
 
-    def read_training(
-        self, truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None
-    ) -> Problems:
-        """Nothing to evaluate with; otherwise as `read`."""
+    def read_training(self, truths: Truths | None) -> Problems:
+        """Reads and checks the training sources alone; see `read`."""
         return self._checked([], truths)
 
-    def _checked(
-        self,
-        evaluation: list[Source],
-        truths: Callable[[Mapping[str, SourceConfig]], FaultOf] | None,
-    ) -> Problems:
+    def _checked(self, evaluation: list[Source], truths: Truths | None) -> Problems:
         train = [self._read(*item) for item in self._data.training_sources.items()]
         held_out = _records(evaluation)
         train = [source.without_prompts_of(held_out) for source in train]
-        settings = settings_by_name((*train, *evaluation))
-        if truths is not None:
-            refuse, validate = self._data.bad_rows == "error", truths(settings)
-            of_training = validate if self._needs_truths else _unless_empty(validate)
-            train = [s.with_readable_truths(of_training, refuse=refuse) for s in train]
-            evaluation = [s.with_readable_truths(validate, refuse=refuse) for s in evaluation]
-        return Problems(tuple(train), tuple(evaluation))
+        problems = Problems(tuple(train), tuple(evaluation))
+        settings = problems.settings  # raises if a data set would have two graders
+        if truths is None:
+            return problems
+        refuse, validate = self._data.bad_rows == "error", truths(settings)
+        of_training = validate if self._needs_truths else _unless_empty(validate)
+        return Problems(
+            tuple(s.with_readable_truths(of_training, refuse=refuse) for s in train),
+            tuple(s.with_readable_truths(validate, refuse=refuse) for s in evaluation),
+        )
 
     @property
-    def _all(self) -> dict[str, SourceConfig]:
+    def _sources(self) -> dict[str, SourceConfig]:
         return {**self._data.training_sources, **self._data.evaluation_sources}
 
     def _read(self, name: str, settings: SourceConfig) -> Source:
@@ -134,33 +157,15 @@ class ProblemReader:
         return self._found[name]
 
 
-def _unless_empty(validate: FaultOf) -> FaultOf:
-    """The check of a ground truth, where there is one."""
+def _unless_empty(validate: Validate) -> Validate:
+    """The same check, which passes an empty ground truth."""
     return lambda answer, extra, source: validate(answer, extra, source) if answer else None
-
-
-def settings_by_name(sources: Sequence[Source]) -> dict[str, SourceConfig]:
-    """The settings of each data set, by the name that its problems carry.
-
-    Raises:
-      UserError: one name would have two graders.
-    """
-    found: dict[str, Source] = {}
-    for source in sources:
-        for name in source.source_names:
-            other = found.setdefault(name, source)
-            if _grader_of(other.settings) != _grader_of(source.settings):
-                raise UserError(
-                    f"{other.name} and {source.name} both call their problems {name!r} and have different "
-                    f"graders; set {source.name}.source to a name of its own, or give both the same grader"
-                )
-    return {name: source.settings for name, source in found.items()}
 
 
 def encode(
     sources: Sequence[Source], data: DataConfig, tokenizer: Tokenizer
 ) -> tuple[EncodedPrompts, ...]:
-    """The prompts of each source, tokenised."""
+    """Encodes the prompts of each source."""
     return tuple(
         encode_prompts(
             source.records,
@@ -173,53 +178,25 @@ def encode(
     )
 
 
-def prompts_of(
+def stream_inputs(
     sources: Sequence[Source],
     encoded: Sequence[EncodedPrompts],
     data: DataConfig,
     tokenizer: Tokenizer,
-) -> tuple[Prompts | MadePrompts, ...]:
-    """What a stream draws from: the prompts of each source, or what makes them."""
+) -> tuple[Prompts | GeneratedPrompts, ...]:
+    """The inputs of a stream: for each source its encoded prompts, or prompts generated on demand."""
+
+    def stream_input(source: Source, first: Prompts) -> Prompts | GeneratedPrompts:
+        if source.generated is None:
+            return first
+        prompt_format = data.format_of(source.settings, source.own_template)
+        encoder = PromptEncoder(tokenizer, data.max_prompt_tokens, prompt_format, data.overlong)
+        return GeneratedPrompts(source.generated, encoder.encode_one, first=first, name=source.name)
+
     return tuple(
-        _prompts_of(source, of_source.prompts, data, tokenizer)
+        stream_input(source, of_source.prompts)
         for source, of_source in zip(sources, encoded, strict=True)
     )
-
-
-def _prompts_of(
-    source: Source, prompts: Prompts, data: DataConfig, tokenizer: Tokenizer
-) -> Prompts | MadePrompts:
-    if source.made is None:
-        return prompts
-    encode_one = prompt_encoder(
-        tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=data.format_of(source.settings, source.own_template),
-        overlong=data.overlong,
-    )
-    return MadePrompts(source.made, encode_one, first=prompts, name=source.name)
-
-
-def card_of(
-    problems: Problems,
-    train: Sequence[EncodedPrompts] = (),
-    evaluation: Sequence[EncodedPrompts] = (),
-) -> str:
-    """The data card; prompts that were not tokenised have no lengths there."""
-    return data_card(_entries(problems.train, train), _entries(problems.evaluation, evaluation))
-
-
-NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
-"""Of a run that has nothing to evaluate with."""
-
-
-def _entries(sources: Sequence[Source], encoded: Sequence[EncodedPrompts]) -> list[CardEntry]:
-    prompts = encoded or (None,) * len(sources)
-    return [CardEntry(*pair) for pair in zip(sources, prompts, strict=True)]
-
-
-def _grader_of(settings: SourceConfig) -> tuple[str, dict]:
-    return settings.grader, settings.grader_options
 
 
 def _records(sources: Sequence[Source]) -> tuple[Record, ...]:

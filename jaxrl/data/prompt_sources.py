@@ -1,7 +1,7 @@
-"""Where a stream's prompts come from, one source each: what is in memory, and what is made as it is drawn.
+"""The sources of a prompt stream: prompts in memory, and prompts generated when drawn.
 
-A source is walked through turn by turn, and a turn is all that has to be known to find a prompt again. Which
-turns are passed over hangs on the seed, the turn, and what is known of its problem by then.
+A stream walks through a source turn by turn. The number of a turn alone identifies its prompt. Whether a
+curriculum skips a turn depends on the seed, the turn, and the pass rate of its problem at that time.
 """
 
 from __future__ import annotations
@@ -10,32 +10,31 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.data.made_problems import MadeProblems
+from jaxrl.data.generated_problems import GeneratedProblems
 from jaxrl.data.pass_rates import Curriculum, PassRates, is_drawn
 from jaxrl.data.records import Record
 from jaxrl.data.row_records import Unusable
 from jaxrl.data.shuffling import checksum, shuffled
+from jaxrl.data.sources import NUM_NAMED
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
 logger = logging.getLogger(__name__)
 
-# Problems of a made source that may be left out one after the other.
+# Limit for generated problems that are left out in succession.
 _MOST_LEFT_OUT = 1000
-# Those that are named in the log.
-_NUM_NAMED = 3
 
 
 class ShuffledPrompts:
-    """Prompts in memory, in a new order each epoch, of which a curriculum passes some over.
+    """Prompts in memory, in a new order each epoch; a curriculum skips some of them.
 
     Args:
-      prompts: at least one.
-      seed: of the order, and of what is passed over.
-      curriculum: how problems are drawn; None draws every one.
+      prompts: Prompts of the source, at least one.
+      seed: Seed of the order and of the skipped turns.
+      curriculum: Draws problems by their pass rates; None draws every problem.
 
     Attributes:
-      pass_rates: of each prompt; None without a curriculum.
+      pass_rates: The pass rate of each prompt; None without a curriculum.
     """
 
     def __init__(self, prompts: Prompts, seed: int, curriculum: Curriculum | None):
@@ -49,7 +48,7 @@ class ShuffledPrompts:
 
     @property
     def identity(self) -> list[Any]:
-        """What a saved turn is held against."""
+        """Identifies the data; a saved turn is only valid for the same identity."""
         return [len(self._prompts), checksum(self._prompts.tokens)]
 
     def prompt(self, turn: int) -> Prompts:
@@ -57,8 +56,8 @@ class ShuffledPrompts:
         return self._prompts.take([self._row(turn)])
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
-        """The first prompt from a turn on that is drawn, and its own turn."""
-        # Where a whole epoch's worth is passed over, the next one is taken, whatever it is.
+        """Returns the first prompt from a turn on that is not skipped, with its turn."""
+        # After a whole epoch of skipped turns the next prompt is drawn in any case.
         end, row = turn + len(self), self._row(turn)
         while turn < end and not self._is_drawn(row, turn):
             turn += 1
@@ -66,7 +65,7 @@ class ShuffledPrompts:
         return turn, self._prompts.take([row])
 
     def learn(self, turn: int, num_right: int, num_graded: int) -> None:
-        """Takes in how the answers to the prompt of a turn were graded."""
+        """Updates the pass rate of the prompt of a turn with its graded answers."""
         if self.pass_rates is not None:
             self.pass_rates.learn(self._row(turn), num_right, num_graded)
 
@@ -81,19 +80,19 @@ class ShuffledPrompts:
         return is_drawn(self.pass_rates.chance(row), self._seed, turn)
 
 
-class MadePrompts:
-    """Prompts of problems that are made as they are drawn.
+class GeneratedPrompts:
+    """Prompts of problems that are generated when drawn. The number of a problem is its turn.
 
     Args:
-      problems: by their numbers, which are the source's turns.
-      encode: the prompt of a problem; None where it does not fit.
-      first: prompts of the first problems, by which another run knows that they are made in the same way.
-      name: of the source, for messages.
+      problems: Endless problems.
+      encode: Encodes a problem; returns None if it does not fit.
+      first: Prompts of the first problems. A resumed run compares them with its own.
+      name: Name of the source, for messages.
     """
 
     def __init__(
         self,
-        problems: MadeProblems,
+        problems: GeneratedProblems,
         encode: Callable[[Record], Prompts | None],
         *,
         first: Prompts,
@@ -104,41 +103,44 @@ class MadePrompts:
         self._first = first
         self._name = name
         self._num_named = 0
-        self._told = ""
+        self._last_fault = ""
 
     @property
     def identity(self) -> list[Any]:
-        """What a saved turn is held against."""
+        """Identifies the data; a saved turn is only valid for the same identity."""
+        # "made" is in the checkpoints of earlier runs.
         return ["made", checksum(self._first.tokens)]
 
     def prompt(self, turn: int) -> Prompts | None:
-        """The prompt of a problem, or None where it is left out; UserError where it cannot be made."""
+        """The prompt of a turn; None if its problem is left out, UserError if it cannot be generated."""
         try:
             prompt = self._encode(self._problems.problem(turn))
         except Unusable as error:
-            self._tell(f"{error} ({error.reason})")
+            self._log(f"{error} ({error.reason})")
             return None
         if prompt is None:
-            self._tell(f"{self._problems.place(turn)}: longer than data.max_prompt_tokens")
+            self._log(f"{self._problems.place(turn)}: longer than data.max_prompt_tokens")
         return prompt
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
-        """The first prompt from a turn on that is not left out, and its own turn.
+        """Returns the first prompt from a turn on that is not left out, with its turn.
 
         Raises:
-          UserError: too many are left out one after the other, or one cannot be made.
+          UserError: Too many problems in succession are left out, or one cannot be generated.
         """
         for later in range(turn, turn + _MOST_LEFT_OUT):
             prompt = self.prompt(later)
             if prompt is not None:
                 return later, prompt
         raise UserError(
-            f"{_MOST_LEFT_OUT} problems in succession are left out, the last one being {self._told}; "
+            f"{_MOST_LEFT_OUT} problems in succession are left out, the last one being {self._last_fault}; "
             "make others, raise data.max_prompt_tokens, or use another grader"
         )
 
-    def _tell(self, told: str) -> None:
-        self._told = f"{self._name}, {told}"
-        if self._num_named < _NUM_NAMED:
+    def _log(self, message: str) -> None:
+        self._last_fault = f"{self._name}, {message}"
+        if self._num_named < NUM_NAMED:
             self._num_named += 1
-            logger.warning("left out, and counted in data/made_problems_left_out: %s", self._told)
+            logger.warning(
+                "left out, and counted in data/made_problems_left_out: %s", self._last_fault
+            )

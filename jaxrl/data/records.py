@@ -1,7 +1,6 @@
-"""Problems, and the procedural tasks that make them.
+"""The type of a problem, and the procedural tasks of reasoning-gym that generate problems.
 
-Files of problems are read by `sources`. Answers are kept as written: to normalise and compare them is the
-grader's business.
+`source_reader` reads files of problems. Answers stay as written; the grader normalises and compares them.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from jaxrl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Room between the seeds of a procedural task; see TaskProblems. Some tasks seed NumPy, which
-# takes 32 bits, so this leaves them 4,294 seeds.
+# Distance between the seeds of a procedural task; see TaskProblems. Some tasks seed NumPy, which
+# accepts 32 bits, so there are 4,294 seeds.
 MAX_TASK_SIZE = 1_000_000
 MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
 
-# Problems of an endless task that are made as one data set; reasoning-gym's own default.
+# Problems of an endless task that are created at once; the default size of reasoning-gym.
 _BLOCK = 500
 
-# Numbers among the settings of a task: the largest default of any is 2**31 - 1.
+# Numbers in the settings of a task. The largest default of any task is 2**31 - 1.
 _TASK_NUMBER = finite(at_most=2**32)
 
-# Options that end so are numbers inside a problem. Of others, such as digits, terms or cells, a problem is
-# made: a million takes minutes and all memory, and Python writes no number of more than 4,300 digits.
+# Options with these endings are numbers inside a problem. Others, such as digits, terms or cells, are sizes
+# of a problem: a million of them takes minutes and all memory, and Python prints at most 4,300 digits.
 _IS_VALUE = re.compile(
     r"(value|real|imag|_n|num|target|year|bounds?|base|range|seconds|days|factor|divisor|constant_m\w+)$"
 )
@@ -46,11 +45,11 @@ class Record:
     """One problem.
 
     Attributes:
-      prompt: the problem, before any template; or a conversation that ends where the answer begins.
-      answer: the ground truth, in the grader's own notation.
-      source: name of the data set; metrics are kept apart by it.
-      solution: a worked solution to learn from, if there is one.
-      extra: the other fields of its row, for graders; JSON's types only.
+      prompt: The problem without a template, or the conversation before the answer.
+      answer: The ground truth, in the grader's notation.
+      source: Name of the data set; each has its own metrics.
+      solution: A worked solution for supervised training, or None.
+      extra: The other fields of its row, for graders; JSON's types only.
     """
 
     prompt: Context
@@ -61,23 +60,23 @@ class Record:
 
 
 class TaskProblems:
-    """Problems of a procedural task of reasoning-gym, each by its number.
+    """Problems of a procedural task of reasoning-gym, by number.
 
-    What its scorer looks at comes along as `extra["metadata"]`, in JSON's types. Item i of reasoning-gym
-    depends on seed + i alone, so its seeds s and s + 1 share all but one item; here seeds are spread apart
-    and different seeds share none. They can still draw the same *question* twice: see `disjoint`.
+    `extra["metadata"]` holds the input of the task's scorer, in JSON's types. Item i of reasoning-gym depends
+    on seed + i alone, so its seeds s and s + 1 share all items but one. Here different seeds share no item,
+    because they are `MAX_TASK_SIZE` apart. Two items can still ask the same *question*: see `disjoint`.
 
     Args:
-      task: name of the data set, such as "chain_sum", for which solutions are written too.
-      seed: 0 to `MAX_TASK_SEED`.
-      **task_config: the task's own settings, such as `min_terms=3`.
+      task: Name of the task, such as "chain_sum". Problems of "chain_sum" get a worked solution.
+      seed: Seed, 0 to `MAX_TASK_SEED`.
+      **task_config: Settings of the task, such as `min_terms=3`.
 
     Raises:
       UserError: reasoning-gym is not installed, or does not know the task or a setting.
     """
 
     def __init__(self, task: str, *, seed: int, **task_config: Any):
-        _factory_of(task)
+        task_factory(task)
         _check_task_size(task, _BLOCK, seed)
         self._task = task
         self._first_seed = seed * MAX_TASK_SIZE
@@ -86,14 +85,14 @@ class TaskProblems:
         self._items = self._items_of(0)
 
     def record(self, number: int) -> Record:
-        """The problem of a number; after `MAX_TASK_SIZE` they begin again."""
+        """The problem of a number; number `MAX_TASK_SIZE` is number 0 again."""
         block, place = divmod(number % MAX_TASK_SIZE, _BLOCK)
         items = self._items_of(block)
         item_seed = self._first_seed + block * _BLOCK + place
         return _task_record(self._task, items[place], item_seed)
 
     def _items_of(self, block: int) -> Any:
-        """Items of some tasks are made when the data set is, and take as long as there are many."""
+        """The items of a block. Blocks are small, because some tasks create all items at once."""
         if block != self._block:
             seed = self._first_seed + block * _BLOCK
             config = {**self._config, "size": _BLOCK, "seed": seed}
@@ -101,40 +100,34 @@ class TaskProblems:
         return self._items
 
 
-class ReasoningGymRecords(Sequence[Record]):
-    """A fixed number of problems of a procedural task of reasoning-gym, as of `TaskProblems`.
+def reasoning_gym_records(
+    task: str, *, size: int, seed: int, **task_config: Any
+) -> tuple[Record, ...]:
+    """The first problems of a procedural task of reasoning-gym; they are those of `TaskProblems`.
 
     Args:
-      task, seed, task_config: as for `TaskProblems`.
-      size: number of problems, at most 1,000,000.
+      task, seed, task_config: As for `TaskProblems`.
+      size: Number of problems, at most 1,000,000.
 
     Raises:
       UserError: reasoning-gym is not installed, or does not know the task or a setting.
     """
-
-    def __init__(self, task: str, *, size: int, seed: int, **task_config: Any):
-        _factory_of(task)
-        _check_task_size(task, size, seed)
-        first_seed = seed * MAX_TASK_SIZE
-        items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
-        self._rows = tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index):
-        return self._rows[index]
+    task_factory(task)
+    _check_task_size(task, size, seed)
+    first_seed = seed * MAX_TASK_SIZE
+    items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
+    return tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
 
 
 def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Record, ...]:
-    """The rows of `train` whose prompt is not in `evaluation`.
+    """Returns the rows of `train` whose prompt is not in `evaluation`, and logs how many others there are.
 
-    Training rows go rather than evaluation ones: a task with few distinct easy questions would
-    otherwise lose just those from evaluation, and a benchmark must stay whole. Prompts are compared
-    without regard to case and spacing.
+    Training rows are removed rather than evaluation rows, because a benchmark must stay whole. Otherwise a
+    task with few easy questions would lose exactly those from its evaluation. The comparison ignores case and
+    spacing.
 
     Raises:
-      UserError: nothing is left to train on.
+      UserError: No training row is left.
     """
     seen = {normalised(record.prompt) for record in evaluation}
     kept = tuple(record for record in train if normalised(record.prompt) not in seen)
@@ -153,26 +146,21 @@ def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Rec
 
 
 def text_of_context(context: Context) -> str:
-    """All that is said in a question or a conversation, a line each."""
+    """The text of a question, or of all messages of a conversation."""
     return context if isinstance(context, str) else "\n".join(m["content"] for m in context)
 
 
 def normalised(prompt: Context) -> str:
-    """What two prompts have in common that are one problem of an evaluation: all but case and spacing."""
+    """The text without case and spacing, for comparison with evaluation prompts."""
     return " ".join(text_of_context(prompt).casefold().split())
 
 
 def check_task_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for a number that no task can mean; which names there are only the task knows."""
+    """Raises UserError for a number out of range. Names are checked by the task itself."""
     for name, value in options.items():
         allowed = _TASK_NUMBER if _IS_VALUE.search(name) else _TASK_COUNT
         if is_a(value, float) and (fault := allowed.fault(value)):
             raise UserError(f"options.{name} {shown(value)} {fault}")
-
-
-def check_task(task: str) -> None:
-    """Raises UserError where there is no such task, or reasoning-gym is not installed."""
-    _factory_of(task)
 
 
 def _check_task_size(task: str, size: int, seed: int) -> None:
@@ -183,8 +171,8 @@ def _check_task_size(task: str, size: int, seed: int) -> None:
         )
 
 
-def _factory_of(task: str) -> Any:
-    """What makes the data sets of reasoning-gym; UserError if it is not here or has no such task."""
+def task_factory(task: str) -> Any:
+    """The module of reasoning-gym that creates tasks; UserError if it is missing or lacks the task."""
     try:
         from reasoning_gym import factory
     except ModuleNotFoundError as error:
@@ -201,8 +189,8 @@ def _factory_of(task: str) -> Any:
 
 
 def _create_task(task: str, config: dict[str, Any]) -> Any:
-    """The reasoning-gym data set; its settings are checked here, with near names."""
-    factory = _factory_of(task)
+    """Creates a data set of reasoning-gym; UserError for an unknown setting or a bad value."""
+    factory = task_factory(task)
     _, config_class = factory.DATASETS[task]
     kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
     for name, value in config.items():
@@ -214,7 +202,7 @@ def _create_task(task: str, config: dict[str, Any]) -> Any:
         check_value(f"task {task!r}: {name}", value, kinds[name])
     try:
         return factory.create_dataset(task, **config)
-    # AssertionError is how reasoning-gym reports settings that do not fit together.
+    # reasoning-gym raises AssertionError for settings that contradict each other.
     except (AssertionError, ValueError) as error:
         raise UserError(f"task {task!r} refuses its settings {config}: {error}") from error
 
@@ -233,10 +221,10 @@ def _task_record(task: str, item: dict[str, Any], item_seed: int) -> Record:
 
 
 def _extra_of(task: str, item: dict[str, Any]) -> dict[str, Any]:
-    """What a scorer looks at, as a file would have it: it is checked between processes, and kept, as JSON."""
+    """The input of the task's scorer. JSON's types only, because it is compared between hosts and saved."""
     try:
-        # Its scorer is found by the task, and the record's source may have another name.
+        # The task selects the scorer; the record's source may have another name.
         metadata = {"source_dataset": task, **item["metadata"]}
         return {"metadata": json.loads(json.dumps(metadata, default=str))}
-    except (TypeError, ValueError):  # keys that are no text, or rings; the scorer's grader says so
+    except (TypeError, ValueError):  # keys that are not text, or cycles; the grader reports them
         return {}

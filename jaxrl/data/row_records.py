@@ -1,17 +1,17 @@
-"""Rows of a layout as problems: prompt, truth, solution and the rest, or why a row cannot be used."""
+"""Turns a row of a known layout into a problem, or says why it cannot be used."""
 
 from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.jsonl import BadRow, checked_text, shown
 from jaxrl.data.messages import as_context
 from jaxrl.data.records import Record
-from jaxrl.data.row_layouts import RowLayout, question_in, value_at, without
+from jaxrl.data.row_layouts import RowLayout, unwrapped_question, value_at, without
+from jaxrl.data.rows import BadRow, RowFile, checked_text, shown
 
 MALFORMED = "malformed rows"
 NO_PROMPT = "rows without a prompt"
@@ -26,48 +26,46 @@ class Unusable(Exception):
     """A row cannot be used.
 
     Attributes:
-      reason: under which such rows are counted.
+      reason: The reason that such rows are counted under.
     """
 
-    def __init__(self, reason: str, told: str):
-        """Args: the reason, and what is said about this row, its place included."""
-        super().__init__(told)
+    def __init__(self, reason: str, message: str):
+        """Args: the reason, and the message about this row with its place."""
+        super().__init__(message)
         self.reason = reason
 
 
 def record_of(
-    read: Callable[[], Mapping[str, Any]],
-    layout: RowLayout,
-    settings: SourceConfig,
-    place: str,
-    *,
-    needs_truth: bool = True,
+    rows: RowFile, index: int, layout: RowLayout, settings: SourceConfig, *, needs_truth: bool
 ) -> Record:
-    """The problem of a row.
+    """Reads the problem of a row.
 
     Args:
-      read: the row, or BadRow.
-      layout: of it.
-      settings: of its source.
-      place: where it stands, for messages.
-      needs_truth: False makes the answer "" where the row has none.
+      rows: Rows of the source.
+      index: Index of the row.
+      layout: Layout of the rows.
+      settings: Settings of the source.
+      needs_truth: Whether the row needs a ground truth; if not, a missing answer is "".
 
     Raises:
-      Unusable: it is no row, or has no prompt or, where it needs one, no truth.
+      Unusable: The row is broken, or lacks a prompt or a needed ground truth.
     """
+    place = rows.place(index)
     reason = MALFORMED
     try:
-        row = read()
+        row = rows[index]
         reason = NO_PROMPT
         what = f"field {layout.prompt!r}"
-        prompt = layout.prompt_of(question_in(as_context(value_at(row, layout.prompt), what)))
+        prompt = layout.prompt_of(
+            unwrapped_question(as_context(value_at(row, layout.prompt), what))
+        )
         reason = NO_TRUTH
         answer = _truth(row, layout, needed=needs_truth)
         reason = MALFORMED
         solution = _solution(row, layout, named=bool(settings.solution_field))
     except BadRow as error:
         raise Unusable(reason, f"{place}: {error}") from error
-    except RecursionError as error:  # read, but nested too deeply to be looked at
+    except RecursionError as error:  # it was parsed, but is nested too deeply to be checked
         raise Unusable(MALFORMED, f"{place}: nested too deeply; remove the line") from error
     extra = without(row, (layout.prompt, layout.answer, layout.solution))
     return Record(prompt, answer, _source_of(row, layout, settings), solution, extra)
@@ -89,7 +87,7 @@ def _answer(value: Any, name: str) -> str:
         return checked_text(value, f"field {name!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"field {name!r} is {shown(value)}; an answer must be text or a number")
-    # A whole number may be longer than a float holds.
+    # math.isfinite converts to float, and an int may be too large for that.
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"field {name!r} is {value}; an answer must be a finite number")
     return str(int(value)) if value == int(value) else str(value)

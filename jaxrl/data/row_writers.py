@@ -1,4 +1,4 @@
-"""Problems as files: JSONL and Parquet, in a layout that is read back without settings."""
+"""Writes problems to JSONL and Parquet files, in a layout that is recognised when they are read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The rows of a file: problem (or prompt, if any is a conversation), answer, solution, and the rest."""
+    """Returns rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
     if all(isinstance(record.prompt, str) for record in records):
         prompts = [{"problem": record.prompt} for record in records]
     else:
@@ -33,7 +33,7 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
             "answer": record.answer,
             **({} if record.solution is None else {"solution": record.solution}),
             SOURCE_NAME: record.source,
-            # A field of the file that was not the prompt may be called like one.
+            # A field of the original file may have one of the names above without being the prompt.
             **{k: v for k, v in record.extra.items() if k not in _OWN_FIELDS},
         }
         for prompt, record in zip(prompts, records, strict=True)
@@ -41,10 +41,10 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: Rows, path: str | pathlib.Path) -> None:
-    """Writes a file that is there whole or not at all; its name says the format.
+    """Writes rows to a new file; the ending of its name selects the format. A failure leaves no file.
 
     Raises:
-      UserError: the format is another one, the file exists, or its folder cannot be written to.
+      UserError: The ending is unknown, the file exists, or its folder cannot be written to.
     """
     path = pathlib.Path(path)
     if path.suffix not in _WRITERS:
@@ -76,7 +76,7 @@ def _column(name: str, values: list[Any]) -> pa.Array:
         column = pa.array(values)
     except pa.ArrowException:
         column = None
-    # Objects without a field have no type that Parquet can hold.
+    # Parquet cannot store objects without fields.
     if column is not None and not (pa.types.is_struct(column.type) and not column.type.num_fields):
         return column
     logger.warning("%s holds values of several types; it is written as JSON text", name)

@@ -1,11 +1,8 @@
-"""Endless shuffled order over rows in memory, with a position that can be saved.
+"""Endless batches of examples in memory, in a shuffled order whose position can be saved.
 
-    Grain: shuffle anew each epoch, repeat, number, batch -> row numbers
-
-Rows are in memory, so Grain shuffles row numbers and reads them in the calling thread: no worker
-processes, nothing prefetched, nothing to lose. The order depends on the seed and on the number of
-rows only. The state is what Grain keeps, the number of rows taken so far ({"next_index": 48}), plus
-enough to notice that a checkpoint belongs to other data.
+Grain shuffles the row numbers, anew each epoch. There are no worker processes, and nothing is prefetched. The
+order depends only on the seed and the number of rows. A saved state is the number of rows taken so far
+({"next_index": 48}), with a checksum that tells whether a checkpoint belongs to other data.
 """
 
 from __future__ import annotations
@@ -25,61 +22,13 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
-class ShuffledRows:
-    """Endless batches of (place in the stream [N], row number [N]), both int64.
-
-    Args:
-      num_rows: rows of an epoch.
-      rows_per_batch: N.
-      seed: of the order, below 2**32.
-      checksum: of the rows, as `checksum` makes it; a state is taken back by the same rows only.
-
-    Raises:
-      UserError: an argument breaks its rule.
-    """
-
-    def __init__(self, num_rows: int, *, rows_per_batch: int, seed: int, checksum: int):
-        check_order(rows_per_batch, seed)
-        self._identity: dict[str, Any] = {
-            "num_rows": num_rows,
-            "seed": seed,
-            "checksum": checksum,
-        }
-        self._iterator = iter(
-            shuffled(num_rows, seed)
-            .map_with_index(lambda place, row: (place, row))
-            # Everything is in memory: threads would only wait for each other.
-            .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-            # Batched last, so that the position counts rows and N may change on restart.
-            .batch(rows_per_batch, batch_fn=lambda pairs: np.array(pairs, np.int64).T)
-        )
-
-    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
-        places, rows = next(self._iterator)
-        return places, rows
-
-    def state(self) -> dict[str, Any]:
-        """Where the order stands, for `restore`; plain JSON."""
-        return {**self._identity, **self._iterator.get_state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Another `rows_per_batch` is allowed.
-
-        Raises:
-          UserError: the state belongs to other rows or to another seed.
-        """
-        position = dict(state)
-        check_same_data({name: position.pop(name, None) for name in self._identity}, self._identity)
-        self._iterator.set_state(position)
-
-
 def shuffled(num_rows: int, seed: int) -> grain.MapDataset[int]:
-    """Row numbers without end, by their place: every row once an epoch, in a new order each epoch."""
+    """Endless row numbers: every row once an epoch, in a new order each epoch."""
     return grain.MapDataset.range(num_rows).shuffle(seed=seed).repeat()
 
 
 def check_order(rows_per_batch: int, seed: int) -> None:
-    """Raises UserError for a batch that holds nothing, or a seed that Grain does not take."""
+    """Raises UserError for an empty batch, or a seed that Grain does not accept."""
     if rows_per_batch < 1:
         raise UserError(f"a batch of {rows_per_batch} holds nothing; use at least 1")
     if not 0 <= seed < 2**32:
@@ -87,7 +36,7 @@ def check_order(rows_per_batch: int, seed: int) -> None:
 
 
 def check_same_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises UserError unless a saved place is in the data that there are."""
+    """Raises UserError if a saved position belongs to other data than that of this run."""
     if theirs != ours:
         raise UserError(
             f"the checkpoint's place is in other data: it has {theirs}, this run has {ours}. Give back the "
@@ -100,49 +49,63 @@ class ShuffledExamples(Generic[Item]):
     """Endless batches of examples, every one once an epoch, in a new order each epoch.
 
     Args:
-      examples: in memory, at least one.
-      examples_per_batch, seed, checksum: as for `ShuffledRows`.
+      examples: Examples in memory, at least one.
+      examples_per_batch: Length of each batch.
+      seed: Seed of the order, below 2**32.
+      checksum: `checksum` of the examples; a state is restored for the same examples only.
+
+    Raises:
+      UserError: The batch is empty or the seed out of range.
     """
 
     def __init__(
         self, examples: Sequence[Item], *, examples_per_batch: int, seed: int, checksum: int
     ):
+        check_order(examples_per_batch, seed)
         self._examples = examples
-        self._order = ShuffledRows(
-            len(examples), rows_per_batch=examples_per_batch, seed=seed, checksum=checksum
-        )
+        self._examples_per_batch = examples_per_batch
+        self._identity = {"num_rows": len(examples), "seed": seed, "checksum": checksum}
+        self._order = shuffled(len(examples), seed)
+        self._next_index = 0
 
     @property
     def num_examples(self) -> int:
-        """Examples of one epoch."""
+        """Number of examples of an epoch."""
         return len(self._examples)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[Item]:
-        _, rows = next(self._order)
-        return [self._examples[row] for row in rows]
+        start = self._next_index
+        self._next_index += self._examples_per_batch
+        rows = (self._order[i] for i in range(start, self._next_index))
+        return [self._examples[row] for row in rows if row is not None]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, for `restore`; plain JSON."""
-        return self._order.state()
+        """The position in the stream, for `restore`; plain JSON."""
+        return {**self._identity, "next_index": self._next_index}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken; see `ShuffledRows.restore`."""
-        self._order.restore(state)
+        """Continues from a `state`. `examples_per_batch` may differ from the one it was saved with.
+
+        Raises:
+          UserError: The state belongs to other examples or to another seed.
+        """
+        check_same_data({name: state.get(name) for name in self._identity}, self._identity)
+        self._next_index = state["next_index"]
 
 
 def drop_overlong(lengths: np.ndarray, limit: int, *, what: str, setting: str) -> np.ndarray:
-    """The rows that fit, int64; says once how many do not.
+    """Returns the numbers of the rows that fit, int64, and logs how many do not.
 
     Args:
-      lengths: tokens of each row.
-      limit: the most a row may have.
-      what, setting: names of the rows and of the limit, for messages.
+      lengths: Number of tokens of each row.
+      limit: Largest number of tokens of a row.
+      what, setting: Names of the rows and of the limit, for messages.
 
     Raises:
-      UserError: no row fits.
+      UserError: No row fits.
     """
     kept = np.flatnonzero(lengths <= limit)
     if not len(kept):
@@ -164,9 +127,9 @@ def drop_overlong(lengths: np.ndarray, limit: int, *, what: str, setting: str) -
 
 
 def checksum(arrays: Iterable[np.ndarray]) -> int:
-    """Of the arrays' bytes, in order, and of where one ends and the next begins."""
+    """A CRC-32 of the arrays' bytes, in order, and of their lengths."""
     value = 0
     for array in arrays:
-        # The length too, or the same tokens cut elsewhere would look alike.
+        # Without the lengths, [1, 2], [3] and [1], [2, 3] would have one checksum.
         value = zlib.crc32(array.tobytes(), zlib.crc32(len(array).to_bytes(8, "little"), value))
     return value

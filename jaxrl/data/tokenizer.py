@@ -1,9 +1,9 @@
-"""Text to tokens and back: a local Hugging Face tokenizer directory, or a small one trained here.
+"""Tokenizers: read from a local Hugging Face directory, or a small one trained on the problems.
 
-Read with `tokenizers` and `jinja2` alone. SentencePiece-only directories (`tokenizer.model` without
-`tokenizer.json`) are not read; save them once with a fast tokenizer.
+Only `tokenizers` and `jinja2` are needed. Directories with SentencePiece alone (`tokenizer.model` without
+`tokenizer.json`) are not supported; save them once with a fast tokenizer.
 
-    file of the directory     what is taken from it
+    file of the directory     content
     tokenizer.json            vocabulary, merges, normalisation
     tokenizer_config.json     eos_token, pad_token, chat_template
     chat_template.jinja       optional, wins over the key above
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 
-# Encoded side by side; enough to keep many cores at work.
+# Texts that are encoded in parallel; enough for many cores.
 _TEXTS_AT_ONCE = 8192
-# Gemma 3's tokenizer.json has 33 MB.
+# Limit for tokenizer.json. Gemma 3's has 33 MB.
 _MAX_TOKENIZER_BYTES = 1 << 26
 
 
@@ -43,14 +43,14 @@ class Tokenizer:
     """Text to int32 ids and back.
 
     Attributes:
-      backend: the `tokenizers` object that does the work.
-      vocab_size: ids that exist, added ones included. A model's embedding may have more rows; the
-        sampler must not draw them and `decode` drops them.
-      eos_id: the token that ends a response in training data.
-      stop_ids: every token that ends generation, `eos_id` first.
-      pad_id: filler, never read by the model; `eos_id` where the model names none.
-      special_tokens: by their name in tokenizer_config.json, such as {"eos_token": "<eos>"}.
-      chat_template: None where the model has none (base models).
+      backend: The `tokenizers` object.
+      vocab_size: Largest id + 1, added tokens included. A model's embedding may have more rows; the sampler
+        must not draw them, and `decode` drops them.
+      eos_id: The token that ends a response in training data.
+      stop_ids: All tokens that end generation, `eos_id` first.
+      pad_id: Padding, which the model never reads; `eos_id` if the directory names none.
+      special_tokens: Special tokens by their names in tokenizer_config.json, such as {"eos_token": "<eos>"}.
+      chat_template: The chat template; None if the model has none (base models).
     """
 
     backend: tokenizers.Tokenizer
@@ -63,17 +63,17 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """Every text that `encode` reads as one token whatever stands around it, such as "<|im_end|>"."""
+        """All texts that `encode` reads as one token in any context, such as "<|im_end|>"."""
         return tuple(str(token) for token in self.backend.get_added_tokens_decoder().values())
 
     def encode(self, text: str) -> np.ndarray:
-        """The int32 [T] ids of `text`. Nothing is added; special tokens written in it are ids."""
+        """The int32 [T] ids of `text`. It adds no tokens; special tokens in the text become their ids."""
         return _int32(self.backend.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, ...]:
-        """`encode` of every text, on all cores."""
+        """Encodes every text, on all cores."""
         ids: list[np.ndarray] = []
-        # The library keeps much more of a token than its id: not all of them at once.
+        # In blocks, because the library's encodings take much more memory than the ids.
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             part = list(texts[start : start + _TEXTS_AT_ONCE])
             encodings = self.backend.encode_batch_fast(part, add_special_tokens=False)
@@ -81,13 +81,10 @@ class Tokenizer:
         return tuple(ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens and without ids that are no token."""
-        return self.backend.decode(self._known(ids), skip_special_tokens=True)
-
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> tuple[str, ...]:
-        """`decode` of every row, on all cores."""
-        known = [self._known(ids) for ids in batch]
-        return tuple(self.backend.decode_batch(known, skip_special_tokens=True))
+        """The text of `ids`, without special tokens and unknown ids."""
+        array = np.asarray(ids, np.int64)
+        known = array[(array >= 0) & (array < self.vocab_size)].tolist()
+        return self.backend.decode(known, skip_special_tokens=True)
 
     def render_chat(
         self,
@@ -96,7 +93,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The conversation as the model's chat template writes it; see `ChatTemplate.render`."""
+        """Renders a conversation by the model's chat template; see `ChatTemplate.render`."""
         if self.chat_template is None:
             raise UserError(
                 "this tokenizer has no chat template, so it cannot render a conversation; set "
@@ -119,9 +116,9 @@ class Tokenizer:
         )
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Writes files from which `load_tokenizer` makes this tokenizer again.
+        """Writes the files that `load_tokenizer` reads.
 
-        They are tokenizer.json, tokenizer_config.json and, where several tokens end a response,
+        They are tokenizer.json, tokenizer_config.json and, if several tokens end a response,
         generation_config.json.
         """
         directory = pathlib.Path(directory)
@@ -134,24 +131,19 @@ class Tokenizer:
         if len(self.stop_ids) > 1:
             _write_json(directory / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
 
-    def _known(self, ids: Sequence[int] | np.ndarray) -> list[int]:
-        array = np.asarray(ids, np.int64)
-        return array[(array >= 0) & (array < self.vocab_size)].tolist()
-
 
 def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
-    """The tokenizer of a local Hugging Face directory.
+    """Reads the tokenizer of a local Hugging Face directory.
 
     Raises:
-      UserError: a file is missing or broken, or no end-of-sequence token is named; the message says
-        which file and what to put there.
+      UserError: A file is missing or broken, or none names an end-of-sequence token.
     """
     directory = pathlib.Path(directory)
     backend = _read_backend(directory / "tokenizer.json")
     config_path = directory / "tokenizer_config.json"
     config = _read_json(config_path)
     special_tokens = _special_tokens(config)
-    # Not the number of entries: some vocabularies have holes below their last id.
+    # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     generation_ids = _generation_eos_ids(directory / "generation_config.json", vocab_size)
     if "eos_token" in special_tokens:
@@ -178,15 +170,18 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of the task's own text, in which every digit is a token of its own.
+    """Trains a byte-level BPE tokenizer in which every digit is a token of its own.
 
-    With digits apart a number is read place by place, and 7 is the same token in 7, 17 and 71. All
-    256 bytes are in the vocabulary, so any text survives encoding and decoding. Ids 0 and 1 are
-    `<pad>` and `<eos>`. The same texts give the same tokenizer.
+    So a number is read digit by digit, and 7 is the same token in 7, 17 and 71. All 256 bytes are in the
+    vocabulary, so decoding restores any text. Ids 0 and 1 are `<pad>` and `<eos>`. The same texts give the
+    same tokenizer.
 
     Args:
-      texts: prompts and solutions; a few thousand are plenty.
-      vocab_size: upper bound, at least 258; a plain task has few words and ends up smaller.
+      texts: Prompts and solutions; a few thousand are enough.
+      vocab_size: Largest vocabulary, at least 258. A task with few words gets a smaller one.
+
+    Raises:
+      UserError: `vocab_size` is too small.
     """
     special = [PAD_TOKEN, EOS_TOKEN]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -241,7 +236,7 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
         ) from error
     if not backend.get_vocab_size(with_added_tokens=True):
         raise UserError(f"{path} has no tokens; copy the published file again")
-    # A published file may carry the settings of somebody's last call; lengths are our own affair.
+    # Some published files contain truncation and padding settings; jaxrl limits lengths itself.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -263,7 +258,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The `*_token` entries, each written as a string or as {"content": string}."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
-    # `add_bos_token: true` ends the same way and is no token; an absent one is null.
+    # `add_bos_token: true` has the same ending but is not a token; a missing token may be null.
     return {key: content for key, content in contents.items() if isinstance(content, str)}
 
 
@@ -284,7 +279,7 @@ def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
     if ids is None:
         return []
     ids = ids if isinstance(ids, list) else [ids]
-    # True and false are whole numbers to Python.
+    # Not isinstance, because True and False are ints too.
     if not all(type(i) is int for i in ids):
         raise UserError(f"{path} has eos_token_id {ids}; it must be a number or a list of numbers")
     unknown = [i for i in ids if not 0 <= i < vocab_size]

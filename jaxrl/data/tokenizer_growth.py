@@ -1,20 +1,20 @@
-"""Bounds how much longer a tokenizer.json can make a text, before the library reads the file.
+"""Refuses a tokenizer.json that can lengthen a text too much, before the library reads the file.
 
-A tokenizer is a stranger's code: its normalizer, pre-tokenizer and decoder are lists of steps, and forty
-steps that each write every "a" twice make a terabyte of one letter. The library is compiled code: it cannot
-be interrupted, it ends the process when memory runs out, and it normalises added tokens while the file is
-read. So the steps are checked before it sees them. Each multiplies a text's bytes by no more than:
+A tokenizer is untrusted code. Its normalizer, pre-tokenizer and decoder are lists of steps, and forty steps
+that each double every "a" turn one letter into a terabyte. The library is compiled code: it cannot be
+interrupted, it ends the process when memory runs out, and it normalises added tokens while it reads the file.
+So the steps are checked before. A step multiplies the bytes of a text at most by:
 
-    Replace        new / old; of a pattern, which may match between letters, 1 + 2 x new
-    Prepend        1 + its text
-    Precompiled    the longest text in its table
-    NFC, NFD       3           (these and the next by the Unicode FAQ on normalisation)
+    Replace        new / old; for a pattern, which may match between letters, 1 + 2 x new
+    Prepend        1 + the bytes of its text
+    Precompiled    the bytes of the longest text in its table
+    NFC, NFD       3           (this and the next by the Unicode FAQ on normalisation)
     NFKC, NFKD     11
-    ByteLevel      2, and twice as much with a space in front
-    Metaspace      twice its replacement
+    ByteLevel      2, or 4 if it adds a space in front
+    Metaspace      twice the bytes of its replacement
 
-Not covered: regular expressions that search for very long. Oniguruma, the library's engine, gives up after 10
-million steps at one place.
+Not checked: slow regular expressions. Oniguruma, the library's engine, gives up after 10 million steps at one
+position.
 """
 
 from __future__ import annotations
@@ -28,68 +28,51 @@ from typing import Any
 
 from jaxrl.errors import UserError
 
-# XLNet's steps come to 6,534 by these bounds, more than those of any other published tokenizer.
+# Limit for the product of all steps. XLNet's steps come to 6,534, the largest of any published tokenizer.
 _MAX_GROWTH = 10_000
-# Published tokenizers have up to 8, one inside another.
+# Limits for the steps and their nesting. Published tokenizers have up to 8 steps.
 _MAX_STEPS = 64
 _MAX_DEPTH = 8
-# What the added tokens of a file may come to when they are normalised.
+# Limit for the added tokens of a file after normalisation.
 _MAX_ADDED_BYTES = 1 << 26
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
-# Old files leave the type out, and new versions of the library bring new ones.
+# For steps without a type, as in old files, and for types of later versions of the library.
 _UNKNOWN = 8.0
+# Steps that only split, shorten or select, or whose factor depends on their settings; see `_factor`.
+_KEEPING = (
+    "Sequence Strip StripAccents Nmt Replace Prepend Precompiled Metaspace Split Digits Punctuation "
+    "Whitespace WhitespaceSplit BertPreTokenizer CharDelimiterSplit UnicodeScripts FixedLength "
+    "ByteFallback Fuse TemplateProcessing BertProcessing RobertaProcessing"
+)
 _BY_TYPE: Mapping[str, float] = {
-    "Sequence": 1.0,
-    # Letters that are longer in their other case have two bytes and get three.
-    "Lowercase": 1.5,
+    **dict.fromkeys(_KEEPING.split(), 1.0),
+    "Lowercase": 1.5,  # some letters have two bytes, and three in the other case
     "NFC": 3.0,
     "NFD": 3.0,
     "NFKC": 11.0,
     "NFKD": 11.0,
-    "Strip": 1.0,
-    "StripAccents": 1.0,
-    "Nmt": 1.0,
-    "Replace": 1.0,
-    "Prepend": 1.0,
-    "Precompiled": 1.0,
     "BertNormalizer": 8.0,
     "ByteLevel": 2.0,
-    "Metaspace": 1.0,
-    "Split": 1.0,
-    "Digits": 1.0,
-    "Punctuation": 1.0,
-    "Whitespace": 1.0,
-    "WhitespaceSplit": 1.0,
-    "BertPreTokenizer": 1.0,
-    "CharDelimiterSplit": 1.0,
-    "UnicodeScripts": 1.0,
-    "FixedLength": 1.0,
-    "ByteFallback": 1.0,
-    "Fuse": 1.0,
     "WordPiece": 2.0,
-    # Each may write a space between any two letters.
-    "BPEDecoder": 3.0,
+    "BPEDecoder": 3.0,  # this and CTC may write a space between any two letters
     "CTC": 3.0,
-    "TemplateProcessing": 1.0,
-    "BertProcessing": 1.0,
-    "RobertaProcessing": 1.0,
 }
 
 
 def check_growth(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Refuses a tokenizer that could make a text more than 10,000 times as long.
+    """Refuses a tokenizer that can make a text more than 10,000 times as long.
 
-    What is malformed otherwise is left to the library, which says what it misses.
+    Other faults are left to the library, which reports them.
 
     Args:
-      content: of the tokenizer.json.
-      path: of the file, for messages.
+      content: Content of the tokenizer.json.
+      path: Path of the file, for messages.
 
     Raises:
-      UserError: the steps of a part multiply to more, there are too many, or added tokens would be normalised
-        to more than 64 MiB.
+      UserError: A part can lengthen a text too much or has too many steps, or the added tokens can exceed
+        64 MiB after normalisation.
     """
     growth = {}
     for part in _PARTS:
@@ -122,7 +105,7 @@ def _refusal(path: str | os.PathLike[str], found: str, most: str) -> UserError:
 def _steps(
     step: Any, path: str | os.PathLike[str], part: str, depth: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """A step and all steps in it."""
+    """Yields a step and all steps inside it."""
     if depth > _MAX_DEPTH:
         raise _refusal(path, f"a {part} of steps nested more deeply", f"{_MAX_DEPTH} levels")
     if not isinstance(step, dict):
@@ -135,9 +118,9 @@ def _steps(
 
 
 def _factor(step: dict[str, Any]) -> float:
-    """The most bytes that a step makes of each byte, the steps in it aside."""
+    """The largest number of bytes that a step makes of one byte, without the steps inside it."""
     kind = step.get("type")
-    # Of a file without types, a list of steps is known by its name.
+    # In a file without types, the name of its list identifies a Sequence.
     known = isinstance(kind, str) or any(name in step for name in _LISTS)
     factor = _BY_TYPE.get(kind or "Sequence", _UNKNOWN) if known else _UNKNOWN
     if "pattern" in step and "content" in step:
@@ -160,7 +143,7 @@ def _replaced(pattern: Any, new: int) -> float:
 
 
 def _longest_precompiled(table: Any) -> int:
-    """Bytes of the longest text that a SentencePiece table writes: its texts end with NUL, behind a trie."""
+    """Bytes of the longest text in a SentencePiece table: a trie, and then texts that end with NUL."""
     try:
         content = base64.b64decode(table)
     except (TypeError, ValueError, binascii.Error):

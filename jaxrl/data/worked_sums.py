@@ -1,19 +1,19 @@
-"""Solutions of integer sums as different people might write them: the demo's "pretraining" text.
+"""Solutions of integer sums in the styles of different authors, as "pretraining" text of the demo.
 
     23 + 60 - 71      23+60=83      First 23+60=83, then 83-71=12.     23+60=83; 83-71=12      Answer: 12
                       83-71=12      Answer: 12                         Answer: 12
                       Answer: 12
 
-Not all of it shows the work, and authors who do not are right only half of the time. A model trained on
-this text answers as they do, often straight away and then mostly wrongly; that writing the steps pays
-is for reinforcement learning to find out. Order and layout of the steps are drawn at random too, so
-that there are several good ways to answer and entropy to keep.
+Half of the solutions show no steps, and half of those answers are wrong. A model trained on this text often
+answers at once, and is then mostly wrong. Reinforcement learning has to discover that steps pay off. The
+order and the layout of the steps are random too. So there are several good ways to answer, and a policy can
+keep some entropy.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jaxrl.errors import UserError
 
@@ -21,35 +21,23 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-# Share of the authors who state an answer and no more, how many of these are wrong, and by how much.
+# Share of solutions that state only an answer, the share of wrong ones among them, and their errors.
 BARE_ANSWERS = 0.5
 WRONG_BARE_ANSWERS = 0.5
-_SLIPS = (-10, -3, -2, -1, 1, 2, 3, 10)
+_WRONG_BY = (-10, -3, -2, -1, 1, 2, 3, 10)
 
-# Share of those who take the additions before the subtractions.
+# Share of solutions that take the additions before the subtractions.
 ADDITIONS_FIRST = 0.25
 
 _SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
 
 
-class SumStep(NamedTuple):
-    """One step of the work, written "left operator right = result" without spaces."""
-
-    left: int
-    operator: str
-    right: int
-    result: int
-
-    def __str__(self) -> str:
-        return f"{self.left}{self.operator}{self.right}={self.result}"
-
-
 def solve(expression: str, rng: random.Random) -> str:
-    """A solution of a sum such as "23 + 60 - 71", with a last line "Answer: 12".
+    """Writes a solution of a sum such as "23 + 60 - 71"; its last line is "Answer: 12".
 
-    A share of `BARE_ANSWERS` is that line alone, and a share of these is wrong. The others show
-    steps before it, all of them right, each of two numbers,
-    taken from left to right or the additions first, one a line, as a list, or in a sentence.
+    The share `BARE_ANSWERS` of the solutions is that line alone, and wrong in the share `WRONG_BARE_ANSWERS`.
+    All other solutions show right steps, each with two numbers: from left to right or additions first, and
+    as lines, as a list or as a sentence.
 
     Raises:
       UserError: `expression` is not integers joined by " + " and " - ".
@@ -58,57 +46,50 @@ def solve(expression: str, rng: random.Random) -> str:
         raise UserError(
             f"{expression!r} is no sum; write integers joined by ' + ' and ' - ', as in '5 - 7 + 9'"
         )
-    # A sign before every number, so that numbers can change places: + 5 - 7 + 9.
+    # Every number with its sign, so that their order can change: + 5 - 7 + 9.
     first, *rest = expression.split(" ")
     terms = [("+", int(first))]
     terms += [(sign, int(number)) for sign, number in zip(rest[::2], rest[1::2], strict=True)]
 
-    reorder = _additions_first if rng.random() < ADDITIONS_FIRST else _left_to_right
+    if rng.random() < ADDITIONS_FIRST:
+        terms.sort(key=lambda term: term[0] == "-")  # stable: keeps the order within each kind
     write = rng.choice([_as_lines, _as_sentence, _as_list])
-    steps, total = _steps(reorder(terms))
+    steps, total = _steps(terms)
     if rng.random() >= BARE_ANSWERS:
         return f"{write(steps)}Answer: {total}"
-    slip = rng.choice(_SLIPS) if rng.random() < WRONG_BARE_ANSWERS else 0
-    return f"Answer: {total + slip}"
+    error = rng.choice(_WRONG_BY) if rng.random() < WRONG_BARE_ANSWERS else 0
+    return f"Answer: {total + error}"
 
 
-def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[SumStep], int]:
-    total = terms[0][1]
+def _steps(terms: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
+    """Steps such as "23+60=83", and the total."""
+    (_, total), *rest = terms
     steps = []
-    for sign, number in terms[1:]:
-        step = SumStep(total, sign, number, total + number if sign == "+" else total - number)
-        steps.append(step)
-        total = step.result
+    for sign, number in rest:
+        left, total = total, total + number if sign == "+" else total - number
+        steps.append(f"{left}{sign}{number}={total}")
     return steps, total
 
 
-def _left_to_right(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-    return terms
-
-
-def _additions_first(terms: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-    return sorted(terms, key=lambda term: term[0] == "-")  # stable: order is kept within each kind
-
-
-def _as_lines(steps: Sequence[SumStep]) -> str:
+def _as_lines(steps: Sequence[str]) -> str:
     return "".join(f"{step}\n" for step in steps)
 
 
-def _as_list(steps: Sequence[SumStep]) -> str:
-    return f"{'; '.join(map(str, steps))}\n" if steps else ""
+def _as_list(steps: Sequence[str]) -> str:
+    return f"{'; '.join(steps)}\n" if steps else ""
 
 
-def _as_sentence(steps: Sequence[SumStep]) -> str:
-    return f"First {', then '.join(map(str, steps))}.\n" if steps else ""
+def _as_sentence(steps: Sequence[str]) -> str:
+    return f"First {', then '.join(steps)}.\n" if steps else ""
 
 
-def against_a_slip(solution: str, answer: str, rng: random.Random) -> tuple[str, str]:
-    """A pair for a reward model: the solution with the right last line, and with a wrong one."""
+def right_and_wrong(solution: str, answer: str, rng: random.Random) -> tuple[str, str]:
+    """A pair for a reward model: the solution with the right last line, and with a wrong last line."""
     work, _, _ = solution.rpartition("Answer: ")
-    return f"{work}Answer: {answer}", f"{work}Answer: {int(answer) + rng.choice(_SLIPS)}"
+    return f"{work}Answer: {answer}", f"{work}Answer: {int(answer) + rng.choice(_WRONG_BY)}"
 
 
-def against_a_guess(solution: str, answer: str) -> tuple[str, str] | None:
+def worked_and_bare(solution: str, answer: str) -> tuple[str, str] | None:
     """A pair for a cost model: a solution with its steps, and the answer alone; None without steps."""
     work, _, _ = solution.rpartition("Answer: ")
     return (f"{work}Answer: {answer}", f"Answer: {answer}") if work else None

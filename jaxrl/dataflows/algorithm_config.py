@@ -27,16 +27,16 @@ from jaxrl.roles.optim_config import OptimConfig
 
 @dataclasses.dataclass(frozen=True)
 class KlConfig:
-    """The KL penalty for leaving the reference policy, which is the one training starts from.
+    """The KL penalty to the reference policy, which holds the initial weights of training.
 
     Attributes:
       reward_coef: coefficient of the KL penalty in the reward.
-      reward_estimate: a name of `algos.kl.KL_ESTIMATES`; in the reward its value counts.
+      reward_estimate: estimate of the KL in the reward, a name of `algos.kl.KL_ESTIMATES`. Its value counts.
       loss_coef: coefficient of the KL penalty in the loss.
-      loss_estimate: likewise, in the loss its gradient counts; or "full", the KL over the whole vocabulary,
-        which takes the reference's forward pass into every update.
-      target: the KL aimed for, to which `reward_coef` is adapted; 0 keeps it as it is.
-      horizon: of the adaptation, in sequences.
+      loss_estimate: estimate of the KL in the loss, one of the same names. Its gradient counts. "full" is the
+        KL over the whole vocabulary; every update then runs the reference's forward pass too.
+      target: KL that `reward_coef` is adapted to reach; 0 keeps the coefficient constant.
+      horizon: number of sequences over which the coefficient adapts.
     """
 
     reward_coef: Annotated[float, coefficient()] = 0.0
@@ -55,25 +55,25 @@ class KlConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Some coefficient is not 0."""
+        """Whether a coefficient is above 0."""
         return self.reward_coef > 0 or self.loss_coef > 0
 
     @property
     def is_full(self) -> bool:
-        """The loss has the KL over the whole vocabulary."""
+        """Whether the loss has the KL over the whole vocabulary."""
         return self.loss_coef > 0 and self.loss_estimate == FULL
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """The reference's probabilities of the sampled tokens are asked for."""
+        """Whether the run needs the reference's log-probabilities of the sampled tokens."""
         return self.reward_coef > 0 or (self.loss_coef > 0 and not self.is_full)
 
     def check_compared(self, dataflow: str, role: str) -> None:
         """Raises UserError if a coefficient needs a reference policy that the dataflow does not have.
 
         Args:
-          dataflow: its name.
-          role: the one of its roles that the KL is measured against; "" for none.
+          dataflow: name of the dataflow.
+          role: its role that the KL is measured against; "" for none.
         """
         if role not in ("", "reference") and self.needs_ref_logprobs:
             raise UserError(
@@ -87,12 +87,12 @@ class KlConfig:
             )
 
     def check_pool(self, pool: str, *, has_reference: bool, same_layout: bool) -> None:
-        """Raises UserError if the KL over the vocabulary has its two models in different places.
+        """Raises UserError if the two models of the KL over the vocabulary have different devices or layouts.
 
         Args:
           pool: name of the actor's pool.
-          has_reference: the reference is in it too.
-          same_layout: it is split like the actor.
+          has_reference: whether the reference is in the same pool.
+          same_layout: whether the reference has the layout of the actor.
         """
         if not self.is_full or same_layout:
             return
@@ -107,7 +107,7 @@ class KlConfig:
         )
 
     def check_ref_logprobs(self, loss: str) -> None:
-        """Raises UserError if nothing computes the reference's log-probabilities that a loss takes."""
+        """Raises UserError if a loss needs reference log-probabilities and the run has no KL penalty."""
         if not self.needs_ref_logprobs:
             raise UserError(
                 f"policy loss {loss!r} takes ref_logprob, and this run has no reference policy; set "
@@ -115,7 +115,7 @@ class KlConfig:
             )
 
     def check_separate_rewards(self, advantage: str) -> None:
-        """Raises UserError if the reward has a penalty, which an advantage of separate rewards leaves out."""
+        """Raises UserError if an advantage of separate rewards would ignore the KL penalty in the reward."""
         if self.reward_coef:
             raise UserError(
                 f"advantage {advantage!r} takes the reward in its parts, and the KL penalty "
@@ -125,28 +125,30 @@ class KlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is learned from, and how.
+    """The algorithm: dataflow, advantages, loss and updates.
 
     Attributes:
-      dataflow: a name of `dataflows.lookup.DATAFLOWS`, or "package.module:function" or
-        "path/to/file.py:function" of one's own.
-      advantage, advantage_options: a name of `algos.advantages.ADVANTAGES` or such a path, and its keywords.
-      whiten: scale the advantages to mean 0 and deviation 1 over a step, as PPO does.
-      loss, loss_options: a name of `algos.policy_losses.POLICY_LOSSES` or a path, and its keywords.
-      aggregation, aggregation_options: a name of `algos.aggregation.AGGREGATIONS`, and its keywords.
-      entropy_coef: of the entropy bonus.
-      kl: the KL penalty for leaving the reference policy.
-      correction: for sampling with other probabilities than the trainer's.
-      old_logprobs: where the log-probabilities of the start of a step come from. "forward" takes a forward
-        pass of the trainer's before the updates. "update" takes those of the first minibatch from the forward
-        pass of its own update, whose weights they are: the same numbers, the ratio 1 by definition,
-        and with one update a step no other pass at all; it is refused where something looks at them before.
-        "auto" is "update" where nothing does, in dataflows of this package.
-      updates_per_step: minibatches of a step, one optimiser update each.
-      epochs: times that a step goes through its minibatches; more than one goes on from the first one's
-        weights with its old log-probabilities, as PPO does.
-      one_step_off: sample the next step's answers while this step learns; the role "rollout" then has a pool
-        of its own.
+      dataflow: name of `dataflows.lookup.DATAFLOWS`, or your own function as "package.module:function" or
+        "path/to/file.py:function".
+      advantage, advantage_options: name of `algos.advantages.ADVANTAGES` or your own function, and its
+        keyword arguments.
+      whiten: scale the advantages of a step to mean 0 and deviation 1, as PPO does.
+      loss, loss_options: name of `algos.policy_losses.POLICY_LOSSES` or your own function, and its keyword
+        arguments.
+      aggregation, aggregation_options: name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments.
+      entropy_coef: coefficient of the entropy bonus.
+      kl: KL penalty to the reference policy.
+      correction: correction for a sampler whose probabilities differ from the trainer's.
+      old_logprobs: source of the log-probabilities of the start of a step. "forward" is a forward pass of the
+        trainer before the updates. "update" uses the forward pass of the first update for the first
+        minibatch: the numbers are the same, because the weights are, and with one update per step no other
+        pass is needed. It is refused if a setting needs them earlier. "auto" is "update" if no setting does
+        and the dataflow is one of this package.
+      updates_per_step: number of minibatches in a step, one optimiser update each.
+      epochs: number of passes over the minibatches of a step. Later passes keep the old log-probabilities of
+        the first, as in PPO.
+      one_step_off: sample the answers of the next step while this step learns. The role "rollout" then needs
+        a pool of its own.
     """
 
     dataflow: Annotated[str, PATH] = "dapo"
@@ -170,7 +172,7 @@ class AlgorithmConfig:
     def __post_init__(self):
         check_fields(self)
         correction = self.correction
-        # In bypass the ratio of a loss that has one is to the sampler's policy.
+        # With bypass, a loss with a ratio compares with the sampler's policy, which corrects it.
         corrects = correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)
         if self.one_step_off and not corrects:
             raise ValueError(
@@ -180,12 +182,12 @@ class AlgorithmConfig:
             )
 
     def check_one_step_off(self, pool: str, *, with_actor: bool, num_processes: int) -> None:
-        """Raises UserError if sampling beside learning has no devices or threads of its own.
+        """Raises UserError if sampling and learning at the same time share devices, or run on several hosts.
 
         Args:
           pool: name of the pool of the role "rollout".
-          with_actor: the actor is in it too.
-          num_processes: of the run.
+          with_actor: whether the actor is in the same pool.
+          num_processes: number of processes of the run.
         """
         if with_actor:
             raise UserError(
@@ -201,14 +203,14 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """The critic of dataflows that have one, and the critic of costs.
+    """The critic, and the critic of costs.
 
     Attributes:
-      weights: Hugging Face directory to start from; "" takes the actor's first weights, with a head of zeros.
-      lr: its peak learning rate; all else of its optimiser is as in `optim`.
-      clip: how far a value may move in a step, in units of reward; inf for none.
-      warmup_steps: steps in which the critic learns alone.
-      epochs: times that a step goes through its minibatches.
+      weights: Hugging Face directory of the initial weights; "" takes the policy's, with a new head of zeros.
+      lr: peak learning rate of the critic; its optimiser is otherwise that of `optim`.
+      clip: largest change of a value in a step, in units of reward; inf for no limit.
+      warmup_steps: number of first steps in which only the critic learns.
+      epochs: number of passes over the minibatches of a step.
     """
 
     weights: Annotated[str, PATH] = ""
@@ -227,15 +229,15 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CostConfig:
-    """What Safe RLHF keeps below a limit.
+    """Costs, which Safe RLHF keeps below a limit.
 
     Attributes:
       model: Hugging Face directory of a cost model (...ForSequenceClassification).
-      limit: mean cost that is still acceptable.
-      multiplier: the Lagrange multiplier to begin with.
-      multiplier_lr: learning rate of its logarithm.
-      pretrain_coef: weight of the loss on written solutions (`data.train.solution_field`) in the actor's
-        updates; 0 leaves it out.
+      limit: largest acceptable mean cost.
+      multiplier: initial Lagrange multiplier.
+      multiplier_lr: learning rate of the multiplier's logarithm.
+      pretrain_coef: coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
+        (`data.train.solution_field`); 0 disables it.
     """
 
     model: Annotated[str, PATH] = ""

@@ -1,4 +1,4 @@
-"""Costs that a policy is to keep below a limit, and their Lagrange multiplier (Safe RLHF)."""
+"""Costs of responses, and the Lagrange multiplier that keeps them below a limit (Safe RLHF)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxrl.dataflows.step_timer import StepTimer
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What a cost model says of a step's responses.
+    """The costs of a step's responses.
 
     Attributes:
-      cost_B: float32, one for each response; above the limit is too much.
-      metrics: of them.
+      cost_B: float32 [B], cost of each response.
+      metrics: metrics of the costs.
     """
 
     cost_B: np.ndarray
@@ -41,16 +41,16 @@ class CostPhase:
 
 
 class Multiplier:
-    """The Lagrange multiplier: a unit of cost in units of reward."""
+    """The Lagrange multiplier: the reward that one unit of cost takes away."""
 
     def __init__(self, value: float, *, limit: float, learning_rate: float):
-        """Args: the multiplier to begin with, the acceptable mean cost, and its logarithm's learning rate."""
+        """Args: the initial multiplier, the largest acceptable mean cost, and the rate of its logarithm."""
         self.value = value
         self._limit = limit
         self._learning_rate = learning_rate
 
     def update(self, costs: Costs) -> Metrics:
-        """Moves it by how far the step's mean cost is over the limit; reports the one that the step had."""
+        """Raises it if the mean cost is above the limit, else lowers it; reports the previous value."""
         used = self.value
         excess = jnp.float32(costs.cost_B.mean() - self._limit)
         self.value = float(

@@ -1,4 +1,4 @@
-"""Sampling under a curriculum: how answers are graded decides which problems are drawn later."""
+"""Sampling with a curriculum: graded answers change the probability of drawing each problem."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from jaxrl.dataflows.samplers import Enough, PromptSource, Sampler
 
 
 class CurriculumSampling:
-    """Lets the prompts' stream learn from every graded group, and counts what it passes over.
+    """Updates the pass rates of the prompt stream with every graded group, and counts skipped problems.
 
-    It stands inside dynamic sampling: a group that is thrown away has been graded, and says as much. Prompts
-    that were drawn ahead stay what they are. Every process has the same verdicts (`rewarding.Rewards` checks
-    it), so all of them learn, and draw, the same.
+    Dynamic sampling wraps it, so groups that are dropped later count too. Prompts drawn already stay.
+    All processes have the same verdicts (`rewarding.Rewards` checks this), so they draw the same prompts.
     """
 
     def __init__(self, inner: Sampler, stream: PromptStream):
-        """Args: what samples, and where its prompts come from."""
+        """Args: the wrapped sampler, and the stream of its prompts."""
         self._inner = inner
         self._stream = stream
         self._counted = stream.counts()
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """As the other sampler does."""
+        """Groups of the wrapped sampler."""
         sampled = self._inner.sample(prompts, enough=enough)
         self._stream.learn(sampled.completions.prompts.ids_N, sampled.scored.correct_NG)
         counts = Counter(sampled.counts)
@@ -41,10 +40,10 @@ class CurriculumSampling:
         return {name: count - before[name] for name, count in self._counted.items()}
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """That of the other sampler: what was learned is the stream's."""
+        """The record of the wrapped sampler; the stream saves the pass rates."""
         return self._inner.record(prompts)
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         self._inner.restore(record, prompts)
         self._counted = self._stream.counts()

@@ -1,6 +1,6 @@
 """DAPO (Decoupled Clip and Dynamic Sampling Policy Optimisation), Algorithm 1 of arXiv 2503.14476.
 
-The four techniques sit where the paper puts them: dynamic sampling in the sampler, the soft overlong
+The four techniques are where the paper has them: dynamic sampling in the sampler, the soft overlong
 punishment in its rewards, clip-higher and the token-level mean in the actor's update.
 """
 
@@ -12,7 +12,7 @@ from jaxrl.dataflows.step import Step
 
 @dataflow(roles=("actor", "reward"), dynamic_sampling=True)
 def dapo(step: Step, prompts: PromptSource) -> Metrics:
-    """Groups with both right and wrong answers (eq. 11), and their group-relative advantages."""
+    """Samples groups with both right and wrong answers (eq. 11); advantages are relative to the group."""
     batch = step.actor.logprobs(step.pack(step.sample(prompts)))
     batch = step.advantages(batch)
     return batch.metrics | step.actor.update(batch)

@@ -1,4 +1,4 @@
-"""What makes a function a dataflow: the roles that it declares, and a name to find it by."""
+"""The decorator `@dataflow`, which declares the roles of a step function."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ StepFunction = Callable[[Step, PromptSource], Metrics]
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """A function of one step and what it needs.
+    """A function that runs one step, and its needs.
 
     Attributes:
-      function: from prompts to metrics.
-      roles: it has, the actor and names of `trainer.role_table.ROLES`. A reference and a reward model are
-        there only where the run has a use for them, the others always.
-      dynamic_sampling: its steps are full when enough groups are mixed.
-      greedy_baseline: it gives the estimator of advantages the reward of a greedy response.
-      gives: further arrays that it gives the estimator, by the names of the estimator's arguments.
+      function: function of (step, prompts) that returns metrics.
+      roles: its roles: the actor and names of `trainer.role_table.ROLES`. A run has the reference and the
+        reward model only if its settings need them, and the other roles always.
+      dynamic_sampling: whether a step samples until enough groups are mixed.
+      greedy_baseline: whether it passes the reward of a greedy response to the advantage estimator.
+      gives: other arrays that it passes to the estimator, by the names of the estimator's arguments.
     """
 
     function: StepFunction
@@ -34,16 +34,16 @@ class Dataflow:
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """The name of the function."""
         return self.function.__name__
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """The display name."""
         return self.name.upper().replace("_", " ")
 
     def __call__(self, step: Step, prompts: PromptSource) -> Metrics:
-        """One step."""
+        """Runs one step."""
         return self.function(step, prompts)
 
 
@@ -54,7 +54,7 @@ def dataflow(
     greedy_baseline: bool = False,
     gives: tuple[str, ...] = (),
 ) -> Callable[[StepFunction], Dataflow]:
-    """Declares a function of one step as a dataflow; arguments as of `Dataflow`.
+    """Declares a step function as a dataflow. The arguments are attributes of `Dataflow`.
 
     Raises:
       UserError: there is no actor.

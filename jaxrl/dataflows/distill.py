@@ -1,7 +1,7 @@
-"""On-policy distillation: the student samples, a frozen teacher says how likely each token was.
+"""On-policy distillation: the student samples, and a frozen teacher gives the probability of each token.
 
-GKD (arXiv 2306.13649) with samples of the student alone and the reverse KL; the token-wise policy gradient is
-that of MiniLLM (arXiv 2306.08543) with a horizon of one token.
+This is GKD (arXiv 2306.13649) with samples of the student only and the reverse KL. The token-wise policy
+gradient is that of MiniLLM (arXiv 2306.08543) with a horizon of one token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxrl.types import Completions, Prompts
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """How a teacher with prompts of its own reads responses: in rows of its own.
+    """The packed rows of a teacher whose prompts differ from the student's.
 
     Attributes:
-      prompts: the prompts as the teacher reads them.
-      shape: of its packed rows.
+      prompts: makes the teacher's prompts.
+      shape: shape of the teacher's packed rows.
     """
 
     prompts: TeacherPrompts
@@ -47,16 +47,16 @@ class TeacherPhase:
     def __init__(
         self, teacher: Reference, actor: Actor, timer: StepTimer, own: OwnRows | None = None
     ):
-        """Args: the role, the student, the timer of the step, and prompts that differ from the student's."""
+        """Args: teacher, student, timer, and the teacher's own rows (None if it reads the student's)."""
         self._teacher = teacher
         self._actor = actor
         self._timer = timer
         self._own = own
 
     def logprobs(self, experience: Experience) -> tuple[Experience, jax.Array]:
-        """Log-probability of every token of the student's, float32 [U, M, R, T].
+        """The teacher's log-probability of every token of the student, float32 [U, M, R, T].
 
-        With prompts of its own these are of the tokens of responses alone, 0 elsewhere.
+        If the teacher has its own prompts, only tokens of responses have one; the others are 0.
 
         Returns:
           (the experience with the metric `teacher/reverse_kl`, log-probabilities). The metric is the mean of
@@ -96,7 +96,7 @@ class TeacherPhase:
 
 
 class _Places(NamedTuple):
-    """Tokens of responses in packed rows: a bool array of these, and for each its sequence and its number."""
+    """The response tokens in packed rows: a bool mask, and the sequence and index of each token."""
 
     where: np.ndarray
     sequence: np.ndarray
@@ -118,7 +118,7 @@ def _mean_difference(logprob: jax.Array, teacher_logprob: jax.Array, mask: jax.A
 
 @dataflow(roles=("actor", "teacher"), gives=("teacher_logprob_BT",))
 def distill(step: Step, prompts: PromptSource) -> Metrics:
-    """Each token's advantage is how much likelier the teacher finds it than the student."""
+    """The advantage of a token is the teacher's log-probability minus the student's."""
     batch = step.actor.logprobs(step.pack(step.sample(prompts)))
     batch, logprob = step.phase("teacher", TeacherPhase).logprobs(batch)
     batch = step.advantages.of_tokens(batch, teacher_logprob_BT=logprob)

@@ -1,10 +1,10 @@
-"""Dynamic sampling: train only on prompts that the policy answers sometimes better and sometimes worse.
+"""Dynamic sampling: train only on groups whose answers differ in quality.
 
-DAPO eq. 11. A group whose answers are all right or all wrong has no advantage and no gradient; such
-groups are dropped and new prompts are sampled until the batch is full.
+DAPO eq. 11. A group whose answers are all right or all wrong has zero advantage and no gradient. Such groups
+are dropped, and new prompts are sampled until the batch is full.
 
     MixedGroups     keeps a group with right and wrong answers
-    SpreadGroups    keeps a group whose scores differ, for rewards that are no matter of right and wrong
+    SpreadGroups    keeps a group whose scores differ, for rewards other than right or wrong
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from jaxrl.types import Scored
 
 
 class GroupFilter(Protocol):
-    """Which groups a step is made of."""
+    """Selects the groups that a step trains on."""
 
     def __call__(self, scored: Scored) -> np.ndarray:
-        """Bool [N], the groups that teach something."""
+        """Whether each group is kept, bool [N]."""
         ...
 
     @property
     def wanted(self) -> str:
-        """What such groups have, for messages."""
+        """Description of kept groups, for messages."""
         ...
 
 
 class MixedGroups:
     """Groups with 0 < number correct < G.
 
-    It looks at correctness, not at the spread of rewards: a length penalty makes rewards differ within a
-    group that carries no signal about the answer, and the float deviation of equal rewards need not be 0.
+    It looks at correctness, not at the spread of rewards. A length penalty makes rewards differ in a group
+    without a signal about the answer, and the float deviation of equal rewards need not be 0.
     """
 
     wanted = "both right and wrong answers"
 
     def __call__(self, scored: Scored) -> np.ndarray:
-        """Bool [N]."""
+        """Whether each group is kept, bool [N]."""
         correct_N = scored.correct_NG.sum(axis=1)
         return (correct_N > 0) & (correct_N < scored.completions.num_samples)
 
 
 class SpreadGroups:
-    """Groups whose best and worst scores lie further apart than a limit; what length adds does not count."""
+    """Groups whose best and worst scores differ by more than a limit, without the length punishment."""
 
     def __init__(self, limit: float):
-        """Args: in units of the score, 0 for any difference."""
+        """Args: the limit in units of the score; 0 for any difference."""
         self._limit = limit
         self.wanted = f"scores more than {limit:g} apart"
 
     def __call__(self, scored: Scored) -> np.ndarray:
-        """Bool [N]."""
+        """Whether each group is kept, bool [N]."""
         score_NG = scored.score_B.reshape(-1, scored.completions.num_samples)
         return np.ptp(score_NG, axis=1) > self._limit
 
 
 class NotEnoughGroups(UserError):
-    """A step could not be filled.
+    """A step did not find enough groups.
 
     Attributes:
-      sampled: everything that was sampled for it.
+      sampled: all groups that were sampled for it.
     """
 
     def __init__(self, message: str, sampled: Scored):
@@ -79,17 +79,17 @@ class NotEnoughGroups(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingStats:
-    """What one step sampled, before anything was dropped.
+    """Statistics of everything that a step sampled, including dropped groups.
 
     Attributes:
-      generation_batches: how often prompts were drawn.
-      prompts: prompts sampled.
-      accuracy: share of right answers among all samples to prompts that have a ground truth; None where none
-        has one.
-      all_correct, all_wrong: share of these prompts whose answers are all so; likewise.
-      surplus_prompts: groups kept beyond the batch, thrown away: by the next step they would be off-policy.
-      filled_prompts: groups that the step was completed with, though they were dropped.
-      response_tokens: tokens sampled.
+      generation_batches: number of generation batches.
+      prompts: number of prompts.
+      accuracy: share of right answers to prompts with a ground truth; None if no prompt has one.
+      all_correct, all_wrong: share of these prompts whose answers are all right, or all wrong; None likewise.
+      surplus_prompts: number of kept groups beyond the batch; they are thrown away, because they would be
+        off-policy in the next step.
+      filled_prompts: number of dropped groups that were used to complete the step.
+      response_tokens: number of sampled tokens.
     """
 
     generation_batches: int
@@ -102,7 +102,7 @@ class SamplingStats:
     response_tokens: int
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that verl and its DAPO recipe use, where they have one."""
+        """The metrics, with the names of verl and its DAPO recipe."""
         metrics: dict[str, float | None] = {
             "train/num_gen_batches": self.generation_batches,
             "train/num_prompts_sampled": self.prompts,
@@ -118,7 +118,7 @@ class SamplingStats:
 
 
 class GroupBuffer:
-    """Collects groups over generation batches until a step's worth is there."""
+    """Collects groups from generation batches until a step is full."""
 
     def __init__(
         self,
@@ -130,30 +130,29 @@ class GroupBuffer:
     ):
         """Args.
 
-        num_prompts: groups of a step.
-        max_generation_batches: how many generation batches a step may take; 0 as many as it takes.
-        keeps: which groups count.
-        fills_up: a step that stays short of groups after the last batch is completed with the others, as if
-          they had not been dropped.
+        num_prompts: number of groups of a step.
+        max_generation_batches: largest number of generation batches per step; 0 for no limit.
+        keeps: filter that selects the groups that count.
+        fills_up: whether dropped groups complete a step that is not full after the last batch.
         """
         self._num_prompts = num_prompts
         self._max_batches = max_generation_batches
         self._keeps = keeps
         self._fills_up = fills_up
         self._prompts_sampled: list[int] = []
-        # Of prompts that have a ground truth.
+        # Answers to prompts with a ground truth.
         self._correct_NG: list[np.ndarray] = []
         self._response_tokens = 0
         self._kept: list[Scored] = []
-        # Kept only where something may come of them: without a limit there is no end to them.
+        # Stored only if they may be needed: without a limit they would grow forever.
         self._sampled: list[Scored] = []
         self._dropped: list[Scored] = []
 
     def add(self, scored: Scored) -> bool:
-        """Takes one generation batch; True once the step is full.
+        """Adds a generation batch; returns whether the step is full.
 
         Raises:
-          NotEnoughGroups: the last allowed batch is in and the step is still not full.
+          NotEnoughGroups: the step is not full after the last allowed batch.
         """
         kept_N = self._keeps(scored)
         answers = scored.completions.prompts.answers
@@ -175,11 +174,11 @@ class GroupBuffer:
 
     @property
     def missing(self) -> int:
-        """Groups that the step still wants."""
+        """The number of groups that the step still needs."""
         return self._num_prompts - _num_groups(self._kept)
 
     def take(self) -> tuple[Scored, SamplingStats]:
-        """The first groups of the full buffer, and what it took to find them; empties the buffer."""
+        """Returns the first groups of the full buffer with their statistics, and empties the buffer."""
         stats = self._stats()
         groups = Scored.concatenate([*self._kept, *self._dropped])
         self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
@@ -224,7 +223,7 @@ def _num_groups(parts: Sequence[Scored]) -> int:
 
 
 class DynamicSampling:
-    """Takes generation batches from another sampler until a step's worth of groups teaches something."""
+    """Takes generation batches from another sampler until a step has enough groups with a signal."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class DynamicSampling:
         keeps: GroupFilter | None = None,
         fills_up: bool = False,
     ):
-        """Args: where batches come from; the others as for `GroupBuffer`, `MixedGroups` if not given."""
+        """Args: the wrapped sampler, and arguments of `GroupBuffer`; `keeps` is `MixedGroups` by default."""
         self._inner = inner
         self._keeps = MixedGroups() if keeps is None else keeps
         self._buffer = functools.partial(
@@ -247,12 +246,12 @@ class DynamicSampling:
         )
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The first groups that are kept, as many as a step needs, and what it took to find them.
+        """The groups of a step: the first that are kept, with statistics of sampling.
 
         Raises:
-          NotEnoughGroups: the last allowed batch is in and the step is still not full.
+          NotEnoughGroups: the step is not full after the last allowed batch.
         """
-        assert enough is None, "dynamic sampling is what says when there is enough"
+        assert enough is None, "dynamic sampling itself decides when there is enough"
         buffer = self._buffer()
         metrics: Metrics = {}
         counts: Counter[str] = Counter()
@@ -266,7 +265,7 @@ class DynamicSampling:
         return Sampled(groups, {**metrics, **stats.metrics()}, counts)
 
     def _fills(self, missing: int) -> Enough:
-        """Says of each group that is finished whether the step will be full with it."""
+        """Makes a function that tells after each finished group whether the step is full."""
 
         def enough(group: Scored) -> bool:
             nonlocal missing
@@ -276,9 +275,9 @@ class DynamicSampling:
         return enough
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """That of the other sampler: between two steps nothing is kept."""
+        """The record of the wrapped sampler; the buffer is empty between steps."""
         return self._inner.record(prompts)
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         self._inner.restore(record, prompts)

@@ -1,4 +1,4 @@
-"""What goes from one line of a dataflow to the next: groups with their rewards, then what is learned from."""
+"""Types between the lines of a dataflow: `Sampled` groups with rewards, then packed `Experience`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.types import Completions, Scored, TrainBatch
 
-# By name, as verl's users know them; a value may still be on its way from the devices.
+# Metrics by name, with verl's names. A value may still be on the devices.
 Metrics = dict[str, Any]
 
 
@@ -18,8 +18,8 @@ class Sampled:
 
     Attributes:
       scored: N prompts with G responses each.
-      metrics: what was measured while they were sampled and scored; of several batches the last one's.
-      counts: what adds up over several batches.
+      metrics: metrics of sampling and scoring; of several batches, those of the last.
+      counts: counts that add up over several batches.
     """
 
     scored: Scored
@@ -34,12 +34,12 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """What a step learns from: its groups, and the same sequences packed where the actor wants them.
+    """The data that a step learns from: its groups, and the same sequences packed on the actor's devices.
 
     Attributes:
-      scored: on the host.
-      batch: on the devices; entry t of its fields is about token t.
-      metrics: all that was measured so far.
+      scored: groups with rewards, on the host.
+      batch: packed sequences on the devices; entry t of a field is about token t.
+      metrics: all metrics of the step so far.
     """
 
     scored: Scored
@@ -52,5 +52,5 @@ class Experience:
         return self.scored.completions
 
     def extended(self, batch: TrainBatch, metrics: Mapping[str, Any] | None = None) -> Experience:
-        """The same groups with a batch that holds more, and with further metrics."""
+        """A copy with another batch and additional metrics."""
         return Experience(self.scored, batch, {**self.metrics, **(metrics or {})})

@@ -11,7 +11,7 @@ from jaxrl.dataflows.step import Step
 
 @dataflow(roles=("actor", "reference", "reward"))
 def grpo(step: Step, prompts: PromptSource) -> Metrics:
-    """Rewards relative to the other responses to the same prompt."""
+    """Advantages are rewards relative to the other responses to the same prompt."""
     batch = step.pack(step.sample(prompts))
     batch = step.reference.logprobs(step.actor.logprobs(batch))
     batch = step.advantages(batch)

@@ -1,4 +1,4 @@
-"""What learns in a step: log-probabilities and updates of the policy, values and updates of critics."""
+"""Phases of the roles that learn: the policy and critics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxrl.types import TrainBatch, ValueBatch
 
 
 class Pretraining:
-    """Written solutions that the actor keeps learning from beside the policy's loss (Safe RLHF's ptx)."""
+    """Supervised examples for the auxiliary loss of the actor (ptx in Safe RLHF)."""
 
     def __init__(self, stream: DemonstrationStream, shape: PackedShape, objective: Objective):
         self.stream = stream
@@ -32,14 +32,14 @@ class Pretraining:
         self._batches: Iterator[Any] | None = None
 
     def next(self, actor: Actor) -> tuple[TrainBatch, Objective]:
-        """The next batch and what to do with it."""
+        """The next batch on the actor's devices, and its loss."""
         if self._batches is None:
             self._batches = iter(self.stream)
         return actor.place(pack_examples(next(self._batches), self._shape)), self._objective
 
 
 class ActorPhase:
-    """The policy in a step: its log-probabilities before, and its updates."""
+    """The policy in a step: its log-probabilities before the updates, and the updates."""
 
     def __init__(
         self,
@@ -59,17 +59,18 @@ class ActorPhase:
         """Args.
 
         actor: the role.
-        objective: what its updates minimise.
-        correction: for sampling with other probabilities than the trainer's.
-        timer: of the step.
-        epochs: how often a step's minibatches are gone through.
-        reference: whose weights an objective that compares whole distributions is given.
-        shares_forward: the objective takes the first minibatch's old log-probabilities from its own forward
-          pass; where the correction does anything, it then does it inside the loss.
-        squared_probabilities: the estimator of advantages wants their sums over the vocabulary.
-        pretraining: what it learns beside.
-        frozen_steps: in so many first steps only critics learn.
-        look: shown what every step learns from, once its updates are under way.
+        objective: loss of its updates.
+        correction: correction for a sampler whose probabilities differ from the trainer's.
+        timer: timer of the step.
+        epochs: number of passes over the minibatches of a step.
+        reference: policy for a loss that compares whole distributions; None for other losses.
+        shares_forward: whether the first minibatch takes its old log-probabilities from the forward pass of
+          its own update. The correction then happens inside the loss.
+        squared_probabilities: whether the advantage estimator needs the sum of squared probabilities over the
+          vocabulary.
+        pretraining: examples of the auxiliary loss; None for none.
+        frozen_steps: number of first steps in which only critics learn.
+        look: called with the experience of every step, after its updates are dispatched.
         """
         self._actor = actor
         self._objective = objective
@@ -86,12 +87,12 @@ class ActorPhase:
     def logprobs(self, experience: Experience) -> Experience:
         """Adds the log-probabilities of the start of the step, and corrects for the sampler's.
 
-        Where the update has a forward pass that gives them, they are still 0 for the first minibatch.
+        If the update computes those of the first minibatch, they stay 0 here.
         """
         with self._timer.phase("old_log_prob"):
             batch = experience.batch
             if self._correction.bypass:
-                # Nothing is known of a gap before the update; the loss rejects, if that is asked for.
+                # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
             if self._shares_forward and not self._is_frozen:
                 return experience.extended(self._timer.when_done(self._with_later_logprobs(batch)))
@@ -105,7 +106,7 @@ class ActorPhase:
             return experience.extended(self._timer.when_done(batch), metrics)
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probabilities of all minibatches but the first."""
+        """Adds the log-probabilities of all minibatches except the first."""
         if len(batch.tokens) == 1:
             return batch
         return batch.replace(old_logprob=self._actor.logprobs(batch, first_minibatch=1))
@@ -115,17 +116,17 @@ class ActorPhase:
         return self._timer.step < self._frozen_steps
 
     def update(self, experience: Experience) -> Metrics:
-        """All optimiser updates of the step."""
+        """Runs all optimiser updates of the step; returns their metrics."""
         if self._is_frozen:
             return self._metrics(experience)
         with self._timer.phase("update_actor", shown="update"):
             metrics, experience = self._updated(experience)
             metrics = self._timer.when_done(prefixed("actor", metrics))
-        # Reading them waits, which nothing may do before the updates are under way.
+        # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)
 
     def _updated(self, experience: Experience) -> tuple[Metrics, Experience]:
-        """The metrics of the updates, and the batch with all old log-probabilities."""
+        """Runs the updates; returns their metrics, and the experience with all old log-probabilities."""
         batch, objective = experience.batch, self._objective
         beside: Any = {
             "also": () if self._pretraining is None else (self._pretraining.next(self._actor),),
@@ -150,13 +151,12 @@ class ActorPhase:
 
 
 class CriticPhase:
-    """A critic in a step: its values before, and its updates."""
+    """A critic in a step: its values before the updates, and the updates."""
 
     def __init__(
         self, name: str, critic: Critic, objective: Objective, timer: StepTimer, *, epochs: int = 1
     ):
-        """Args: what its metrics are called, the role, what it minimises, the timer, and how often a step's
-        minibatches are gone through."""
+        """Args: prefix of its metrics, role, loss, timer, and number of passes over a step."""
         self._name = name
         self._critic = critic
         self._objective = objective
@@ -164,12 +164,12 @@ class CriticPhase:
         self._epochs = epochs
 
     def values(self, experience: Experience) -> jax.Array:
-        """Of the state before every token, [U, M, R, T]."""
+        """Values of the state before every token, [U, M, R, T]."""
         with self._timer.phase("values"):
             return self._critic.values(experience.batch)
 
     def update(self, targets: ValueBatch) -> Metrics:
-        """All optimiser updates of the step."""
+        """Runs all optimiser updates of the step; returns their metrics."""
         with self._timer.phase("update_critic", shown="update"):
             metrics = self._critic.update(targets, self._objective, epochs=self._epochs)
             return self._timer.when_done(prefixed(self._name, metrics))

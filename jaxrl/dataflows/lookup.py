@@ -1,4 +1,4 @@
-"""The dataflows by the name in a config; a user's own is named by where it is."""
+"""Finds dataflows by their name, or a user's own by its path."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DATAFLOWS: dict[str, Dataflow] = {
 
 
 def find_dataflow(name: str) -> Dataflow:
-    """The dataflow of that name, or at "package.module:function" or "path/to/file.py:function".
+    """The dataflow with a name, or at "package.module:function" or "path/to/file.py:function".
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such dataflow.
     """
     if ":" not in name:
         return lookup(DATAFLOWS, name, "dataflow")

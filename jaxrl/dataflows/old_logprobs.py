@@ -1,11 +1,11 @@
-"""Where the log-probabilities of the start of a step come from: `algorithm.old_logprobs`.
+"""Resolves `algorithm.old_logprobs`: the source of the log-probabilities of the start of a step.
 
     forward   a forward pass before the updates
-    update    the forward pass of the first update itself, whose weights they are
-    auto      "update" where nothing looks at them earlier, in dataflows of this package
+    update    the forward pass of the first update itself, which has the same weights
+    auto      "update" if nothing needs them earlier and the dataflow is one of this package
 
-Example: with `algorithm.epochs = 2` the second epoch needs them whole, so "auto" is "forward" and "update" is
-refused.
+Example: with `algorithm.epochs = 2` the second epoch needs those of all minibatches. So "auto" is "forward",
+and "update" is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.roles.advantage_estimator import IMPORTANCE_WEIGHT, SUM_PI_SQUARED, E
 def shares_forward(
     algorithm: AlgorithmConfig, estimator: Estimator, load_balancing_coef: float
 ) -> bool:
-    """Whether the first minibatch takes its old log-probabilities from the pass of its own update."""
+    """Whether the first minibatch takes its old log-probabilities from the forward pass of its own update."""
     if algorithm.old_logprobs == "auto":
         early = early_reader(algorithm, estimator, load_balancing_coef)
         return algorithm.dataflow in DATAFLOWS and not early
@@ -31,7 +31,7 @@ def shares_forward(
 def check_old_logprobs(
     algorithm: AlgorithmConfig, estimator: Estimator, load_balancing_coef: float
 ) -> None:
-    """Raises UserError if "update" is asked for and a setting needs the log-probabilities earlier."""
+    """Raises UserError if the setting is "update" and another setting needs the log-probabilities earlier."""
     early = early_reader(algorithm, estimator, load_balancing_coef)
     if algorithm.old_logprobs == "update" and early:
         raise UserError(
@@ -43,7 +43,7 @@ def check_old_logprobs(
 def early_reader(
     algorithm: AlgorithmConfig, estimator: Estimator, load_balancing_coef: float
 ) -> str:
-    """A clause on the first setting that needs old log-probabilities before the first update, or ""."""
+    """Names the first setting that needs old log-probabilities before the first update; "" if none does."""
     correction = algorithm.correction
     arrays = estimator.inputs | set(options_of(estimator.function))
     seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())

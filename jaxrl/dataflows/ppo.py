@@ -8,7 +8,7 @@ from jaxrl.dataflows.step import Step
 
 @dataflow(roles=("actor", "critic", "reference", "reward"))
 def ppo(step: Step, prompts: PromptSource) -> Metrics:
-    """Rewards less the KL penalty, generalised advantages over the critic's values, both models updated."""
+    """Rewards minus the KL penalty, generalised advantages over the critic's values, two updates."""
     batch = step.pack(step.sample(prompts))
     batch = step.reference.logprobs(step.actor.logprobs(batch))
     batch, targets = step.advantages.with_values(batch, step.critic.values(batch))

@@ -1,4 +1,4 @@
-"""Before anything is learned: packing, the reference's log-probabilities, advantages."""
+"""Prepares the data of a step: packing, log-probabilities of the reference, advantages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrl.types import ValueBatch
 
 
 class Packer:
-    """Lays the groups of a step out for the device."""
+    """Packs the groups of a step into rows on the actor's devices."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Packer:
     ):
         """Args.
 
-        actor: whose devices the arrays go to, in equal shares of work.
-        shape: of the packed arrays.
+        actor: role that learns; its devices get equal shares of the work.
+        shape: shape of the packed arrays.
         max_prompt_tokens: limit of a prompt, for metrics.
-        mask_truncated: truncated responses are left out of the loss (overlong filtering); they still count
-          in their group's baseline.
+        mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
+          count in the baseline of their group.
         fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
-        epochs: how often the actor goes through them, for metrics.
+        epochs: number of passes of the actor, for metrics.
         """
         self._actor = actor
         self._shape = shape
@@ -59,7 +59,7 @@ class Packer:
         }
 
     def __call__(self, sampled: Sampled) -> Experience:
-        """The step's sequences, where the actor wants them."""
+        """The sequences of a step, packed on the actor's devices."""
         completions = sampled.completions
         batch = pack_completions(completions, self._shape, **self._layout)
         if self._mask_truncated:
@@ -72,15 +72,15 @@ class Packer:
 
 
 class ReferencePhase:
-    """Log-probabilities of the policy that training started from."""
+    """The reference policy in a step: log-probabilities with the initial weights of training."""
 
     def __init__(self, actor: Actor, reference: Reference | None, timer: StepTimer, *, asked: bool):
         """Args.
 
-        actor: with adapters it is its own reference, without them.
-        reference: a policy of its own; None takes the actor's.
-        timer: of the step.
-        asked: some coefficient of the KL penalty wants them; else the batch passes through as it is.
+        actor: the policy. With adapters it is its own reference: the same weights without the adapters.
+        reference: separate reference policy; None uses the actor.
+        timer: timer of the step.
+        asked: whether a KL penalty needs the log-probabilities; if not, the batch stays unchanged.
         """
         self._actor = actor
         self._reference = reference
@@ -88,7 +88,7 @@ class ReferencePhase:
         self._asked = asked
 
     def logprobs(self, experience: Experience) -> Experience:
-        """Adds them."""
+        """Adds the log-probabilities of the reference, if they are needed."""
         with self._timer.phase("ref"):
             if not self._asked:
                 return experience
@@ -102,16 +102,16 @@ class ReferencePhase:
 
 
 class KlCoefficient:
-    """The KL coefficient of the reward, which may follow a target."""
+    """The coefficient of the KL penalty in the reward, constant or adapted to a target."""
 
     def __init__(self, coef: float, *, target: float = 0.0, horizon: float = 1.0):
-        """Args: the coefficient to begin with, the KL aimed for (0 keeps it) and the horizon in sequences."""
+        """Args: the initial coefficient, the target KL (0 for none) and the horizon in sequences."""
         self.value = coef
         self._target = target
         self._horizon = horizon
 
     def follow(self, mean_kl: jax.Array, num_sequences: int) -> None:
-        """Moves it towards the target, after a step."""
+        """Adapts the coefficient after a step."""
         if self._target:
             self.value = float(
                 adaptive(
@@ -125,7 +125,7 @@ class KlCoefficient:
 
 
 class Advantages:
-    """From rewards to advantages, the KL penalty in the reward included."""
+    """Computes advantages from rewards, including the KL penalty in the reward."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class Advantages:
     ):
         """Args.
 
-        actor: where the batch lies.
-        estimator: of the algorithm.
-        kl: the coefficient of the reward's KL penalty.
-        timer: of the step.
-        penalizes: the reward pays for the KL to the reference, which is then reported.
-        multiplier: of costs, where there are any.
+        actor: role whose devices hold the batch.
+        estimator: advantage estimator of the algorithm.
+        kl: coefficient of the KL penalty in the reward.
+        timer: timer of the step.
+        penalizes: whether the reward has a KL penalty, which is then reported.
+        multiplier: Lagrange multiplier of costs; None without costs.
         """
         self._actor = actor
         self._estimator = estimator
@@ -154,7 +154,7 @@ class Advantages:
         self._multiplier = multiplier
 
     def __call__(self, experience: Experience) -> Experience:
-        """Relative to the other responses of the group, or of the batch."""
+        """Adds advantages relative to the other responses of the group, or of the batch."""
         with self._timer.phase("adv"):
             parts = self._reward_parts(experience)
             return self._done(self._estimated(experience, **parts)[0])
@@ -162,7 +162,7 @@ class Advantages:
     def with_values(
         self, experience: Experience, values: jax.Array
     ) -> tuple[Experience, ValueBatch]:
-        """Generalised advantages over a critic's values, and what the critic is to learn."""
+        """Adds generalised advantages over a critic's values; returns the critic's targets too."""
         with self._timer.phase("adv"):
             value = self._actor.place(values)
             experience, target = self._estimated(experience, value=value)
@@ -170,13 +170,13 @@ class Advantages:
             return experience.extended(experience.batch, value_metrics("critic", targets)), targets
 
     def of_tokens(self, experience: Experience, **arrays: jax.Array) -> Experience:
-        """By an estimator of single tokens, from arrays that the dataflow's `gives` names, [U, M, R, T]."""
+        """Adds token-wise advantages, from the arrays [U, M, R, T] that the dataflow declares in `gives`."""
         with self._timer.phase("adv"):
             arrays = {name: self._actor.place(x) for name, x in arrays.items()}
             return self._done(self._estimated(experience, arrays=arrays)[0])
 
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
-        """Rewards less that of the greedy response to the same prompt (ReMax)."""
+        """Adds advantages with the reward of the greedy response as baseline (ReMax)."""
         with self._timer.phase("adv"):
             reward_N = greedy.scored.reward_B
             baseline_B = reward_N[experience.completions.prompt_index_B]
@@ -189,7 +189,7 @@ class Advantages:
     def with_costs(
         self, experience: Experience, costs: Costs, values: jax.Array
     ) -> tuple[Experience, ValueBatch]:
-        """Takes the multiplier's share of the costs' advantages off those of the rewards (Safe RLHF)."""
+        """Subtracts the advantages of costs, times the multiplier, from those of rewards (Safe RLHF)."""
         assert self._multiplier is not None, "costs have a multiplier"
         with self._timer.phase("adv"):
             batch, completions = experience.batch, experience.completions
@@ -210,7 +210,7 @@ class Advantages:
             return experience.extended(batch, metrics), targets
 
     def _estimated(self, experience: Experience, **given: Any) -> tuple[Experience, jax.Array]:
-        """(with advantages, returns); the KL coefficient then follows its controller."""
+        """(experience with advantages, returns). Adapts the KL coefficient afterwards."""
         completions = experience.completions
         advantage, target, reward_kl = self._estimator(
             experience.batch,
@@ -228,7 +228,7 @@ class Advantages:
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
 
     def _reward_parts(self, experience: Experience) -> dict[str, np.ndarray]:
-        """The terms of the score, and what was added for length as one more, where they are wanted."""
+        """The terms of the score, the length punishment last; {} unless the estimator needs them."""
         if "score_BK" not in self._estimator.inputs:
             return {}
         scored = experience.scored

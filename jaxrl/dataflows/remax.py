@@ -8,7 +8,7 @@ from jaxrl.dataflows.step import Step
 
 @dataflow(roles=("actor", "reference", "reward"), greedy_baseline=True)
 def remax(step: Step, prompts: PromptSource) -> Metrics:
-    """Rewards less that of the likeliest response to the same prompt."""
+    """Advantages are rewards minus the reward of the greedy response to the same prompt."""
     sampled = step.sample(prompts)
     greedy = step.greedy(sampled.completions.prompts)
     batch = step.pack(sampled)

@@ -1,4 +1,4 @@
-"""Rewards of responses: the grader, a user's functions, reward models and judges, and what length costs.
+"""Rewards of responses: grader, reward functions, reward models, judges, and the overlong punishment.
 
 Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted -> Sampled
 """
@@ -35,11 +35,11 @@ from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 
 class RewardTerm(Protocol):
-    """A reward beside the grader's.
+    """A term of the reward besides the grader's.
 
     Attributes:
-      name: under which its metrics are kept.
-      weight: of its scores in the sum.
+      name: name of its metrics.
+      weight: weight of its scores in the sum.
     """
 
     @property
@@ -59,7 +59,7 @@ class RewardTerm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionReward:
-    """A user's function, asked on the first host; a signal that comes meanwhile ends the step."""
+    """A user's reward function, called on the first host. A stop signal during the call ends the step."""
 
     name: str
     weight: float
@@ -68,7 +68,7 @@ class FunctionReward:
     timer: StepTimer
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """What the function returns."""
+        """Scores from the function."""
         scores = hosts.on_first(lambda: self._ask(completions))
         if scores is None:
             self.timer.check_stop()
@@ -86,14 +86,14 @@ class SequenceScores:
     """Scores of whole sequences by a reward or cost model."""
 
     def __init__(self, model: RewardModel, rows: RowLimits, *, most_sequences: int = 0):
-        """Args: the model, its packed rows, and a batch size below which batches share one program."""
+        """Args: the model, its rows, and a number of sequences up to which batches share one program."""
         self._model = model
         self._rows = rows
         self._most_sequences = most_sequences
 
     def __call__(self, completions: Completions) -> np.ndarray:
-        """Of B responses, float32 [B]."""
-        # The number of groups that a partial rollout finishes differs; one shape holds them all.
+        """Scores of B responses, float32 [B]."""
+        # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
         sequences = max(self._most_sequences, len(completions))
         packed = pack_completions(completions, self._rows.shape(sequences, minibatches=1))
         batch = self._model.place(packed)
@@ -110,13 +110,13 @@ class ModelReward:
     model: SequenceScores
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """What the model gives each sequence."""
+        """Scores from the model."""
         return self.model(completions), {}
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeReward:
-    """A language model that is asked how good a response is; settings as of `rewards.judge`."""
+    """A generative judge. Its settings are those of `rewards.judge`."""
 
     name: str
     weight: float
@@ -126,7 +126,7 @@ class JudgeReward:
     failed_score: float
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """What its verdicts say."""
+        """Scores from the verdicts of the judge."""
         return judge_scores(
             completions,
             template=self.template,
@@ -141,9 +141,9 @@ class OverlongPunishment:
     """DAPO's soft punishment of long responses (eq. 13).
 
     Attributes:
-      max_response_tokens: the limit of a response.
-      buffer_tokens: width of the punished zone before it; 0 punishes nothing.
-      penalty: its depth.
+      max_response_tokens: limit of a response.
+      buffer_tokens: number of tokens before the limit that are punished; 0 disables the punishment.
+      penalty: punishment at the limit, in units of reward.
     """
 
     max_response_tokens: int
@@ -151,7 +151,7 @@ class OverlongPunishment:
     penalty: float
 
     def __call__(self, lengths_B: np.ndarray) -> np.ndarray:
-        """What is added to the scores of responses of these lengths, float32 [B]."""
+        """The shaping of responses of these lengths, at most 0, float32 [B]."""
         if not self.buffer_tokens:
             return np.zeros(len(lengths_B), np.float32)
         penalty_B = soft_overlong_penalty(
@@ -165,12 +165,12 @@ class OverlongPunishment:
 
 @dataclasses.dataclass
 class BegunGrading:
-    """Responses that are being graded beside whatever comes next.
+    """Responses that are being graded in the background.
 
     Attributes:
       completions: the responses.
-      asked: the graders' work on them; None where another host grades.
-      verdicts: once they have been collected.
+      asked: work of the graders; None if another host grades.
+      verdicts: verdicts, or None until they are collected.
     """
 
     completions: Completions
@@ -179,20 +179,20 @@ class BegunGrading:
 
 
 class Grading:
-    """The graders of a run, which all hosts share: each grades its part, and all get all verdicts.
+    """The graders of a run on all hosts: each host grades a part, and all hosts get all verdicts.
 
-    A response is graded on one host. Two of them could say different things of it, as one of them runs out of
-    time, and would part.
+    Each response is graded on one host only. Two hosts could disagree, for example if one of them runs out of
+    time, and their weights would then diverge.
     """
 
     def __init__(self, graders: Graders):
         self._graders = graders
-        # Groups are finished in one order on every host, so that this count needs no word between them.
+        # Groups finish in the same order on every host, so the hosts agree on this number.
         self._next_host = 0
         self._failures: collections.Counter[str] = collections.Counter()
 
     def begin(self, completions: Completions) -> BegunGrading:
-        """Grades beside whatever comes next, on one of the hosts. Called by all of them, in one order."""
+        """Starts grading in the background, on one host. All hosts call it in the same order."""
         mine = hosts.is_turn_of_this(self._next_host)
         self._next_host += 1
         return BegunGrading(
@@ -200,14 +200,14 @@ class Grading:
         )
 
     def collect(self, begun: Sequence[BegunGrading]) -> list[Verdict]:
-        """Waits for the verdicts on all these responses, in their order. Collective.
+        """Waits for the verdicts of these responses, in order. Collective.
 
         Raises:
           UserError: a ground truth cannot be read.
         """
         awaited = [part for part in begun if part.verdicts is None]
         if awaited:
-            # All at once: a word between hosts costs more than what is said.
+            # One exchange for all: the latency between hosts dominates.
             for found in hosts.gather(lambda: _as_json(awaited)):
                 for place, verdicts in found:
                     awaited[place].verdicts = [_of_json(*fields) for fields in verdicts]
@@ -217,14 +217,14 @@ class Grading:
         return [verdict for part in begun for verdict in part.verdicts or ()]
 
     def take_metrics(self, prefix: str) -> dict[str, float]:
-        """How often graders have failed since the last call, all together and by kind."""
+        """Number of grader failures since the last call, in total and by kind."""
         failures, self._failures = self._failures, collections.Counter()
         metrics = {f"{prefix}/failed": float(failures.total())}
         return metrics | {f"{prefix}/failed_{kind}": float(n) for kind, n in failures.items()}
 
 
 def _as_json(begun: Sequence[BegunGrading]) -> list[tuple[int, list[tuple[Any, ...]]]]:
-    """(place, verdicts) of those that this host grades."""
+    """(index, verdicts) of the responses that this host grades."""
     return [
         (place, [_fields_of(verdict) for verdict in part.asked.result()])
         for place, part in enumerate(begun)
@@ -244,27 +244,27 @@ def _of_json(
 
 
 class GroupsBeside:
-    """Groups that are graded as they are finished, while others are sampled: given to who samples."""
+    """Grades groups while others are still sampled. A sampler calls it with each finished group."""
 
     def __init__(self, grading: Grading):
         self._grading = grading
         self._begun: dict[tuple[str, int], BegunGrading] = {}
 
     def __call__(self, group: Completions) -> None:
-        """Begins to grade a finished group."""
+        """Starts grading a finished group."""
         (key,) = _keys(group)
         assert key not in self._begun, "a batch has each prompt once, by its source and id"
         self._begun[key] = self._grading.begin(group)
 
     def of(self, completions: Completions) -> list[BegunGrading]:
-        """Those of a batch, in the order of its prompts."""
+        """The grading of a batch, in the order of its prompts."""
         keys = _keys(completions)
         assert self._begun.keys() >= set(keys), "a backend hands out every group that it finishes"
         return [self._begun[key] for key in keys]
 
 
 def _keys(completions: Completions) -> list[tuple[str, int]]:
-    # In an evaluation ids are places in a file, and there may be several.
+    # In an evaluation an id is a position in a file, and there may be several files.
     prompts = completions.prompts
     return list(zip(prompts.sources, prompts.ids_N.tolist(), strict=True))
 
@@ -281,7 +281,7 @@ class Rewards:
         grader_weight: float = 1.0,
         terms: Sequence[RewardTerm] = (),
     ):
-        """Args: the graders with their weight, what length costs, the timer, and the rewards beside."""
+        """Args: the graders with their weight, the overlong punishment, the timer, and the other terms."""
         self._grading = Grading(graders)
         self._overlong = overlong
         self._timer = timer
@@ -290,15 +290,15 @@ class Rewards:
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        """Of the rewards that a score is the sum of, in the order of `Scored.term_BK`."""
+        """Names of the terms of a score, in the order of `Scored.term_BK`."""
         return ("grader", *(term.name for term in self._terms))
 
     def beside(self) -> GroupsBeside:
-        """For the groups of a batch that is about to be sampled."""
+        """A callback that grades the groups of the next batch as they finish."""
         return GroupsBeside(self._grading)
 
     def graded(self, begun: Sequence[BegunGrading]) -> Scored:
-        """Right or wrong by the grader alone, and punished where too long. Collective."""
+        """Responses scored by grader and overlong punishment, without the other terms. Collective."""
         completions = Completions.concatenate([part.completions for part in begun])
         return self._scored(completions, begun)
 
@@ -315,13 +315,13 @@ class Rewards:
 
         Args:
           completions: B responses.
-          beside: has begun to grade their groups; None grades here.
+          beside: callback that graded their groups during sampling; None grades them now.
 
         Raises:
           UserError: a reward is not a finite number for each response, or processes disagree.
         """
         with self._timer.phase("reward"):
-            # Graders that have processes of their own work while models and functions do.
+            # Graders work in their own processes while models and functions score.
             begun = self._begin(completions) if beside is None else beside.of(completions)
             others: list[Term] = []
             metrics: dict[str, Any] = {}

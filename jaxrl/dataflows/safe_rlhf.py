@@ -11,7 +11,7 @@ from jaxrl.dataflows.step import Step
 
 @dataflow(roles=("actor", "critic", "reference", "reward", "cost", "cost_critic"))
 def safe_rlhf(step: Step, prompts: PromptSource) -> Metrics:
-    """PPO whose policy climbs rewards less costs; the actor's update has the pretraining loss beside."""
+    """PPO on rewards minus costs; the actor's update includes the auxiliary (ptx) loss."""
     sampled = step.sample(prompts)
     costs = step.cost.score(sampled)
     batch = step.pack(sampled)

@@ -1,12 +1,12 @@
-"""Samplers: from a source of prompts to a step's groups with rewards, all of one interface.
+"""Samplers, with one interface: they turn prompts into the groups of a step with their rewards.
 
-    Sampling            a generation batch, every response to its end
-    OneStepAhead        the next batch is sampled while this one is learned from
-    PartialSampling     a step ends once it has enough groups; what is unfinished goes on in the next
-    CurriculumSampling  lets the prompts learn from the groups of any of these (`curriculum_sampling`)
-    DynamicSampling     takes from any of these until enough groups are mixed (`dynamic_sampling`)
+    Sampling            one generation batch; every response is finished
+    OneStepAhead        samples the next batch while the step learns from the current one
+    PartialSampling     ends once there are enough groups; the next step continues unfinished ones
+    CurriculumSampling  wraps one of these and updates the pass rates of problems (`curriculum_sampling`)
+    DynamicSampling     wraps one of these and samples until enough groups are mixed (`dynamic_sampling`)
 
-A finished group is graded once, beside the sampling of the others.
+Each finished group is graded once, while others are still sampled.
 """
 
 from __future__ import annotations
@@ -28,58 +28,58 @@ from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
-# Whether a step has enough, asked of each group once it is graded.
+# Called with each graded group; returns whether the step has enough groups.
 Enough = Callable[[Scored], bool]
 
 
 class PromptSource(Protocol):
-    """Prompts without end, a generation batch at a time, with a position that can be saved."""
+    """An endless stream of generation batches of prompts, with a position that can be saved."""
 
     def __iter__(self) -> Self: ...
 
     def __next__(self) -> Prompts: ...
 
     def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
-        """Where it stands, with the ids of prompts that are to be drawn once more; plain JSON."""
+        """The position as plain JSON, with the ids of prompts to draw again."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
+        """Continues from a state."""
         ...
 
 
 class Sampler(Protocol):
-    """Where a step's groups come from."""
+    """Samples the groups of a step."""
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """Groups with rewards.
 
         Args:
-          prompts: the sampler takes as many as it wants.
-          enough: once it says True the others may be given up; samplers that finish what they begin do
-            not ask.
+          prompts: source of prompts; the sampler takes as many as it needs.
+          enough: function that returns True once the remaining groups may be dropped. Samplers that finish
+            every group do not call it.
         """
         ...
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """JSON-able: what a resumed run needs to sample the same, the position in the prompts included."""
+        """JSON-compatible state of a resumed run, including the position in the prompts."""
         ...
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         ...
 
 
 class Policy(Protocol):
-    """What samplers need of an actor; see `roles.policy.Actor`."""
+    """The methods of `roles.policy.Actor` that samplers use."""
 
     @property
     def can_sample(self) -> bool:
-        """It has its current weights where it samples."""
+        """Whether the current weights are in the generation layout."""
         ...
 
     def for_sampling(self) -> None:
-        """Brings them there."""
+        """Reshards the weights to the generation layout."""
         ...
 
     def generate(
@@ -90,13 +90,13 @@ class Policy(Protocol):
         on_group: OnGroup | None,
         expected_tokens_N: np.ndarray | None,
     ) -> Completions:
-        """Every response to its end; each group is handed out as it is finished."""
+        """Finishes every response; calls `on_group` with each finished group."""
         ...
 
     def start_generating(
         self, prompts: Prompts, options: SamplingOptions, *, expected_tokens_N: np.ndarray | None
     ) -> concurrent.futures.Future[Completions]:
-        """The same beside whatever comes next."""
+        """Does the same in the background."""
         ...
 
     def resume(
@@ -108,42 +108,43 @@ class Policy(Protocol):
         on_group: OnGroup | None,
         expected_tokens_N: np.ndarray | None,
     ) -> Rollout:
-        """Goes on with unfinished groups, and may leave some."""
+        """Continues unfinished groups, and may leave some unfinished."""
         ...
 
 
 class Generation:
-    """Responses from the actor, with what earlier steps teach about their lengths.
+    """Generates responses with the actor; earlier steps tell their expected lengths.
 
     Attributes:
       actor: the policy.
-      options: how it samples; `step` is set for each call.
+      options: sampling options; `step` is set for each call.
+      timer: timer of the step.
     """
 
     def __init__(self, actor: Policy, options: SamplingOptions, timer: StepTimer):
         self.actor = actor
         self.options = options
         self.timer = timer
-        # Of a prompt's text, by its checksum: mean length of the responses when it was last met.
+        # Checksum of a prompt -> mean length of the responses when it was last sampled.
         self._lengths: dict[int, int] = {}
 
     def load_weights(self) -> None:
-        """Brings the actor's weights to where it samples, unless they are there."""
+        """Reshards the actor's weights to the generation layout, unless they are there already."""
         if not self.actor.can_sample:
             with self.timer.phase("update_weights"):
                 self.actor.for_sampling()
 
     def current(self, **changes: Any) -> SamplingOptions:
-        """The options of the present step, with changes."""
+        """The options of the current step, with changes."""
         return self.options.replace(step=self.timer.step, **changes)
 
     def generate(self, prompts: Prompts, on_group: OnGroup, **changes: Any) -> Completions:
-        """Every response to its end.
+        """Finishes a response to every prompt.
 
         Args:
-          prompts: to answer.
-          on_group: is given each group as it is finished.
-          **changes: to the options.
+          prompts: prompts to answer.
+          on_group: called with each finished group.
+          **changes: changes of the options.
         """
         self.load_weights()
         expected_N = self.expected_tokens(prompts)
@@ -154,30 +155,30 @@ class Generation:
         return completions
 
     def expected_tokens(self, prompts: Prompts) -> np.ndarray:
-        """How long responses were when the prompts were met before, [N]; new ones are thought the longest."""
+        """Expected response lengths [N]: those of earlier steps; new prompts count as the longest."""
         longest = max(self._lengths.values(), default=0) + 1
         known = [self._lengths.get(_checksum(tokens), longest) for tokens in prompts.tokens]
-        # Among equals the longest prompt goes first.
+        # A fraction below 1 sorts equal lengths by prompt length, longest first.
         own = np.array([len(tokens) for tokens in prompts.tokens], np.float64)
         return np.array(known) + own / (own.max() + 1)
 
     def learn_lengths(self, completions: Completions) -> None:
-        """Remembers how long the responses to each prompt were."""
+        """Stores the mean length of the responses to each prompt."""
         mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
         for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
             self._lengths[_checksum(tokens)] = round(mean)
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-compatible state."""
         return {"lengths": list(self._lengths.items())}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         self._lengths = {text: length for text, length in record["lengths"]}
 
 
 class Sampling:
-    """A generation batch, every response to its end."""
+    """Samples one generation batch; every response is finished."""
 
     def __init__(self, generation: Generation, rewards: Rewards):
         self._generation = generation
@@ -193,24 +194,24 @@ class Sampling:
         return self._rewards(completions, beside)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """What earlier steps teach, and where the prompts stand."""
+        """Expected lengths, and the position in the prompts."""
         return {"prompts": prompts.state(), **self._generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
 
 
 class GreedySampling:
-    """The likeliest response to each prompt, every token for itself, with its reward."""
+    """Samples the greedy response to each prompt (temperature 0), with its reward."""
 
     def __init__(self, generation: Generation, rewards: Rewards):
         self._generation = generation
         self._rewards = rewards
 
     def __call__(self, prompts: Prompts) -> Sampled:
-        """One response to each."""
+        """One response to each prompt."""
         beside = self._rewards.beside()
         with self._generation.timer.phase("gen_max", shown="generate"):
             completions = self._generation.generate(prompts, beside, num_samples=1, temperature=0.0)
@@ -218,25 +219,25 @@ class GreedySampling:
 
 
 class OneStepAhead:
-    """The next batch is sampled, on devices of its own, while this one is learned from.
+    """Samples the next batch on separate devices while the step learns from the current batch.
 
         step          1            2            3
         sampler    [batch 1] [ batch 2 ] [ batch 3 ] [ batch 4 ]      with the weights before the step
         learner              [ learn 1 ] [ learn 2 ] [ learn 3 ]
 
-    A batch is then sampled by the weights of one update earlier than those it teaches, which the correction
-    for rollouts (`roles.correction`) has to make up for.
+    So the weights that sample a batch are one step older than the weights that learn from it. The rollout
+    correction (`roles.correction`) accounts for the difference.
     """
 
     def __init__(self, generation: Generation, rewards: Rewards):
         self._generation = generation
         self._rewards = rewards
         self._ahead: concurrent.futures.Future[Completions] | None = None
-        # Of the prompts that are being sampled.
+        # Ids of the prompts that are being sampled.
         self._ids_ahead_N = np.zeros(0, np.int64)
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The batch that was begun a step ago, once the next one has been begun."""
+        """Starts the next batch, and returns the one that was started a step ago."""
         del enough
         generation = self._generation
         with generation.timer.phase("gen", shown="generate", may_stop=True):
@@ -247,7 +248,7 @@ class OneStepAhead:
         return self._rewards(completions)
 
     def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
-        """Samples from the weights as they are now, beside whatever comes next."""
+        """Starts sampling in the background with the current weights."""
         generation = self._generation
         batch = next(prompts)
         self._ids_ahead_N = batch.ids_N
@@ -257,32 +258,31 @@ class OneStepAhead:
         )
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """A resumed run samples again what was being sampled ahead, whatever was learned of it since."""
+        """Expected lengths, and the position in the prompts; the batch in progress is sampled again."""
         state = prompts.state(again=self._ids_ahead_N)
         return {"prompts": state, **self._generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
 
 
 class PartialSampling:
-    """A step ends as soon as it has the groups that it needs (DAPO's code; Kimi k1.5's partial rollouts).
+    """Ends sampling once a step has enough groups (as in DAPO's code and Kimi k1.5's partial rollouts).
 
-    What is unfinished waits, tokens and log-probabilities included, and goes on under the next step's
-    weights.
+    Unfinished groups keep their tokens and log-probabilities, and continue with the weights of the next step.
     """
 
     def __init__(self, generation: Generation, rewards: Rewards, *, prompts_per_batch: int):
-        """Args: how many prompts are in flight in a generation batch, unfinished ones among them."""
+        """Args: `prompts_per_batch` is the number of prompts in flight, including unfinished ones."""
         self._generation = generation
         self._rewards = rewards
         self._prompts_per_batch = prompts_per_batch
         self._unfinished: UnfinishedGroups | None = None
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The groups that were finished when there was enough of them, or all."""
+        """The groups that are finished once there are enough, or all."""
         generation = self._generation
         step = generation.timer.step
         unfinished = self._num_unfinished
@@ -292,7 +292,7 @@ class PartialSampling:
         def has_enough(group: Completions) -> bool:
             beside(group)
             if enough is None:
-                # Nothing hangs on it yet: it is graded beside the generation that goes on.
+                # No decision depends on the verdict, so grading continues in the background.
                 return False
             scored, asked = self._rewards.graded(beside.of(group)), enough
             return hosts.on_first(lambda: asked(scored))
@@ -319,12 +319,12 @@ class PartialSampling:
         return 0 if self._unfinished is None else len(self._unfinished.prompts)
 
     def _fill_up(self, prompts: PromptSource, unfinished: int) -> Prompts:
-        """Prompts, which the source has one by one, that make a generation batch of what is unfinished."""
+        """Draws the prompts that complete a generation batch of unfinished groups, one at a time."""
         wanted = max(1, self._prompts_per_batch - unfinished)
         return Prompts.concatenate([next(prompts) for _ in range(wanted)])
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """What is unfinished, what earlier steps teach, and where the prompts stand."""
+        """Unfinished groups, expected lengths, and the position in the prompts."""
         unfinished = None if self._unfinished is None else self._unfinished.record()
         return {
             "prompts": prompts.state(),
@@ -333,7 +333,7 @@ class PartialSampling:
         }
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Goes on from a record."""
+        """Continues from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
         stored = record["unfinished"]
@@ -341,7 +341,7 @@ class PartialSampling:
 
 
 def check_same_prompts(prompts: Prompts, step: int) -> None:
-    """Ends a run of several processes that hold different prompts. Collective."""
+    """Raises UserError if the processes of a run have different prompts. Collective."""
     extras = (json.dumps(extra, sort_keys=True) for extra in prompts.extras)
     content = [*prompts.tokens, *prompts.answers, *prompts.sources, *extras]
     hosts.check_same(f"the prompts of step {step + 1}", content)

@@ -1,4 +1,4 @@
-"""Learning from examples: supervised fine-tuning, and pairs of answers with the losses for these."""
+"""Learning from examples: supervised fine-tuning, and preference pairs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Batch = TypeVar("Batch")
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedStep(Generic[Examples, Batch]):
-    """What a step of learning from examples is made of.
+    """The functions of a supervised step.
 
     Attributes:
-      pack: lays a batch of examples out for the device; only responses are trained on.
-      update: one optimiser update.
+      pack: packs a batch of examples for the device; only responses are trained on.
+      update: runs one optimiser update.
     """
 
     pack: Callable[[Examples], Batch]
@@ -26,5 +26,5 @@ class SupervisedStep(Generic[Examples, Batch]):
 
 
 def sft(step: SupervisedStep[Examples, Batch], examples: Iterator[Examples]) -> Metrics:
-    """The next examples, and an update on them."""
+    """Runs one update on the next examples."""
     return step.update(step.pack(next(examples)))

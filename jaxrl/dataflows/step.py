@@ -1,4 +1,4 @@
-"""A step as dataflows see it: the roles and what is between them, each a member with a type.
+"""`Step`, the argument of a dataflow: a typed member for each role and for the functions between them.
 
     @dataflow(roles=("actor", "reference", "reward"))
     def grpo(step: Step, prompts: PromptSource) -> Metrics:
@@ -7,9 +7,9 @@
         batch = step.advantages(batch)
         return batch.metrics | step.actor.update(batch)
 
-A dataflow is a function of one step, from prompts to metrics, as in HybridFlow's Figure 6. It says which
-roles it has; who builds the step gives it these and no others. The loop around it (data, resuming,
-evaluation, checkpoints, logs) is the same for all and lies in the trainer.
+A dataflow is a function that runs one step, from prompts to metrics, as in HybridFlow's Figure 6. It declares
+its roles, and the step has only these. The trainer's loop around it (data, resuming, evaluation, checkpoints,
+logs) is the same for all dataflows.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Phase = TypeVar("Phase")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step's roles and what connects them. Roles that the dataflow has not declared are not there.
+    """The roles of a step and the functions between them. It has no roles that the dataflow does not declare.
 
     Attributes:
-      sample: a step's groups with their rewards, by one of `dataflows.samplers`.
-      greedy: the likeliest response to each prompt, with its reward.
-      pack: groups to `Experience`.
+      sample: function that samples the groups of a step with their rewards (`dataflows.samplers`).
+      greedy: function that returns the greedy response to each prompt, with its reward.
+      pack: function that packs groups into an `Experience`.
       actor: log-probabilities and updates of the policy.
-      advantages: from rewards to advantages.
-      multiplier: the Lagrange multiplier of costs.
-      phases: of the other roles by name, for `phase`.
+      advantages: computes advantages from rewards.
+      multiplier: Lagrange multiplier of costs.
+      phases: phase of each other role, by the role's name.
     """
 
     sample: Callable[[PromptSource], Sampled]
@@ -71,8 +71,8 @@ class Step:
         return self.phase("cost_critic", CriticPhase)
 
     def phase(self, role: str, kind: type[Phase]) -> Phase:
-        """What a role does in a step, by the role's name and the type of its phase."""
-        del kind  # tells a type checker what it is
+        """The phase of a role, by the role's name and the phase's type."""
+        del kind  # only for type checkers
         assert role in self.phases, (
             f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
         )

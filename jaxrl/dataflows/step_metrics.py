@@ -1,7 +1,7 @@
-"""The metrics of a step: flat, named as verl's users know them.
+"""The metrics of a step: a flat dict with verl's names.
 
-Differences to verl, on purpose: every mean over tokens is taken once, over the whole step or minibatch, so
-it does not move with microbatches; `actor/lr` is the rate the step was trained with.
+Two differences to verl are intended. Every mean over tokens is taken once, over the whole step or minibatch,
+so it does not depend on microbatches. `actor/lr` is the rate that the step was trained with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "u
 
 
 def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
-    """Rewards and lengths of the sequences a step trains on."""
+    """Metrics of rewards and lengths of a step's sequences."""
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
     response_lengths = completions.lengths_B
@@ -42,7 +42,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
 
 
 def _turns(completions: Completions) -> dict[str, float]:
-    """Turns of a conversation, the prompt counted as one, and how many of them an environment has said."""
+    """Number of turns of each conversation, including the prompt, and number of turns of the environment."""
     answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
     resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
     turns = 2 + np.array(answered) + np.array(resumed)
@@ -53,10 +53,10 @@ def _turns(completions: Completions) -> dict[str, float]:
 
 
 def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds a token of each phase: of sampling over what was sampled, of others over the whole batch.
+    """Milliseconds per token of each phase; sampling counts sampled tokens, other phases all tokens.
 
     Args:
-      metrics: of a step, with its `timing_s`; without counts of tokens there are none of these.
+      metrics: metrics of a step, with its `timing_s`; without token counts the result is empty.
     """
     trained = metrics.get("perf/total_num_tokens", 0.0)
     sampled = metrics.get(
@@ -71,7 +71,7 @@ def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Advantages of trained tokens, 0 if rejection has left none, and how many these are."""
+    """Metrics of the advantages of trained tokens (0 if all are rejected), and the number of these tokens."""
     mask, advantage = fetch((batch.loss_mask, batch.advantage))
     trained = advantage[mask > 0]
     return {
@@ -81,9 +81,9 @@ def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
-    """What a critic said of the step's trained tokens, and what it should have said; still on the device.
+    """Metrics of a critic's values and targets for the trained tokens; still on the device.
 
-    `vf_explained_var` is `algos.value_loss.explained_variance`, of the values before the step's update.
+    `vf_explained_var` is `algos.value_loss.explained_variance` of the values before the update.
     """
     numbers = _value_numbers(targets.old_value, targets.target, targets.loss_mask)
     return {f"{critic}/{name}": x for name, x in numbers.items()}
@@ -105,7 +105,7 @@ def _value_numbers(value: jax.Array, target: jax.Array, mask: jax.Array) -> dict
 def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a role's update under its name; they may still be on the device.
 
-    Those with a group of their own ("rollout_corr/...") keep it.
+    Names that have a group already ("rollout_corr/...") stay.
     """
     renamed = {"loss": "pg_loss" if role == "actor" else "vf_loss"}
     return {

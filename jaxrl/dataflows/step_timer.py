@@ -1,4 +1,4 @@
-"""What the parts of a step ask of the loop around them: which step this is, and where its time goes."""
+"""`StepTimer`, the interface between a step and the loop around it: step number, timers, stop signals."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ import jax
 
 
 class StepTimer(Protocol):
-    """The loop, as seen from within a step."""
+    """The loop around a step."""
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         ...
 
     def phase(
         self, name: str, *, shown: str = "", may_stop: bool = False
     ) -> AbstractContextManager[None]:
-        """Times what happens within as timing_s/<name>, and shows it to whoever watches.
+        """Times the block as the metric timing_s/<name>, and shows it in the live view.
 
         Args:
-          name: of the timer.
-          shown: what the live view says; `name` by default.
-          may_stop: nothing is half done before this phase, so a stop signal takes effect here.
+          name: name of the timer.
+          shown: text of the live view; "" means `name`.
+          may_stop: whether a stop signal takes effect here, because no work is half done.
         """
         ...
 
     def when_done(self, result: Any) -> Any:
-        """The result, once its arrays are there if all roles share their devices: timers tell phases apart.
+        """Returns `result`, after waiting for its arrays if all roles share their devices.
 
-        Roles of different pools work side by side only if nothing waits.
+        Without the wait, the time of a phase would count for the next one. Roles on different pools must not
+        wait, so that they work at the same time.
         """
         ...
 
     @property
     def stop_pending(self) -> bool:
-        """A signal has come to this process; what takes long should end early and call `check_stop`."""
+        """Whether this process has a signal; long work should then end early and call `check_stop`."""
         ...
 
     def check_stop(self) -> None:
-        """Ends the step if a signal has come to any process, which all of them have to ask. Collective."""
+        """Ends the step if any process has received a signal. Collective."""
         ...
 
 
 class NoTimer:
-    """A timer that measures nothing and never stops, for parts of a step on their own."""
+    """A timer that measures nothing and never stops, for code outside a loop."""
 
     stop_pending = False
 
@@ -65,5 +66,5 @@ class NoTimer:
         return contextlib.nullcontext()
 
     def when_done(self, result: Any) -> Any:
-        """Waits."""
+        """Waits for the arrays."""
         return jax.block_until_ready(result)

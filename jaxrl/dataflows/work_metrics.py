@@ -1,4 +1,4 @@
-"""The work in a packed batch: the share of padding, how evenly devices share it, how fast it was done.
+"""Metrics of the work in a packed batch: padding, balance between devices, speed.
 
 U minibatches   M microbatches   R rows   T tokens of a row   S shards of the rows
 """
@@ -15,27 +15,27 @@ from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.types import PackedBatch
 
-# Names of the phase in which a batch is learned from.
+# Timers of the phase that updates the model.
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
 def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> dict[str, float]:
-    """Of a batch on the host that `model` is to learn from, `epochs` times.
+    """Work metrics of a batch on the host that `model` learns from, `epochs` times.
 
     Returns:
-      perf/padding: share of the token places of all microbatches that run which hold no token.
-      perf/imbalance: the work of the device that has most, over the mean, summed over microbatches, since
-        devices wait for each other there; 1 is even. Padding counts as a token does, and attention as where
-        it skips other segments.
-      perf/update_tflop: operations of the update in 10^12, of one device (`roles.flops`).
-      perf/roof_tflops: what such a device can do in a second, where that is known.
+      perf/padding: share of padding in the microbatches that run.
+      perf/imbalance: largest work of a device over the mean, summed over microbatches, because devices wait
+        for each other after each of them; 1 is even. Padding counts like tokens. Attention counts within
+        segments only.
+      perf/update_tflop: operations of the update on one device, in 10^12 (`roles.flops`).
+      perf/roof_tflops: peak rate of a device in 10^12 per second; absent if unknown.
     """
     row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
     segments = [_segments(batch, u) for u in range(len(np.asarray(batch.num_micro_U)))]
     first, stop = (np.concatenate(part) for part in list(zip(*segments, strict=True))[:2])
     num_micro = int(np.sum(batch.num_micro_U))
     _, _, R, T = batch.tokens.shape
-    # A branch costs what its sequence does but for what it shares.
+    # A branch costs as much as its whole sequence minus the shared prefix.
     operations = training_flops(model.model, stop).sum() - training_flops(model.model, first).sum()
     metrics = {
         "perf/padding": 1 - float((stop - first).sum()) / max(1, num_micro * R * T),
@@ -51,11 +51,11 @@ def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> 
 
 
 def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
-    """How fast the update was, from the metrics of a step and its `timing_s`; nothing without an update.
+    """Speed of the update, from the metrics of a step and its `timing_s`; empty without an update.
 
     Returns:
-      perf/tflops_per_device: operations the model asks for, in 10^12 a second and device.
-      perf/mfu: these over what the device can do, where that is known (model FLOPs utilisation).
+      perf/tflops_per_device: operations of the model per second and device, in 10^12.
+      perf/mfu: the same divided by the peak rate of the device (model FLOPs utilisation); absent if unknown.
     """
     seconds = sum(metrics.get(name, 0.0) for name in _UPDATES)
     if not seconds or "perf/update_tflop" not in metrics:
@@ -68,7 +68,7 @@ def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(position of the first token of each segment of a minibatch, that after its last, its row [M * R])."""
+    """For each segment of a minibatch: (first position, position after the last, row in [M * R])."""
     used = int(np.asarray(batch.num_micro_U)[u])
     T = batch.tokens.shape[-1]
     ids, positions = (

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import time
 import zlib
@@ -34,14 +33,13 @@ from jaxrl.evaluation.evaluate_config import NO_ENVIRONMENT, EvaluateConfig
 from jaxrl.evaluation.evaluation_metrics import ALL
 from jaxrl.evaluation.policy_loading import FoundModel, find_model
 from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
-from jaxrl.evaluation.sampled_answers import EVALUATION_STEP
+from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, check_answers_fit
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders
-from jaxrl.rollout import samples
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
@@ -146,7 +144,13 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     mesh = _mesh(config, devices)
     config = dataclasses.replace(config, dtype=_dtype(config, found, mesh))
     engine = _engine_config(config, found, prompts, task.stop_ids)
-    _check_memory(config.n, len(prompts), engine.max_response_tokens)
+    tokens = engine.max_response_tokens
+    check_answers_fit(
+        config.n * len(prompts),
+        tokens,
+        settings=f"--n {config.n:,} x {len(prompts):,} problems x --max_response_tokens {tokens:,}",
+        remedy="lower --n, or set --limit",
+    )
     settings = _settings(config, found, prompts, engine, task)
     hosts.check_same("the evaluation", [json.dumps(settings, sort_keys=True)])
     folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
@@ -163,18 +167,6 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         folder=folder,
         answers=answers,
     )
-
-
-def _check_memory(n: int, num_problems: int, max_response_tokens: int) -> None:
-    """Raises UserError if the answers do not fit into this machine's memory."""
-    asked = samples.host_bytes(n * num_problems, max_response_tokens)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if asked > there:
-        raise UserError(
-            f"--n {n:,} x {num_problems:,} problems x --max_response_tokens {max_response_tokens:,}: the "
-            f"answers take {asked / 1e9:,.1f} GB, more than this machine with {there / 1e9:,.1f} GB; "
-            "lower --n, or set --limit"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrl.data import model_directory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.files import open_file, read_bytes, read_text
+from jaxrl.mesh.rules import with_shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
@@ -67,11 +68,8 @@ class FoundModel:
         if not self.run:
             return load_params(self.path, self.model, where, dtype=dtype)
         trained = model_of_run(files_of_run(self.path))
-        like = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            decoder_graph(trained)[1],
-            model_directory.generation_shardings(trained, mesh),
-        )
+        shapes = decoder_graph(trained)[1]
+        like = with_shardings(shapes, model_directory.generation_shardings(trained, mesh))
         _, params = read_newest_params(self.path, like)
 
         def merged(params: Params) -> Params:

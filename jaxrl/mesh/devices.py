@@ -135,8 +135,12 @@ def memory_bytes(device: Any) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return machine // jax.local_device_count(device.platform)
+    return host_memory_bytes() // jax.local_device_count(device.platform)
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def abstract_mesh(layout: ParallelLayout, axes: tuple[str, ...] = AXES) -> AbstractMesh:

@@ -129,6 +129,15 @@ def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -
     )
 
 
+def with_shardings(shapes: Any, where: Any) -> Any:
+    """A tree of shapes with the shardings of an equal tree."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        where,
+    )
+
+
 def constraint(
     mesh: Mesh, rules: Rules
 ) -> Callable[[jax.Array, tuple[str | None, ...]], jax.Array]:

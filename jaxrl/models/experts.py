@@ -16,10 +16,9 @@ implementations with equal results:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,13 +126,7 @@ def apply_experts_in_tiles(
     return _summed(_in_tiles(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, tiles), share_BTA)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("expert_Kn", "token_Knt", "pair_Knt", "place_M"),
-    meta_fields=(),
-)
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
+class _Tiles(NamedTuple):
     """The assignment of (token, expert) pairs to rows of tiles.
 
     Example: G = 2 experts, tiles of t = 2 rows, pairs 0..4 with experts 1 0 1 1 0:

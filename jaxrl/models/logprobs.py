@@ -31,6 +31,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    statistic: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every token given the tokens of its segment before it.
 
@@ -42,6 +43,8 @@ def token_logprobs(
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
       temperature: divides the logits.
       chunk_tokens: C, number of positions whose logits are in memory at once, forward and backward.
+      statistic: function from log-probabilities [B, C, V] to [B, C], such as `squared_probabilities`, that
+        replaces the entropy; None for the entropy.
 
     Returns:
       (logprob_BT, entropy_BT), float32.
@@ -49,30 +52,15 @@ def token_logprobs(
 
     def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
         logprobs_BCV, entropy_BC = log_softmax_entropy(logits_of(past_BCD) / temperature)
-        return of_tokens(logprobs_BCV, tokens_BC), entropy_BC
+        further_BC = entropy_BC if statistic is None else statistic(logprobs_BCV)
+        return of_tokens(logprobs_BCV, tokens_BC), further_BC
 
     return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
 
 
-def squared_probabilities(
-    logits_of: Callable[[jax.Array], jax.Array],
-    hidden_BTD: jax.Array,
-    tokens_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-) -> tuple[jax.Array, jax.Array]:
-    """For every token its log-probability, and the sum over the vocabulary of the squared probabilities.
-
-    Args as for `token_logprobs`; returns (logprob_BT, sum_pi_squared_BT), float32.
-    """
-
-    def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logprobs_BCV, _ = log_softmax_entropy(logits_of(past_BCD) / temperature)
-        return of_tokens(logprobs_BCV, tokens_BC), jnp.exp(2.0 * logprobs_BCV).sum(axis=-1)
-
-    return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
+def squared_probabilities(logprobs: jax.Array) -> jax.Array:
+    """The sum over the vocabulary of the squared probabilities, [...] of log-probabilities [..., V]."""
+    return jnp.exp(2.0 * logprobs).sum(axis=-1)
 
 
 def from_past(

@@ -11,6 +11,7 @@ models of one shape.
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig, RopeScaling
@@ -59,34 +60,16 @@ def _gemma3(*shape: int, window: int, query_scalar: float = 256.0) -> ModelConfi
     )
 
 
-def _dense(
-    vocab_size: int,
-    num_layers: int,
-    d_model: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    d_ff: int,
-    *,
-    tied: bool = False,
-    qkv_bias: bool = False,
-    **others,
-) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        d_ff=d_ff,
-        tie_embeddings=tied,
-        qkv_bias=qkv_bias,
-        **others,
-    )
+_SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 
 
-# Layers, width, query heads, key-value heads, size of a head, width of the feed-forward network.
+def _dense(vocab_size: int, *shape: int, tied: bool = False, **others) -> ModelConfig:
+    sizes: Any = dict(zip(_SIZES, shape, strict=True))
+    others = {"qkv_bias": False, **others}
+    return ModelConfig(vocab_size=vocab_size, tie_embeddings=tied, **sizes, **others)
+
+
+# The numbers of a shape are those of `_SIZES`.
 SHAPES = {
     "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 64, 4864, small=True),
     "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 128, 8960, small=True),

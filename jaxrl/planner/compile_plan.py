@@ -22,8 +22,8 @@ from jaxrl.planner.slot_choice import with_compiled_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.trainer.roles import check_role_batches
 
 Watch = Callable[[CompiledProgram], None]
 

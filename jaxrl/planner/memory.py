@@ -24,7 +24,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
-from jaxrl.planner.compiled.trace import SamplerShapes, layer_memory, nbytes_of
+from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
@@ -104,7 +104,7 @@ def sampling_memory(
         f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
         sampler.params,
     )
-    moved = sum(map(_bytes_per_device, _moved(state.params, sampler.params)))
+    moved = bytes_of(_moved(state.params, sampler.params))
     return [
         # Released before the actor's update, which makes new weights anyway.
         dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
@@ -175,14 +175,14 @@ def update_memory(
     rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
     return [
         _buffers(
-            *_of(name, "gradients"),
+            _title(name, "gradients"),
             "float32: one sum, which the backward pass adds to",
             gradients,
             sampling=False,
             turn=name,
         ),
         _buffers(
-            *_of(name, "train batch"),
+            _title(name, "train batch"),
             f"{rows} x {tokens:,} tokens a device and microbatch",
             batch,
             sampling=False,
@@ -191,8 +191,8 @@ def update_memory(
     ]
 
 
-def _of(name: str, what: str) -> tuple[str]:
-    return (what if name == "actor" else f"{name.replace('_', ' ')}, {what}",)
+def _title(name: str, what: str) -> str:
+    return what if name == "actor" else f"{name.replace('_', ' ')}, {what}"
 
 
 def activation_memory(
@@ -215,7 +215,7 @@ def activation_memory(
     beside = ", beside what is in host memory" if role.train.remat == "offload" else ""
     return [
         ResidentBuffers(
-            *_of(name, "kept of the layers"),
+            _title(name, "kept of the layers"),
             f"remat {role.train.remat}, split over rows and tokens{beside}",
             sum(a.size for a in kept) * stages,
             sum(map(nbytes_of, kept)) // math.prod(_batch_shards(role)),
@@ -224,7 +224,7 @@ def activation_memory(
             turn=name,
         ),
         ResidentBuffers(
-            *_of(name, "largest value in a layer"),
+            _title(name, "largest value in a layer"),
             f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
             + (" of a stage" if stages > 1 else ""),
             largest.size,
@@ -251,12 +251,11 @@ def _buffers(
     learning: bool = True,
     turn: str = "",
 ) -> ResidentBuffers:
-    leaves = jax.tree.leaves(tree)
     return ResidentBuffers(
         name,
         layout,
-        num_values=sum(leaf.size for leaf in leaves),
-        bytes_per_device=sum(map(_bytes_per_device, leaves)),
+        num_values=sum(leaf.size for leaf in jax.tree.leaves(tree)),
+        bytes_per_device=bytes_of(tree),
         sampling=sampling,
         learning=learning,
         turn=turn,
@@ -279,10 +278,6 @@ def _moved(trained: Params, sampled: Params) -> list[Any]:
         if before.dtype != after.dtype
         or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
     ]
-
-
-def _bytes_per_device(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def train_name(layout: ParallelLayout) -> str:

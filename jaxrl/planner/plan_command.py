@@ -140,14 +140,16 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--response-tokens",
         type=_positive,
         default=0.0,
-        help=f"of an answer on average, for what is predicted; default: {RESPONSE_SHARE} of the limit",
+        help=f"mean length of an answer, for predictions; default: {RESPONSE_SHARE} of the limit",
     )
     parser.add_argument(
         "--search",
         action="store_true",
         help="looks for the fastest mapping to the topology first, and plans that",
     )
-    parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
+    parser.add_argument(
+        "--json", action="store_true", help="prints JSON instead of tables, in bytes and seconds"
+    )
     parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")
     parser.add_argument(
         "--save", type=pathlib.Path, help="folder that keeps the executables, for the pod"

@@ -7,7 +7,7 @@
 Compiled plans also have rows for programs, with further columns:
 
     role or event   layout            values   per device   arguments ... left   at least   bound by
-    actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   products
+    actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   matmuls
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WIDE = 240
 # Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
 _OF_PROGRAMS = (
     *("arguments", "temporary", "peak", "co-resident", "left"),
-    *("at least, PREDICTED", "products", "memory", "traffic", "bound by"),
+    *("at least, PREDICTED", "matmuls", "memory", "traffic", "bound by"),
 )
 
 TableRow = tuple[str, ...]
@@ -158,7 +158,7 @@ def _program(plan: Plan, program: CompiledProgram) -> TableRow:
         program.co_resident,
         program.spare,
     )
-    times = (seconds.products, seconds.memory, seconds.traffic)
+    times = (seconds.matmuls, seconds.memory, seconds.traffic)
     return (
         _name(program),
         f"{fits}, {compiled}",

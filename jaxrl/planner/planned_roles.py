@@ -22,6 +22,7 @@ from jaxrl.planner.memory import (
     sampling_memory,
     training_memory,
 )
+from jaxrl.planner.memory_check import check_memory
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.trainer.algorithm import Algorithm
@@ -119,13 +120,16 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
       meshes: mesh of each role, abstract or of devices that need not be present.
 
     Raises:
-      UserError: settings contradict each other or a checkpoint, or something does not divide.
+      UserError: settings contradict each other or a checkpoint, something does not divide, or no memory
+        could hold it.
     """
     pools = {pool.name: pool for pool in pools_of(config, algorithm.roles)}
     # The programs of another backend are unknown; our engine stands for them.
     rollout = dataclasses.replace(config.rollout, driver="offline")
     config = dataclasses.replace(config, rollout=rollout)
     models = role_models(config, algorithm.roles)
+    num_devices = sum(pool.num_devices for pool in pools.values())
+    check_memory(config, models.actor, num_devices=num_devices)
     roles = build_roles(config, meshes, models)
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)
 

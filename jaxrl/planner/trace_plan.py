@@ -27,7 +27,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
 from jaxrl.planner.batch_flow import describe_flow
 from jaxrl.planner.compiled.programs import Program
-from jaxrl.planner.compiled.trace import abstract_batch, product_flops
+from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
 from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
 from jaxrl.planner.plan import Plan, PlannedPool, layout_names
 from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
@@ -35,7 +35,8 @@ from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches, step_shape
+from jaxrl.trainer.batch_shapes import step_shape
+from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
 
 # Assumed memory of a device if a config chooses its slots by memory and no device is known.
@@ -100,7 +101,7 @@ def _jaxpr(piece: Any) -> jax_core.Jaxpr:
 
 def _flops(program: Program, traced: list[jax_core.Jaxpr]) -> float:
     return sum(
-        piece.calls * piece.used * product_flops(jaxpr, open_loops=piece.open_loops)
+        piece.calls * piece.used * matmul_flops(jaxpr, open_loops=piece.open_loops)
         for piece, jaxpr in zip(program.pieces, traced, strict=True)
     )
 

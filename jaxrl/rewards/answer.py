@@ -1,44 +1,59 @@
-r"""A rule grader for integers, fractions and short answers (DAPO, AIME, GSM8K).
+r"""The grader `answer`: compares integers, fractions and short answers by their spelling (DAPO, AIME, GSM8K).
 
-    response -> its last 300 characters -> what follows the last "Answer:" or "####", else the last \boxed{}
-             -> one spelling for one value -> string equality with the ground truth, spelled alike
+    response -> its last 300 characters -> the text after the last "Answer:", "####" or final "The answer is",
+                                           else the last \boxed{}
+             -> one spelling per value -> string comparison with the ground truth, spelled the same way
 
-"####" is how GSM8K's solutions end; as it is a heading to Markdown too, it counts where a number follows.
-It starts from verl's `math_dapo` and reads the same window, so an answer must stand at the end of
-the response. Unlike verl it knows the many spellings of one number: "42.", "$42$", "\boxed{42}",
-"042", "42.0", "+42", "42 cm" and "84/2" are 42. What may be something else is not: "42 or 43",
-"not 42", "\pm 42", "42x", "42!".
+GSM8K's solutions end in "#### N". Markdown uses "####" for headings, so it counts only before a number.
+The grader follows verl's `math_dapo` and reads the same window, so an answer must stand at the end of
+the response. In addition it knows many spellings of one number: "42.", "$42$", "\boxed{42}", "042",
+"42.0", "+42", "42 cm" and "84/2" are 42, "1.5e3" is 1500. Ambiguous texts are wrong: "42 or 43", "not 42",
+"\pm 42", "42x", "42!".
 
 Covered: numbers, and text or LaTeX that differs in notation only. Not covered: algebra ("x+1" and
-"1+x" differ). Text is matched and rewritten, never evaluated, and the cut bounds all the work.
+"1+x" differ). Text is matched and rewritten, never evaluated. The window bounds the work.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from fractions import Fraction
 
 from jaxrl.errors import UserError
+from jaxrl.rewards.answer_reader import BOX, SCIENTIFIC, closing_brace, without_spacing
 
-# Also bounds the digits of any number that is parsed.
+# This also bounds the digits of a number.
 _WINDOW_CHARS = 300
 
-_MARKER = r"answer\**\s*[:\uFF1A]"  # the full-width colon is what Chinese responses write
+# "Answer:", "**Answer**:" and "**Answer:** "; Chinese responses write the full-width colon.
+_MARKER = r"answer[*_]*\s*[:\uFF1A](?:[*_]++(?!\S))?+"
 _HASHES = "####"
 _ANSWER = re.compile(
     rf"(?i){_MARKER}\s*(?=\S)(?P<said>(?:(?!{_MARKER}|{_HASHES})[^\n])+)"
     rf"|{_HASHES}[ \t]*(?P<marked>(?:(?!{_MARKER}|#)[^\n])+)"
 )
+# A last sentence: "The answer is 80.", and Minerva's "The final answer is $42$. I hope it is correct."
+# "Suppose the answer is 80." and "The answer is 80 or 81." are no answers.
+_SENTENCE = re.compile(
+    r"(?i)(?:\A|(?<=\n)|(?<=[.!?])(?=\s+[*_]*(?-i:[A-Z]))|(?<=answer:)|(?<=answer:\*\*))"
+    r"[ \t]*(?:[*_#>-]+[ \t]*)?"
+    r"(?:(?:so|thus|hence|then|therefore|finally|and),?[ \t]+)?"
+    r"(?:the|my|our)[ \t]+(?:(?:final|correct)[ \t]+)?answer[ \t]+is(?:[ \t]*:\s*|[ \t]+)"
+    r"(?P<said>\S[^\n]*?)(?:[ \t]*I hope it is correct\.?)?\s*\Z"
+)
+# A box in it is found as a box.
+_IN_MATH_MODE = re.compile(r"(?!.*\\boxed)(?:\$[^$]+\$|\\\((?:(?!\\\)).)+\\\))\.?")
 
-# Applied once, in this order. What separates becomes a space, never nothing: "4$2" is not 42.
+# Applied once, in this order. A separator becomes a space, never nothing: "4$2" is not 42.
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         ("\u2212", "-"),
         (r"\{,\}|,\\!\s*", ","),  # 1{,}234 and 10,\!080
         (r"(?<=[0-9])\\[,;:]\s*(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234
-        (r"(?<!\\)\\[,;:! ()\[\]]|\\?\$", " "),
+        (r"(?<!\\)\\[,;:! ()\[\]]|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\}|\\?\$", " "),
         (r"\\(?:left|right|displaystyle)(?![A-Za-z])", " "),
         (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -59,7 +74,7 @@ _UNITS = (
     r"(?:\s*\^\s*[23]|[²³])?"
 )
 
-# Wrappers around the answer, taken off until none is left.
+# Markup around an answer, removed until nothing changes.
 _WRAPPERS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -72,7 +87,7 @@ _WRAPPERS = tuple(
 )
 
 _FRACTION = re.compile(r"([+-]?)\s*\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
-_NUMERAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMERAL = rf"(?:{SCIENTIFIC}|(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"([+-]?)\s*({_NUMERAL})(?:\s*/\s*({_NUMERAL}))?")
 
 
@@ -81,8 +96,8 @@ class Grade:
     """The verdict on one response.
 
     Attributes:
-      correct: the response gives the ground truth.
-      prediction: the answer found in it, as `normalize_answer` spells it; None if there is none.
+      correct: whether the response gives the ground truth.
+      prediction: the answer of the response, spelled by `normalize_answer`; None if there is none.
     """
 
     correct: bool
@@ -90,9 +105,10 @@ class Grade:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""What follows the last "Answer:" or "#### ", up to the line's end, else is in the last `\boxed{...}`.
+    r"""Returns the answer in the last 300 characters of a response; None if there is none.
 
-    After "####" it has to be a number. Only the last 300 characters are read; None if there is nothing.
+    It is the text after the last "Answer:", up to the end of the line, or the number after the last
+    "####", or a last sentence "The answer is N."; without these, the content of the last `\boxed{...}`.
     """
     span = answer_span(response)
     if span is not None:
@@ -101,25 +117,40 @@ def extract_answer(response: str) -> str | None:
 
 
 def answer_span(response: str) -> tuple[int, int] | None:
-    """From where to where the last "Answer:" or "#### " is followed by an answer; None if there is none."""
+    """Returns the start and end of the answer after "Answer:", "####" or "The answer is"; None if none."""
     before = max(0, len(response) - _WINDOW_CHARS)
     spans = [
         match.span("said" if match["said"] else "marked")
-        for match in _ANSWER.finditer(response[before:])
+        for match in _ANSWER.finditer(response, before)
         if match["said"] or _is_number(match["marked"])
     ]
-    return (before + spans[-1][0], before + spans[-1][1]) if spans else None
+    # With a position instead of a cut text, a sentence that starts before the window is not read in part.
+    for match in _SENTENCE.finditer(response, before):
+        if _IN_MATH_MODE.fullmatch(match["said"]) or _is_number(match["said"]):
+            spans.append(match.span("said"))
+    return _inside_emphasis(response, *max(spans)) if spans else None
+
+
+def _inside_emphasis(text: str, start: int, end: int) -> tuple[int, int]:
+    """The span without the end of an emphasis that begins before it: "**Answer: 42**", "**Answer:**42"."""
+    line = text[:start].rpartition("\n")[2]
+    mark = next((mark for mark in ("**", "__", "*") if line.count(mark) % 2), None)
+    said = text[start:end].rstrip()
+    if mark and said.startswith(mark):
+        start += len(mark)
+    elif mark and said.endswith(mark):
+        end = start + len(said) - len(mark)
+    return start, end
 
 
 def normalize_answer(text: str) -> str:
-    r"""One spelling for all spellings of an answer.
+    r"""Returns one spelling for all spellings of an answer.
 
-    Numbers become integers or fractions in lowest terms: "1,234.50" -> "2469/2". Other text
-    loses its dress only: "$x = \dfrac{\pi}2$." -> "\frac{\pi}{2}".
+    Numbers become integers or fractions in lowest terms: "1,234.50" -> "2469/2". Other texts
+    lose their markup only: "$x = \dfrac{\pi}2$." -> "\frac{\pi}{2}".
 
     Returns:
-      The spelling; empty if nothing is left, or if the text is longer than the 300 characters in
-      which an answer is looked for.
+      The spelling; empty if nothing is left or if the text has more than 300 characters.
     """
     if len(text) > _WINDOW_CHARS:
         return ""
@@ -131,7 +162,7 @@ def grade_answer(response: str, answer: str) -> Grade:
     """Grades `response` against the ground truth `answer`, which may be a GSM8K solution ("... #### 18").
 
     Raises:
-      UserError: the ground truth normalises to nothing, so no response could ever be right.
+      UserError: The normalised ground truth is empty, so no response could be right.
     """
     truth = normalize_answer(answer.rpartition(_HASHES)[2])
     if not truth:
@@ -144,17 +175,17 @@ def grade_answer(response: str, answer: str) -> Grade:
 
 
 def grade_gsm8k(response: str, solution: str) -> Grade:
-    """`grade_answer` against the final answer of a GSM8K solution; raises as `gsm8k_answer`."""
+    """Grades `response` against the final answer of a GSM8K solution; raises like `gsm8k_answer`."""
     return grade_answer(response, gsm8k_answer(solution))
 
 
 def gsm8k_answer(solution: str) -> str:
-    """The final answer of a GSM8K solution as it stands there: "... #### 1,234" -> "1,234".
+    """Returns the final answer of a GSM8K solution: "... #### 1,234" -> "1,234".
 
-    A number alone is one that was taken out already, as `data.row_layouts` does.
+    A number alone is returned unchanged, because `data.row_layouts` has extracted it already.
 
     Raises:
-      UserError: there is no "####", or nothing after it, and it is no number.
+      UserError: The text has no "####" with an answer after it and is no number.
     """
     _, hashes, answer = solution.rpartition(_HASHES)
     answer = answer.strip()
@@ -167,16 +198,13 @@ def gsm8k_answer(solution: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    """What the last box holds, braces balanced; None if there is no box or it never closes."""
-    _, opening, rest = text.rpartition(r"\boxed{")
+    """Returns the content of the last box; None without a box or if it is not closed."""
+    opening = collections.deque(BOX.finditer(text), maxlen=1)
     if not opening:
         return None
-    depth = 1
-    for i, char in enumerate(rest):
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return rest[:i].strip()
-    return None
+    start = opening[0].end()
+    end = closing_brace(text, start)
+    return without_spacing(text[start:end]) if end >= 0 else None
 
 
 def _is_number(text: str) -> bool:
@@ -184,24 +212,20 @@ def _is_number(text: str) -> bool:
 
 
 def _undressed(text: str) -> str:
-    """Without notation that carries no value, and without what stands around the answer."""
+    """Removes notation that carries no value and the markup around an answer."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return _unwrap(text)
-
-
-def _unwrap(text: str) -> str:
-    """Takes off what stands around an answer. Every change shortens the text, so this ends."""
-    while True:
+    before = None
+    while text != before:
         before = text
         for pattern, replacement in _WRAPPERS:
+            # Each change shortens the text, so the loop ends.
             text = pattern.sub(replacement, text)
-        if text == before:
-            return text
+    return text
 
 
 def _number(text: str) -> str | None:
-    """The number that `text` is, in lowest terms; None if it is anything else."""
+    """Returns a number in lowest terms; None if `text` is no number."""
     fraction = _FRACTION.fullmatch(text)
     match = _NUMBER.fullmatch("{}{}/{}".format(*fraction.groups()) if fraction else text)
     if match is None:
@@ -215,7 +239,7 @@ def _number(text: str) -> str | None:
 
 
 def _expression(text: str) -> str:
-    """`text` with single spaces, and those only between two words or numbers and after commas."""
+    """Keeps single spaces, and only between two words or numbers and after commas."""
     text = " ".join(text.split())
     text = re.sub(r"(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])", "", text)
     return text.replace(",", ", ").strip()

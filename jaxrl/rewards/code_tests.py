@@ -1,11 +1,11 @@
-"""Unit tests for code that a model wrote, run in a sandbox; the expected values never go in.
+"""Unit tests of code written by a model. They run in a sandbox, which never sees the expected values.
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       a program reads and prints
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}            a function is called
     ["assert add(1, 2) == 3", "assert not is_odd(2)"]                 calls, as asserts
 
-A program that is run beside its tests could read them, or change what "equal" means. So calls are made in
-the sandbox, their values come out as text, are read as literals, and are compared here.
+A program could read tests in its own process, or redefine equality. So the sandbox makes the calls and
+returns their values as text. This module reads the values as literals and compares them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.rewards.sandbox import Sandbox, SandboxLimits, sandbox_called
 MAX_TESTS = 200
 _MAX_CODE_CHARS = 100_000
 
-# In the sandbox: runs the program, then each call, and writes the values to the error output.
+# Runs in the sandbox: executes the program, then each call, and writes the values to the error output.
 _CALLER = """
 import io, json, os, sys
 given = json.load(sys.stdin)
@@ -42,7 +42,7 @@ for call in given["calls"]:
 
 @dataclasses.dataclass(frozen=True)
 class PrintTest:
-    """A program that is given `stdin` prints `expected`."""
+    """Tests that a program prints `expected` if its input is `stdin`."""
 
     stdin: str
     expected: str
@@ -50,7 +50,13 @@ class PrintTest:
 
 @dataclasses.dataclass(frozen=True)
 class CallTest:
-    """An expression has a value; `method` names the function, which may be that of a class `Solution`."""
+    """Tests the value of an expression.
+
+    Attributes:
+      call: expression.
+      expected: its value.
+      method: name of the function, which may be a method of a class `Solution`; "" for asserts.
+    """
 
     call: str
     expected: Any
@@ -61,10 +67,10 @@ Test = PrintTest | CallTest
 
 
 def read_tests(text: str) -> list[Test]:
-    """The tests of a row.
+    """Parses the tests of a row.
 
     Raises:
-      UserError: they have none of the forms above.
+      UserError: The tests have none of the forms above.
     """
     try:
         tests = _tests(text)
@@ -105,42 +111,30 @@ def _text(value: Any) -> str:
 
 
 def _assertion(line: str) -> CallTest:
-    """ "assert f(1) == 2", "assert f(1)", "assert not f(1)", "assert f(1) is None"."""
-    module = ast.parse(line.strip())
-    statement = module.body[0] if len(module.body) == 1 else None
-    if not isinstance(statement, ast.Assert):
-        raise ValueError(f"{line[:80]!r} is no assert")
-    test = statement.test
-    if (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], ast.Eq | ast.Is)
-    ):
-        sides = (test.left, test.comparators[0])
-        for call, value in (sides, sides[::-1]):
-            try:
-                return CallTest(ast.unparse(call), ast.literal_eval(value))
-            except ValueError:
-                continue
-        raise ValueError(f"{line[:80]!r} compares with no literal")
-    if (
-        isinstance(test, ast.UnaryOp)
-        and isinstance(test.op, ast.Not)
-        and isinstance(test.operand, ast.Call)
-    ):
-        return CallTest(f"not ({ast.unparse(test.operand)})", True)
-    if isinstance(test, ast.Call):
-        return CallTest(f"not ({ast.unparse(test)})", False)
-    raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
+    """Parses "assert f(1) == 2", "assert f(1)", "assert not f(1)" or "assert f(1) is None"."""
+    match ast.parse(line.strip()).body:
+        case [ast.Assert(ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
+            for call, value in ((left, right), (right, left)):
+                try:
+                    return CallTest(ast.unparse(call), ast.literal_eval(value))
+                except ValueError:
+                    continue
+            raise ValueError(f"{line[:80]!r} compares with no literal")
+        case [ast.Assert(ast.UnaryOp(ast.Not(), ast.Call() as call))]:
+            return CallTest(f"not ({ast.unparse(call)})", True)
+        case [ast.Assert(ast.Call() as call)]:
+            return CallTest(f"not ({ast.unparse(call)})", False)
+        case [ast.Assert()]:
+            raise ValueError(f"{line[:80]!r} is neither a call nor a comparison with a literal")
+    raise ValueError(f"{line[:80]!r} is no assert")
 
 
 def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
-    """Which tests a program passes; None where it was ended. Runs in a worker.
+    """Returns which tests a program passes; None if it ran out of time. Runs in a worker.
 
     Args:
-      argument: the program, the tests as text, the seconds of processor time, and the name of the sandbox.
-        The seconds are for all calls together, or for each run of a program that prints; all runs together
-        have four times as long.
+      argument: program, tests as text, seconds of processor time, and name of the sandbox. The seconds limit
+        all calls together, or each run of a program that prints; all runs together have four times as long.
     """
     program, text, seconds, name = argument
     sandbox = sandbox_called(name)
@@ -159,12 +153,12 @@ def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
         outcome = sandbox.run(program, test.stdin.encode(), SandboxLimits(min(seconds, left)))
         if outcome.status is None:
             return None
-        # Processor time: a right program is not wrong on a busy machine.
+        # Processor time, so that a right program does not fail on a busy machine.
         left -= outcome.seconds
         printed = outcome.stdout.decode(errors="replace")
         passed.append(outcome.status == 0 and _lines(printed) == _lines(test.expected))
         if not passed[-1]:
-            # What fails one test is wrong; the time of the others is saved.
+            # One failed test makes the program wrong, so the others are skipped.
             break
     return passed + [False] * (len(tests) - len(passed))
 
@@ -195,7 +189,7 @@ def _equal(value: Any, expected: Any) -> bool:
     if isinstance(value, float) or isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         return numbers and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
-    # JSON has lists alone.
+    # JSON has lists but no tuples.
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(_equal, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):

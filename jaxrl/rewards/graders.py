@@ -1,12 +1,12 @@
-"""Graders by name, with options, and which source has which: one object that a run asks for all its verdicts.
+"""The graders of a run: chosen by name and options, one for each data source.
 
     Graders(("answer", {}), {"math500": ("math", {}), "puzzles": ("reasoning_gym", {"task": "countdown"})})
-      .grade(samples)   ->  each sample to the grader of its row's source  ->  verdicts, in order
-      .submit(samples)  ->  the same beside whatever comes next
-      .validate(row)    ->  why the ground truth of a row cannot be graded against
+      .grade(samples)   ->  the grader of each sample's source  ->  verdicts, in order
+      .submit(samples)  ->  the same on a thread
+      .validate(row)    ->  why the ground truth of a row cannot be used
 
-Graders that need processes share one pool, which starts with the first question to it. The first failure
-of each kind is logged in full; all of them are in the verdicts.
+Graders that need processes share one pool, which starts with its first call. The first failure of each kind
+is logged in full; the verdicts hold all failures.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from typing import Any
 
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
 from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
     Grader,
     GradingTask,
+    PendingVerdict,
     Response,
     TextGrader,
     Verdict,
@@ -45,28 +46,28 @@ from jaxrl.rewards.pool_functions import load_pool_function
 from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
 from jaxrl.rewards.sandboxed_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
 from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
-from jaxrl.types import GraderFailure
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
 
-# Clock time of a call as a multiple of its processor time: one that sleeps takes none of that.
+# Limit of a call's clock time, in multiples of its processor time. It ends calls that sleep.
 _PATIENCE = 6.0
 _MEMORY_BYTES = 1 << 30
 
 GraderChoice = tuple[str, Mapping[str, Any]]
-"""A name of `GRADERS`, or where a user's function is; and options."""
+"""A name of `GRADERS` or the path of a user's function, and options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraderKind:
-    """How a grader is made.
+    """A built-in grader.
 
     Attributes:
-      build: of the pool if it asks one, of the name of a sandbox if it runs code, and of options.
-      asks: what it asks the pool for; "" asks nothing.
-      package: that has to be installed.
-      extra: of jaxrl, that installs it.
+      build: constructor. It takes the pool if the grader needs one, the name of the sandbox if it runs code,
+        and options.
+      asks: name of its function in the pool; "" needs no pool.
+      package: package that it needs; "" needs none.
+      extra: extra of jaxrl that installs the package.
     """
 
     build: Callable[..., Grader]
@@ -88,7 +89,7 @@ GRADERS: dict[str, GraderKind] = {
 
 
 def check_grader(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError where there is no such grader, it lacks a package, or refuses its options."""
+    """Raises UserError if the grader does not exist, lacks a package, or refuses its options."""
     _built(name, options, None)
 
 
@@ -105,19 +106,20 @@ class Graders:
         code_sandbox: SandboxChoice | None = None,
         needs_truths: bool = True,
     ):
-        """Builds them; no process of the pool is started yet.
+        """Builds the graders without starting a process.
 
         Args:
-          default: of sources that are not in `by_source`.
-          by_source: others, by the name of a data set.
-          workers: processes for those that need them; 0 takes one for each core.
+          default: grader of the sources that are not in `by_source`.
+          by_source: graders of other sources, by the name of a data set.
+          workers: processes of the pool; 0 starts one per core, at most 8.
           cpu_seconds: processor time of one response in such a process.
-          code_sandbox: where programs run, if a source has the grader `code`. It is tried at once, and a
-            warning says what it does not protect. None is for graders that only read ground truths.
-          needs_truths: False leaves responses to prompts with an empty ground truth ungraded.
+          code_sandbox: sandbox of the grader `code`. It is tested now, and a warning lists its gaps. None is
+            enough to validate ground truths.
+          needs_truths: whether every prompt needs a ground truth. If False, responses to prompts without one
+            stay ungraded.
 
         Raises:
-          UserError: as of `check_grader`; or there is no such sandbox on this machine.
+          UserError: See `check_grader`; or the sandbox does not work on this machine.
         """
         self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
@@ -148,31 +150,30 @@ class Graders:
         return graders
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each sample, in order; neither right nor failed where there is no truth.
+        """Returns a verdict on each sample, in order; `UNGRADED` if it needs no ground truth and has none.
 
         Raises:
-          UserError: a ground truth cannot be read.
+          UserError: A ground truth is malformed.
         """
-        places: dict[int, list[int]] = {}
-        verdicts: dict[int, Verdict] = {}
+        verdicts = [Verdict(UNGRADED, False)] * len(samples)
+        # By identity: a grader of a user may not be hashable.
+        groups: dict[int, list[int]] = {}
         for n, sample in enumerate(samples):
-            if not self._needs_truths and not sample.row.answer:
-                verdicts[n] = Verdict(UNGRADED, False)
-                continue
-            places.setdefault(id(self._grader_of(sample.row)), []).append(n)
-        for group in places.values():
-            grader = self._grader_of(samples[group[0]].row)
-            found = grader.grade([samples[n] for n in group])
-            verdicts.update(zip(group, found, strict=True))
-        ordered = [verdicts[n] for n in range(len(samples))]
-        self._show_new_failures(samples, ordered)
-        return ordered
+            if self._needs_truths or sample.row.answer:
+                groups.setdefault(id(self._grader_of(sample.row)), []).append(n)
+        for indices in groups.values():
+            grader = self._grader_of(samples[indices[0]].row)
+            found = grader.grade([samples[n] for n in indices])
+            for n, verdict in zip(indices, found, strict=True):
+                verdicts[n] = verdict
+        self._show_new_failures(samples, verdicts)
+        return verdicts
 
     def submit(self, samples: Sequence[Response]) -> concurrent.futures.Future[list[Verdict]]:
-        """Grades beside whatever comes next, on one thread, in the order in which samples come.
+        """Grades on a thread, in the order of calls.
 
-        All that waits is graded at once: a sample that takes long holds up those that came with it, and the
-        processes have enough to do.
+        All waiting samples are graded at once, which keeps the processes busy. A slow sample delays the
+        others of its batch.
         """
         future: concurrent.futures.Future[list[Verdict]] = concurrent.futures.Future()
         self._waiting.append((samples, future))
@@ -188,7 +189,7 @@ class Graders:
         try:
             together = self.grade([sample for samples, _ in asked for sample in samples])
         except UserError:
-            # One of them has a truth that cannot be read: the others are not to hear of it.
+            # One has a malformed ground truth; the others must still get their verdicts.
             for samples, future in asked:
                 _settle(future, lambda samples=samples: self.grade(samples))
         except BaseException as error:
@@ -200,12 +201,12 @@ class Graders:
                 future.set_result(list(itertools.islice(verdicts, len(samples))))
 
     def validate(self, row: GradingTask) -> str | None:
-        """Why the row cannot be graded against; None if it can."""
+        """Returns why the ground truth of a row cannot be used; None if it can."""
         return empty_fault(row) or self._grader_of(row).validate(row)
 
     def close(self) -> None:
-        """Ends what grades beside, and the processes."""
-        # The pool first: whoever waits for it gets an answer.
+        """Ends the thread and the processes."""
+        # The pool first: then the thread, which may wait for the pool, gets an answer.
         self._pool.close()
         if self._aside is not None:
             self._aside.shutdown()
@@ -216,22 +217,19 @@ class Graders:
     def _show_new_failures(self, samples: Sequence[Response], verdicts: Sequence[Verdict]) -> None:
         for sample, verdict in zip(samples, verdicts, strict=True):
             failure = verdict.failure
-            if failure is not None and failure.kind not in self._shown:
-                self._shown.add(failure.kind)
-                self._show(sample, failure)
-
-    def _show(self, sample: Response, failure: GraderFailure) -> None:
-        name = self._names.get(sample.row.source, self._names[""])
-        logger.warning(
-            "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
-            "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
-            name,
-            failure.kind,
-            failure.message,
-            sample.row.answer[:80],
-            sample.text[-160:],
-            failure.kind,
-        )
+            if failure is None or failure.kind in self._shown:
+                continue
+            self._shown.add(failure.kind)
+            logger.warning(
+                "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
+                "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
+                self._names.get(sample.row.source, self._names[""]),
+                failure.kind,
+                failure.message,
+                sample.row.answer[:80],
+                sample.text[-160:],
+                failure.kind,
+            )
 
 
 def _settle(
@@ -239,34 +237,31 @@ def _settle(
 ) -> None:
     try:
         future.set_result(grade())
-    except BaseException as error:  # it is the asker's to see
+    except BaseException as error:  # the caller gets it from the future
         future.set_exception(error)
 
 
 class _PathGrader:
-    """A user's function of two texts, in the processes of a pool, so that one that hangs can be ended."""
+    """Calls a user's function of two texts in a worker, which can be ended if it hangs."""
 
     def __init__(self, path: str, pool: ProcessPool):
         self._path = path
         self._pool = pool
-        # Here as well: what a path does not lead to is told before anything is started.
+        # Loaded here as well, so that a wrong path is reported before a process starts.
         self._function: TextGrader = load_function(
             path, "grader", takes=("response", "answer"), own_process=True
         )
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
-        return [self._verdict(future) for future in asked]
+        return [PendingVerdict(future, self._verdict).wait() for future in asked]
 
     def validate(self, row: GradingTask) -> str | None:
         return FunctionGrader(self._function).validate(row)
 
-    def _verdict(self, future: concurrent.futures.Future[Any]) -> Verdict:
+    def _verdict(self, grade: Any) -> Verdict:
         try:
-            grade = future.result()
             return Verdict.of(bool(grade.correct), grade.prediction)
-        except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault))
         except AttributeError as error:
             return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
 
@@ -284,13 +279,13 @@ def _pool_of(names: Set[str], workers: int, cpu_seconds: float) -> ProcessPool:
 
 
 def _asks(name: str) -> str:
-    """What a grader asks the pool for."""
+    """Returns the name of a grader's function in the pool; "" if it needs none."""
     return name if ":" in name else GRADERS[name].asks if name in GRADERS else ""
 
 
 @functools.cache
 def _chosen_sandbox(choice: SandboxChoice) -> str:
-    """The name of the sandbox that works here. A warning says once what it does not protect."""
+    """Returns the name of a sandbox that works on this machine; logs its gaps once."""
     sandbox = choose_sandbox(choice)
     logger.warning(
         "the grader 'code' runs programs in the sandbox %r, which has these limits: %s",
@@ -303,7 +298,7 @@ def _chosen_sandbox(choice: SandboxChoice) -> str:
 def _built(
     name: str, options: Mapping[str, Any], pool: ProcessPool | None, sandbox: str = ""
 ) -> Grader:
-    """The grader; without a pool one that is not asked anything."""
+    """Builds a grader; without a pool it can only validate ground truths."""
     pool = pool or _pool_of(set(), workers=1, cpu_seconds=1.0)
     if ":" in name:
         if options:

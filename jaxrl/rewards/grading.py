@@ -1,13 +1,14 @@
-"""What a grader is: of each response a verdict, and of each ground truth whether it can be read.
+"""The interface of graders: they give each response a verdict and validate ground truths.
 
-    Response(text, tokens, row) -> Grader -> Verdict(score, correct, prediction), or one with a GraderFailure
+    Response(text, tokens, row) -> Grader -> Verdict(score, correct, prediction, failure)
 
-A failure is no verdict on the response: the grader ran out of time, or broke. The response counts as wrong,
-since a policy must not gain by what breaks its grader; and the failure is counted and shown.
+A failure says that the grader ran out of time or broke. The response then counts as wrong, because a policy
+must not gain by breaking its grader. Failures are counted and logged.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,17 +16,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.process_pool import WorkerFault
 from jaxrl.rewards.answer import Grade
 from jaxrl.types import GraderFailure
 
 
 @dataclasses.dataclass(frozen=True)
 class GradingTask:
-    """What the data say of a prompt.
+    """The row of a prompt, as graders see it.
 
     Attributes:
-      answer: the ground truth, in the grader's own notation.
-      extra: the row's other fields, plain JSON.
+      answer: ground truth, in the notation of the grader.
+      extra: other fields of the row, plain JSON.
       source: name of the data set.
     """
 
@@ -36,14 +38,14 @@ class GradingTask:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What the policy wrote of a response, with the row that it answers.
+    """A response: the policy's own turns, and the row of its prompt.
 
-    What an environment wrote is left out: an answer that a tool gives is not the policy's.
+    The turns of an environment are left out, because an answer given by a tool is not the policy's.
 
     Attributes:
-      text: without special tokens, turns a line apart.
-      tokens: int32, end-of-sequence included.
-      row: of the prompt.
+      text: text without special tokens, one line break between turns.
+      tokens: int32 tokens, end-of-sequence included.
+      row: row of the prompt.
     """
 
     text: str
@@ -54,18 +56,18 @@ class Response:
 RIGHT, WRONG = 1.0, -1.0
 """DAPO eq. 7."""
 UNGRADED = 0.0
-"""Score of a response to a prompt that has no ground truth and needs none."""
+"""Score of a response to a prompt that needs no ground truth and has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """On one response.
+    """A grader's verdict on one response.
 
     Attributes:
-      score: the reward, from -1 (wrong) to 1 (right).
-      correct: the response gives the ground truth.
-      prediction: the answer that was found in it; None if there is none.
-      failure: of the grader; the response then counts as wrong.
+      score: reward, from -1 (wrong) to 1 (right).
+      correct: whether the response gives the ground truth.
+      prediction: answer of the response; None if it has none.
+      failure: failure of the grader; the response then counts as wrong.
     """
 
     score: float
@@ -75,45 +77,86 @@ class Verdict:
 
     @staticmethod
     def of(correct: bool, prediction: str | None) -> Verdict:
-        """Right or wrong, and nothing between."""
+        """A verdict without part marks."""
         return Verdict(RIGHT if correct else WRONG, correct, prediction)
 
     @staticmethod
     def failed(kind: str, message: str, prediction: str | None = None) -> Verdict:
-        """None, for a reason that lies with the grader."""
+        """A verdict of a grader that failed."""
         return Verdict(WRONG, False, prediction, GraderFailure(kind, message))
 
 
 class Grader(Protocol):
-    """Judges responses, by itself or in processes that it is given."""
+    """Grades responses, in this process or in those of a pool."""
 
     def grade(self, samples: Sequence[Response]) -> Sequence[Verdict]:
-        """A verdict on each. Raises UserError for a ground truth that it cannot read, and for no response."""
+        """Returns a verdict on each response; raises UserError only for a malformed ground truth."""
         ...
 
     def validate(self, row: GradingTask) -> str | None:
-        """Why the row's ground truth cannot be graded against; None if it can."""
+        """Returns why the row's ground truth cannot be used; None if it can."""
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class PendingVerdict:
+    """A verdict for which a worker process computes.
+
+    Attributes:
+      future: result of the worker.
+      verdict: makes the verdict from that result.
+      prediction: answer of the response, for the verdict if the worker fails.
+    """
+
+    future: concurrent.futures.Future[Any]
+    verdict: Callable[[Any], Verdict]
+    prediction: str | None = None
+
+    def wait(self) -> Verdict:
+        """Waits for the verdict."""
+        try:
+            return self.verdict(self.future.result())
+        except WorkerFault as fault:
+            return Verdict.failed(fault.kind, str(fault), self.prediction)
+
+
+class SampleGrader:
+    """A grader that looks at one response at a time; it validates each ground truth first."""
+
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
+        """Returns a verdict on each response; raises UserError for a malformed ground truth."""
+        begun = []
+        for sample in samples:
+            if fault := self.validate(sample.row):
+                raise UserError(fault)
+            begun.append(self.begin(sample))
+        return [x.wait() if isinstance(x, PendingVerdict) else x for x in begun]
+
+    def validate(self, row: GradingTask) -> str | None:
+        """Returns why the row's ground truth cannot be used: by default only if it is empty."""
+        return empty_fault(row)
+
+    def begin(self, sample: Response) -> Verdict | PendingVerdict:
+        """Grades one response, or asks a worker to."""
+        raise NotImplementedError
+
+
 TextGrader = Callable[[str, str], Grade]
-"""(response, ground truth) -> Grade. It raises UserError for a ground truth that it cannot read, and never
-for
-what a response holds."""
+"""(response, ground truth) -> Grade. It raises UserError only for a malformed ground truth."""
 
 
 class FunctionGrader:
-    """A function of two texts as a grader. It runs in this process and cannot be ended."""
+    """Grades by a function of two texts in this process, which no time limit can end."""
 
     def __init__(self, function: TextGrader):
         self._function = function
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """What the function says; what it raises, other than UserError, is a failure."""
+        """Returns the function's verdicts; any exception but UserError is a failure of the grader."""
         return [self._verdict(sample) for sample in samples]
 
     def validate(self, row: GradingTask) -> str | None:
-        """What the function says of the ground truth beside an empty response."""
+        """Returns why the function refuses the ground truth, tried with an empty response."""
         return empty_fault(row) or refusal(lambda: self._function("", row.answer))
 
     def _verdict(self, sample: Response) -> Verdict:
@@ -127,7 +170,7 @@ class FunctionGrader:
 
 
 def refusal(reads: Callable[[], Any]) -> str | None:
-    """The message of the UserError that `reads` raises; None if it raises none."""
+    """Returns the message of the UserError that `reads` raises; None if it raises none."""
     try:
         reads()
     except UserError as error:
@@ -136,7 +179,7 @@ def refusal(reads: Callable[[], Any]) -> str | None:
 
 
 def empty_fault(row: GradingTask) -> str | None:
-    """The fault of a ground truth that is empty, which no grader can do with."""
+    """Returns an error message if the ground truth is empty, else None."""
     if row.answer.strip():
         return None
     return (

@@ -1,16 +1,15 @@
-r"""Generative judges: a language model that is asked how good a response is, and answers in words.
+r"""Generative judges: a language model writes how good a response is, and its text becomes a score.
 
     Completions -> judge_prompts -> texts -> sample (a judge model) -> texts -> parse_verdicts -> scores
 
-Everything but the sampling is here, as pure functions of text; the sampling is handed in.
+This file has pure functions of text; the caller passes the function that samples.
 
-A response is untrusted text, written by a model that is rewarded for what the judge says of it. It is filled
-in once and never read as a template, so braces in it are braces. It is cut to a limit. What would end its
-place in the judge's prompt is replaced by a mark: the tags that the template writes, such as </response>, and
-the special tokens of the judge's tokenizer, whose text a response can spell. A judge may still be talked
-into something; watch the term's mean beside the grader's.
+A response is untrusted: the model that writes it is rewarded by the judge. It is never read as a template,
+so braces in it are braces. It is cut to a limit. Texts that could end the response in the judge's prompt are
+replaced by a mark: the tags of the template, such as </response>, and the special tokens of the judge's
+tokenizer. A response may still persuade a judge; compare the mean of this term with the grader's.
 
-Not covered: several opinions of one judge, and comparisons of two responses.
+Not covered: several verdicts of one judge, and comparisons of two responses.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from jaxrl.checks import at_least, check_fields
 from jaxrl.errors import UserError
 from jaxrl.types import Completions
 
-# Several to a token of the longest prompt.
+# Several characters for each token of the longest prompt.
 MAX_RESPONSE_CHARS = 10**8
 
-# A verdict stands at the end. Also bounds the work of a user's pattern.
+# A verdict is at the end of the text. This also bounds the work of a user's pattern.
 _WINDOW_CHARS = 300
 
 _FIELD = re.compile(r"\{(question|response|answer)\}")
 _TAG = re.compile(r"</?([A-Za-z][\w-]*)>")
 _CUT = "[cut] "
-# In the place of what is forbidden: no letter, space or sign of a tag. The private ones are in no tokenizer.
+# Replacements of forbidden texts: no letters, spaces or signs of tags. No tokenizer has the private ones.
 _MARKS = "\ufffd\u2026\ue000\uf8ff"
 
 SCORE_PATTERN = r"""(?i)\bscore[\s:=*"'`]{1,10}(-?[0-9]+(?:\.[0-9]+)?)(?![0-9])"""
@@ -61,23 +60,22 @@ line "Score: N".
 """For `score_parser(low=0, high=10)`."""
 
 Parser = Callable[[str], float | None]
-"""What a judge wrote -> its score; None where it gave none."""
+"""A judge's text -> its score; None if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeTemplate:
-    """What a judge is asked.
+    """The prompt of a judge.
 
     Attributes:
-      text: the prompt, with {response}, and {question} and {answer} if the judge is to see them; other braces
-        are text. Fields must not touch each other.
-      max_response_chars: a longer response keeps its end only.
-      forbidden: texts that are replaced in whatever is filled in: the judge's special tokens
-        (`Tokenizer.added_tokens`).
+      text: prompt with {response}, and optionally {question} and {answer}. Other braces are text. Fields must
+        not touch each other.
+      max_response_chars: characters of a response; a longer one keeps its end.
+      forbidden: texts that are replaced in all fields: the judge's special tokens (`Tokenizer.added_tokens`).
 
     Raises:
-      UserError: the text has no {response}, or two fields touch.
-      ValueError: the limit is below 1.
+      UserError: The text has no {response}, or two fields touch.
+      ValueError: The limit is below 1.
     """
 
     text: str = SCORE_TEMPLATE
@@ -99,7 +97,7 @@ class JudgeTemplate:
 
 
 def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[str, ...]:
-    """The judge's prompts for B responses, before any chat template; it sees the policy's turns alone."""
+    """Returns the judge's prompts for the policy's turns of B responses, before any chat template."""
     prompts = completions.prompts
     clean = _cleaner(template)
     limit = template.max_response_chars
@@ -111,7 +109,7 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
             "response": response,
             "answer": prompts.answers[n],
         }
-        # In one pass: what is filled in is not looked at again.
+        # One pass, so braces in a field are not read as fields.
         return _FIELD.sub(lambda match: clean(fields[match[1]]), template.text)
 
     indices = completions.prompt_index_B
@@ -119,14 +117,14 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
 
 
 def score_parser(*, low: float, high: float, pattern: str = SCORE_PATTERN) -> Parser:
-    """Reads a number: what the group of the pattern's last match holds, within the last 300 characters.
+    """Returns a parser that reads the number in the pattern's last match in the last 300 characters.
 
     Args:
-      low, high: the range; a number outside counts as none.
-      pattern: a regular expression with one group.
+      low, high: range of the number; a number outside is ignored.
+      pattern: regular expression with one group, around the number.
 
     Raises:
-      UserError: the pattern does not compile or has not one group, or the range is empty.
+      UserError: The pattern does not compile or does not have one group, or the range is empty.
     """
     try:
         compiled = re.compile(pattern)
@@ -154,15 +152,15 @@ def score_parser(*, low: float, high: float, pattern: str = SCORE_PATTERN) -> Pa
 def parse_verdicts(
     texts: Sequence[str], parse: Parser, *, failed_score: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a judge wrote of B responses, as scores.
+    """Turns a judge's texts on B responses into scores.
 
     Args:
       texts: B verdicts.
-      parse: reads one.
-      failed_score: of a response whose verdict cannot be read.
+      parse: parser of one verdict.
+      failed_score: score of a response whose verdict has none.
 
     Returns:
-      (score_B float32, failed_B bool): failed where there was nothing to read.
+      (score_B float32, failed_B bool): scores, and which verdicts had none.
     """
     scores = [parse(text) for text in texts]
     failed_B = np.array([score is None for score in scores], np.bool_)
@@ -178,16 +176,16 @@ def judge_scores(
     parse: Parser,
     failed_score: float,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Asks a judge about every response.
+    """Scores every response by a judge.
 
     Args:
       completions: B responses.
-      template: what it is asked.
-      sample: the judge's answers to B prompts, in their order.
-      parse, failed_score: as for `parse_verdicts`.
+      template: prompt of the judge.
+      sample: function that answers B prompts in their order.
+      parse, failed_score: see `parse_verdicts`.
 
     Returns:
-      Scores, float32 [B], and `reward/judge/parse_failures`, the share of verdicts that could not be read.
+      Scores, float32 [B], and `reward/judge/parse_failures`, the share of verdicts without a score.
     """
     verdicts = sample(judge_prompts(completions, template))
     assert len(verdicts) == len(completions), "a judge answers every prompt once"
@@ -196,16 +194,16 @@ def judge_scores(
 
 
 def _cleaner(template: JudgeTemplate) -> Callable[[str], str]:
-    """Replaces what must not occur in a field by a mark, in one pass and in time linear in the text."""
+    """Returns a function that replaces forbidden texts by a mark, in one pass and linear time."""
     tags = dict.fromkeys(_TAG.findall(template.text))
-    # As a judge reads them: "< /Response >" closes what "<response>" opened.
-    # Possessive: without a step back, a long run of spaces costs its length and not its square.
+    # A judge may take "< /Response >" for the end of "<response>".
+    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time.
     patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
     patterns += [re.escape(text) for text in template.forbidden if text]
     if not patterns:
         return lambda text: text
     forbidden = re.compile(f"(?:{'|'.join(patterns)})++", re.IGNORECASE)
-    # Nothing forbidden holds the mark, so that no replacement can make up another match, as taking
-    # "</response>" out of "</resp</response>onse>" would.
+    # No forbidden text has the mark, so a replacement cannot create another match. Deleting would:
+    # "</resp</response>onse>" without "</response>" is "</response>".
     mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))
     return lambda text: forbidden.sub(mark, text)

@@ -1,43 +1,43 @@
 r"""The grader `math`: general mathematics, parsed and compared in worker processes.
 
-    response -> the answer that it ends with -> the same text as the truth, or a plain number? -> decided here
+    response -> its last answer -> equal as a text or as a number? -> decided here
              -> else (truth, answer) -> a worker: `answer_reader.answer_equality.equal` -> right or wrong
 
-The answer is the last `\boxed{}`, wherever it stands, or what follows "Answer:" or "####" in the last 300
-characters; of several the last one. Boxes side by side ("\boxed{1} or \boxed{2}") are one answer with two
-parts. `answer_reader` says what an answer may look like.
+The answer is the last `\boxed{}` anywhere, or the text after "Answer:", "####" or "The answer is" in the last
+300 characters, whichever comes last. Boxes side by side ("\boxed{1} or \boxed{2}") are one answer with two
+parts. docs/answer_reader.md describes the answers.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 
 from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import answer_span, normalize_answer
-from jaxrl.rewards.answer_reader import MAX_CHARS, closing_brace, spelled, undressed
-from jaxrl.rewards.grading import GradingTask, Response, Verdict, empty_fault
+from jaxrl.rewards.answer_reader import BOX, MAX_CHARS, closing_brace, spelled, undressed
+from jaxrl.rewards.grading import GradingTask, PendingVerdict, Response, Verdict, empty_fault
 
 EQUAL = "math"
-"""The name of the comparison among a pool's functions."""
+"""Name of the comparison in a process pool."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Between two boxes that belong together.
+# The text between two boxes of one answer.
 _BETWEEN = re.compile(
     r"(?:[\s$.,;:&]|\\[,;()\[\]]|\\q?quad|\\text\s*\{[^{}]{0,12}\}|\band\b|\bor\b){0,20}"
 )
 _MARKER_OF_LINE = re.compile(
-    r"(?i)[\s*#>_-]*(?:(?:the|my|so|thus|final|correct)\s+){0,3}\**(?:answer\**\s*[:\uff1a]|####)[\s*]*"
+    r"(?i)[\s*#>_-]*(?:(?:the|my|so|thus|final|correct)\s+){0,3}\**(?:answer(?:[*_]*\s*[:\uff1a]|\s+is\s*:?)|####)[\s*_]*"
 )
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?")
 _HASHES = "####"
 
 
 def math_answer(response: str) -> str | None:
-    """The answer that a response ends with, as it stands there; None if it has none."""
+    """Returns the last answer of a response, unchanged; None if it has none."""
     box = _last_boxes(response)
     said = answer_span(response)
     if said is None:
@@ -52,14 +52,14 @@ def math_answer(response: str) -> str | None:
         return line if _MARKER_OF_LINE.fullmatch(before) else box[2]
     if box[0] >= end:
         return box[2]
-    # "Answer: the sum is $\boxed{42}$." says 42; what has more numbers than the box's says more.
+    # "Answer: the sum is $\boxed{42}$." is 42, but further numbers around the box are part of the answer.
     around = response[start : box[0]] + response[box[1] : end]
     return line if re.search(r"[0-9]", around) else box[2]
 
 
 def _last_boxes(text: str) -> tuple[int, int, str] | None:
-    """Where the last box begins and ends, and what is in it, with those right before it; None without."""
-    starts = [match for match in _BOX.finditer(text)]
+    """Returns start, end and content of the last box, joined with the boxes right before it; None without."""
+    starts = [match for match in BOX.finditer(text)]
     found: tuple[int, int, str] | None = None
     for match in reversed(starts[-8:]):
         end = closing_brace(text, match.end())
@@ -73,7 +73,7 @@ def _last_boxes(text: str) -> tuple[int, int, str] | None:
         elif end < found[0] and _BETWEEN.fullmatch(text[end + 1 : found[0]]):
             found = match.start(), found[1], f"{inside}, {found[2]}"
         elif end >= found[1]:
-            # The last one stands in this one.
+            # The last box is inside this one.
             found = match.start(), end + 1, inside
         else:
             break
@@ -81,7 +81,7 @@ def _last_boxes(text: str) -> tuple[int, int, str] | None:
 
 
 def math_truth(answer: str) -> str:
-    """The ground truth of a row: an answer, or a solution that ends in "#### ..." or has it in a box."""
+    """Returns the ground truth of a row, which may be the end of a solution ("#### ...") or its box."""
     _, hashes, after = answer.rpartition(_HASHES)
     if hashes:
         return after.strip()
@@ -93,14 +93,17 @@ def math_truth(answer: str) -> str:
 
 
 class MathGrader:
-    """See the header."""
+    """Grades mathematics; see the header.
+
+    Args:
+      pool: processes that know `answer_equality.equal` as `EQUAL`.
+    """
 
     def __init__(self, pool: ProcessPool):
-        """Args: processes that have `load_equality`'s function under the name `EQUAL`."""
         self._pool = pool
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each; pairs of a truth and an answer that occur more than once are compared once."""
+        """Returns a verdict on each response; compares equal pairs of truth and answer once."""
         answers = [math_answer(sample.text) for sample in samples]
         pairs = [
             (self._truth(sample.row), answer)
@@ -119,7 +122,7 @@ class MathGrader:
         ]
 
     def validate(self, row: GradingTask) -> str | None:
-        """That it is empty, or too long."""
+        """Returns why the ground truth is empty or too long; None if it is neither."""
         truth = math_truth(row.answer)
         if fault := empty_fault(row):
             return fault
@@ -139,7 +142,7 @@ class MathGrader:
 
 
 def _decided(truth: str, answer: str) -> bool | None:
-    """What needs no mathematics; None for the rest."""
+    """Returns a verdict that needs no mathematics; None if one does."""
     if len(answer) > MAX_CHARS:
         return False
     first, second = undressed(truth), undressed(answer)
@@ -154,7 +157,4 @@ def _verdict(asked: concurrent.futures.Future[bool] | bool, answer: str) -> Verd
     shown = normalize_answer(answer) or answer[:MAX_CHARS]
     if isinstance(asked, bool):
         return Verdict.of(asked, shown)
-    try:
-        return Verdict.of(asked.result(), shown)
-    except WorkerFault as fault:
-        return Verdict.failed(fault.kind, str(fault), shown)
+    return PendingVerdict(asked, functools.partial(Verdict.of, prediction=shown), shown).wait()

@@ -1,4 +1,4 @@
-"""What the processes of a grader pool can be asked for, by name; a name with a colon is a user's grader."""
+"""The functions in the processes of a grader pool, by name; a name with a colon is a user's grader."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from jaxrl.rewards.sandboxed_graders import CODE, TASK
 from jaxrl.rewards.simple_graders import SEARCH, search
 from jaxrl.user_code import load_function
 
-# No answer to a puzzle needs them; in a scorer that evaluates its answer they reach everything.
+# No answer to a puzzle needs these. Some scorers evaluate the answer, and these would let it do anything.
 _CODE = re.compile(
     r"__|\b(?:import|lambda|exec|eval|open|globals|getattr|setattr)\b|\w\.[A-Za-z_]\w*\s*\("
 )
 
 
 def load_pool_function(name: str) -> Callable[[Any], Any]:
-    """The function of that name, with all that it imports."""
+    """Returns the function of a name; imports it."""
     if ":" in name:
         function = load_function(name, "grader", takes=("response", "answer"), own_process=True)
         return lambda texts: function(*texts)
-    return _loaders()[name]()
+    if name == TASK:
+        return _load_scorer()
+    return {EQUAL: lambda pair: equal(*pair), SEARCH: search, CODE: run_tests}[name]
 
 
 def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
@@ -34,7 +36,7 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
     from reasoning_gym import factory
 
     scorer_of: Any = factory.get_score_answer_fn
-    # It reads its word lists, wherever it is installed.
+    # It reads word lists from its own folder.
     readable = list(reasoning_gym.__path__)
 
     def score(argument: tuple[str, str, dict, float]) -> float | str:
@@ -46,7 +48,7 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
         scorer = scorer_of(task)
 
         def marked() -> bytes:
-            # What it raises is about the answer, as often as not; no mark comes back then.
+            # An exception may be due to the answer or to the scorer; the child then returns no mark.
             return json.dumps(float(scorer(answer, entry))).encode()
 
         mark = run_forked(marked, SandboxLimits(seconds=seconds), readable)
@@ -58,12 +60,3 @@ def _load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
             return f"raised: the scorer of {task} gave no mark"
 
     return score
-
-
-def _loaders() -> dict[str, Callable[[], Callable[[Any], Any]]]:
-    return {
-        EQUAL: lambda: lambda pair: equal(*pair),
-        SEARCH: lambda: search,
-        CODE: lambda: run_tests,
-        TASK: _load_scorer,
-    }

@@ -28,18 +28,18 @@ MAX_GRADER_WORKERS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig:
-    """A language model that is asked how good a response is (`rewards.judge`).
+    """A language model that scores responses (`rewards.judge`).
 
     Attributes:
-      model: Hugging Face directory, with its tokenizer; "" has no judge.
-      weight: of its score in the reward.
-      template: what it is asked, with {response} and, if it is to see them, {question} and {answer}.
-      chat: ask through the tokenizer's chat template.
-      low, high: range of the number it is to end with ("Score: 7").
-      failed_score: of a response whose verdict cannot be read.
-      max_response_chars: longer responses are shown from their end.
-      max_prompt_tokens, max_verdict_tokens: limits of what it reads and writes.
-      slots: verdicts decoded side by side.
+      model: Hugging Face directory with model and tokenizer; "" for no judge.
+      weight: weight of the judge's score in the reward.
+      template: prompt of the judge, with {response} and optionally {question} and {answer}.
+      chat: whether to apply the chat template of the judge's tokenizer.
+      low, high: range of the score at the end of the verdict ("Score: 7").
+      failed_score: score of a response whose verdict has none.
+      max_response_chars: characters of a response; a longer one keeps its end.
+      max_prompt_tokens, max_verdict_tokens: longest prompt and verdict.
+      slots: number of verdicts decoded at once.
     """
 
     model: Annotated[str, PATH] = ""
@@ -62,29 +62,30 @@ class JudgeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """Rewards.
+    """Settings of the reward.
 
     Attributes:
-      grader: a name of `rewards.graders.GRADERS`, or "package.module:function" or "path/to/file.py:function".
-      grader_options: of that grader, by name.
-      grader_workers: processes on each host, for graders that need some (math, regex, code, your own); 0
-        takes one for each core, and at most 8.
-      grader_timeout_s: processor time that grading one response may take in such a process.
+      grader: name of a grader (answer, gsm8k, math, choice, exact, regex, code, reasoning_gym), or your own
+        as "package.module:function" or "path/to/file.py:function".
+      grader_options: options of the grader, by name.
+      grader_workers: worker processes per host, for graders that need them (math, regex, code, reasoning_gym,
+        your own); 0 starts one per core, at most 8.
+      grader_timeout_s: processor time for grading one response in a worker process.
       code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock",
         or "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
-      grader_weight: of its +1 or -1 in the reward; with 0 prompts to train on need no ground truth, unless
-        dynamic sampling keeps groups by correctness or the judge is shown the answer.
-      functions: further reward functions, name -> {"path": where, "weight": w}; where is
-        "package.module:function" or "path/to/file.py:function", as of `rewards.user`.
-      functions_timeout_s: seconds that each of them may take for the responses of a step.
+      grader_weight: weight of the grader's +1 or -1 in the reward. With 0, training prompts need no ground
+        truth, unless dynamic sampling filters groups by correctness or the judge's template has {answer}.
+      functions: further reward functions, name -> {"path": path, "weight": w}; the path is
+        "package.module:function" or "path/to/file.py:function" (`rewards.user`).
+      functions_timeout_s: seconds that each function may take for the responses of a step.
       model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
-        tokenizer; "" has none.
-      model_weight: of its score in the reward.
-      judge: a model that is asked.
-      overlong_buffer_tokens: width of the soft punishment before the limit; 0 turns it off.
-      overlong_penalty: its depth.
-      mask_truncated: leave truncated answers out of the loss (overlong filtering); they still count in their
-        group's baseline.
+        tokenizer; "" for none.
+      model_weight: weight of the reward model's score in the reward.
+      judge: generative judge.
+      overlong_buffer_tokens: tokens before the length limit in which the soft penalty grows; 0 turns it off.
+      overlong_penalty: largest soft penalty.
+      mask_truncated: whether to leave truncated responses out of the loss (overlong filtering); they still
+        count in the baseline of their group.
     """
 
     grader: Annotated[str, PATH] = "answer"
@@ -120,7 +121,7 @@ class RewardConfig:
 
     @property
     def term_weights(self) -> dict[str, float]:
-        """Weight of each term of the reward, by its name."""
+        """Weights of the terms of the reward, by name."""
         weights = {"grader": self.grader_weight}
         weights |= {name: function["weight"] for name, function in self.functions.items()}
         weights |= {"model": self.model_weight} if self.model else {}

@@ -1,50 +1,48 @@
-"""Graders that run what a response holds: code against unit tests, and the scorers of reasoning-gym.
+"""Graders that run code in a sandbox: unit tests of programs, and the scorers of reasoning-gym.
 
-Both run in a sandbox (`jaxrl.rewards.sandbox`), which a worker of the pool starts for each response.
+A worker of the pool starts a sandbox (`jaxrl.rewards.sandbox`) for each response.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
-from typing import Any
 
-from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
 from jaxrl.rewards.code_tests import read_tests
 from jaxrl.rewards.grading import (
     RIGHT,
     WRONG,
     GradingTask,
+    PendingVerdict,
     Response,
+    SampleGrader,
     Verdict,
     empty_fault,
     refusal,
 )
 
 CODE, TASK = "code", "reasoning_gym"
-"""Names of what they ask a pool for."""
+"""Names of their functions in a process pool."""
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Sandboxes end programs by themselves. This ends a worker that hangs, however busy the machine is.
+# Clock time of a call. The sandbox ends slow programs; this ends a worker that hangs, on any machine.
 _PATIENCE_S = 1800.0
 _MAX_PREDICTION = 300
 _MAX_ANSWER = 20_000
-# A mark of 0.99 is a rounding error away from a whole one, or a deduction for form.
+# Some scorers deduct 0.01 for form, which is wrong; rounding errors are smaller.
 _WHOLE_MARK = 0.999
 
 
-class CodeGrader:
-    """A Python program against the unit tests that are the row's ground truth (`code_tests`).
-
-    The program is the last fenced block of the response.
+class CodeGrader(SampleGrader):
+    """Runs the last fenced block of a response against the unit tests in the ground truth (`code_tests`).
 
     Args:
-      pool: processes that have `code_tests.run_tests` under the name `CODE`.
+      pool: processes that know `code_tests.run_tests` as `CODE`.
       sandbox: name of the sandbox of programs (`sandbox.SANDBOXES`).
-      part_marks: the score follows the share of passed tests; right is still who passes all.
+      part_marks: whether the score is the share of passed tests; a program is correct only if it passes all.
     """
 
     def __init__(self, pool: ProcessPool, sandbox: str, *, part_marks: bool = False):
@@ -52,52 +50,43 @@ class CodeGrader:
         self._sandbox = sandbox
         self._part_marks = part_marks
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each."""
-        asked: list[Any] = []
-        for sample in samples:
-            if fault := self.validate(sample.row):
-                raise UserError(fault)
-            program = program_of(sample.text)
-            asked.append(program and (program, self._submit(program, sample.row.answer)))
-        return [Verdict.of(False, None) if x is None else self._verdict(*x) for x in asked]
+    def begin(self, sample: Response) -> Verdict | PendingVerdict:
+        """Runs the program in a worker."""
+        program = program_of(sample.text)
+        if program is None:
+            return Verdict.of(False, None)
+        asked = (program, sample.row.answer, self._pool.cpu_seconds, self._sandbox)
+        future = self._pool.submit(CODE, asked, patience_s=_PATIENCE_S)
+        shown = program[:_MAX_PREDICTION]
+        return PendingVerdict(future, functools.partial(self._verdict, shown), shown)
 
     def validate(self, row: GradingTask) -> str | None:
-        """That they are no tests."""
+        """Returns why the ground truth holds no unit tests; None if it does."""
         return empty_fault(row) or refusal(lambda: read_tests(row.answer))
 
-    def _submit(self, program: str, tests: str) -> Any:
-        asked = (program, tests, self._pool.cpu_seconds, self._sandbox)
-        return self._pool.submit(CODE, asked, patience_s=_PATIENCE_S)
-
-    def _verdict(self, program: str, future: Any) -> Verdict:
-        shown = program[:_MAX_PREDICTION]
-        try:
-            passed = future.result()
-        except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault), shown)
+    def _verdict(self, shown: str, passed: list[bool] | None) -> Verdict:
         if passed is None:
-            # The program's own doing: it is wrong, and nothing has failed.
+            # The program ran out of time: it is wrong, and the grader has not failed.
             return Verdict.of(False, shown)
         return _marked(sum(passed) / len(passed), self._part_marks, shown)
 
 
 def program_of(response: str) -> str | None:
-    """The last block of code; None if there is none."""
+    """Returns the last block of code; None if there is none."""
     blocks = _BLOCK.findall(response)
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
 
-class ReasoningGymGrader:
-    """The scorer of a task of reasoning-gym. A mark below 1 is wrong.
+class ReasoningGymGrader(SampleGrader):
+    """Grades by the scorer of a reasoning-gym task; a mark below 1 is wrong.
 
-    The row has what the scorer looks at in `extra["metadata"]`; the task is its `source_dataset`, else the
-    row's source. The answer is what stands in <answer>, else what other graders take.
+    The scorer reads `extra["metadata"]` of the row. Its `source_dataset` names the task, else the row's
+    source does. The answer is the content of <answer>, else that of `answer.extract_answer`.
 
     Args:
-      pool: processes that have `load_scorer`'s function under the name `TASK`.
-      task: of all rows, if they do not say it.
-      part_marks: the score follows the mark.
+      pool: processes that know the scorers as `TASK`.
+      task: task of all rows; "" takes it from each row.
+      part_marks: whether the score follows the mark.
     """
 
     def __init__(self, pool: ProcessPool, *, task: str = "", part_marks: bool = False):
@@ -105,18 +94,25 @@ class ReasoningGymGrader:
         self._task = task
         self._part_marks = part_marks
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each."""
-        asked: list[Any] = []
-        for sample in samples:
-            if fault := self.validate(sample.row):
-                raise UserError(fault)
-            answer = tagged_answer(sample.text)
-            asked.append(answer and (answer, self._submit(answer, sample.row)))
-        return [Verdict.of(False, None) if not x else self._verdict(*x) for x in asked]
+    def begin(self, sample: Response) -> Verdict | PendingVerdict:
+        """Scores the answer in a worker."""
+        answer, row = tagged_answer(sample.text), sample.row
+        if not answer:
+            return Verdict.of(False, None)
+        metadata = row.extra["metadata"]
+        task = self._task or metadata.get("source_dataset") or row.source
+        entry = {
+            "question": str(row.extra.get("question", "")),
+            "answer": row.answer,
+            "metadata": metadata,
+        }
+        asked = (task, answer, entry, self._pool.cpu_seconds)
+        future = self._pool.submit(TASK, asked, patience_s=_PATIENCE_S)
+        shown = answer[:_MAX_PREDICTION]
+        return PendingVerdict(future, functools.partial(self._verdict, shown), shown)
 
     def validate(self, row: GradingTask) -> str | None:
-        """That there is no task, or nothing that its scorer could look at."""
+        """Returns why the scorer cannot use the row: an empty ground truth or no metadata; None if it can."""
         if fault := empty_fault(row):
             return fault
         if not isinstance(row.extra.get("metadata"), dict):
@@ -126,23 +122,7 @@ class ReasoningGymGrader:
             )
         return None
 
-    def _submit(self, answer: str, row: GradingTask) -> Any:
-        metadata = row.extra["metadata"]
-        task = self._task or metadata.get("source_dataset") or row.source
-        entry = {
-            "question": str(row.extra.get("question", "")),
-            "answer": row.answer,
-            "metadata": metadata,
-        }
-        asked = (task, answer, entry, self._pool.cpu_seconds)
-        return self._pool.submit(TASK, asked, patience_s=_PATIENCE_S)
-
-    def _verdict(self, answer: str, future: Any) -> Verdict:
-        shown = answer[:_MAX_PREDICTION]
-        try:
-            mark = future.result()
-        except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault), shown)
+    def _verdict(self, shown: str, mark: float | str) -> Verdict:
         if isinstance(mark, str):
             kind, _, message = mark.partition(": ")
             return Verdict.failed(kind, message, shown)
@@ -150,7 +130,7 @@ class ReasoningGymGrader:
 
 
 def tagged_answer(response: str) -> str | None:
-    """What stands in the last <answer>, else what `answer.extract_answer` finds."""
+    """Returns the content of the last <answer>, else the result of `answer.extract_answer`."""
     tagged = _TAG.findall(response[-_MAX_ANSWER:])
     return tagged[-1].strip() if tagged else extract_answer(response)
 

@@ -1,9 +1,8 @@
-"""Completions -> Scored: the graders' verdicts as rewards, plus what the length costs."""
+"""Turns completions into scores: the graders' verdicts, shaped by length."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from jaxrl.types import Completions, Prompts, Scored
 
 
 def rows_of(prompts: Prompts) -> list[GradingTask]:
-    """What graders see of N prompts."""
+    """Returns the rows of N prompts, as graders see them."""
     return [
         GradingTask(answer, extra, source)
         for answer, extra, source in zip(
@@ -24,7 +23,7 @@ def rows_of(prompts: Prompts) -> list[GradingTask]:
 
 
 def samples_of(completions: Completions) -> list[Response]:
-    """What graders see of B responses: what the policy wrote, and nothing of an environment."""
+    """Returns the policy's own turns of B responses, as graders see them."""
     rows = rows_of(completions.prompts)
     return [
         Response(text, tokens[mask > 0], rows[n])
@@ -39,44 +38,37 @@ def samples_of(completions: Completions) -> list[Response]:
 
 
 def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
-    """The graders' verdicts on B responses.
+    """Returns the graders' verdicts on B responses.
 
     Raises:
-      UserError: a ground truth is empty or its grader cannot read it; the message names the prompt.
+      UserError: A ground truth is empty or malformed; the message names the prompt.
     """
-    with _naming_the_prompt(graders, completions.prompts):
-        return graders.grade(samples_of(completions))
+    return AskedVerdicts(graders, completions).result()
 
 
 class AskedVerdicts:
-    """Verdicts that graders are at work on, beside whatever comes next."""
+    """Verdicts that are computed on a thread."""
 
     def __init__(self, graders: Graders, completions: Completions):
-        """Asks for them."""
+        """Starts grading."""
         self._graders = graders
         self._prompts = completions.prompts
         self._future = graders.submit(samples_of(completions))
 
     def done(self) -> bool:
-        """`result` does not wait."""
+        """Returns whether `result` returns at once."""
         return self._future.done()
 
     def result(self) -> list[Verdict]:
-        """Waits for them; raises as `verdicts_of`."""
-        with _naming_the_prompt(self._graders, self._prompts):
+        """Waits for the verdicts; raises like `verdicts_of`."""
+        try:
             return self._future.result()
-
-
-@contextlib.contextmanager
-def _naming_the_prompt(graders: Graders, prompts: Prompts) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        for n, row in enumerate(rows_of(prompts)):
-            if fault := graders.validate(row):
-                where = f"prompt {prompts.ids_N[n]} of {row.source!r}"
-                raise UserError(f"{where}: {fault}") from error
-        raise
+        except UserError as error:
+            for n, row in enumerate(rows_of(self._prompts)):
+                if fault := self._graders.validate(row):
+                    where = f"prompt {self._prompts.ids_N[n]} of {row.source!r}"
+                    raise UserError(f"{where}: {fault}") from error
+            raise
 
 
 def score_completions(
@@ -85,12 +77,12 @@ def score_completions(
     *,
     overlong: Callable[[np.ndarray], np.ndarray],
 ) -> Scored:
-    """Makes verdicts scores: +1 if right, -1 if wrong (DAPO eq. 7), shaped by length (eq. 13).
+    """Turns verdicts into scores: +1 if right, -1 if wrong (DAPO eq. 7), plus a term for length (eq. 13).
 
     Args:
       completions: B responses.
-      verdicts: on each of them.
-      overlong: response lengths in tokens, int64 [B], to the shaping added to the score, [B].
+      verdicts: one verdict per response.
+      overlong: function of response lengths in tokens, int64 [B]; returns values to add to the scores, [B].
     """
     correct_B = np.array([v.correct for v in verdicts], np.bool_)
     shaping_B = np.asarray(overlong(completions.lengths_B), np.float32)

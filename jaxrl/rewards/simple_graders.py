@@ -1,20 +1,27 @@
-"""Graders that only look at letters: multiple choice, the exact text, a regular expression."""
+"""Graders that compare texts: multiple choice, exact text, regular expression."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
-from jaxrl.rewards.grading import GradingTask, Response, Verdict, empty_fault
+from jaxrl.rewards.grading import (
+    GradingTask,
+    PendingVerdict,
+    Response,
+    SampleGrader,
+    Verdict,
+    empty_fault,
+)
 
 SEARCH = "regex"
-"""The name of the search among a pool's functions."""
+"""Name of `search` in a process pool."""
 
 _LABEL = re.compile(r"\(?([A-Z])\)?[.:]?")
-# One letter, by itself or before what it stands for: "C", "(C)", "**C.**", "(C) 42", "C: 42", "option C".
+# One letter, alone or before the text of its choice: "C", "(C)", "**C.**", "(C) 42", "C: 42", "option C".
 _CHOICE = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)\s+(?:is\s+)?:?\s*)?"
     r"(?:\(([A-Z])\)|([A-Z])(?![A-Za-z0-9'])(?=\s*(?:[.):\u2014-]|\Z)))[.):]?\s*(?P<rest>.*)",
@@ -24,32 +31,27 @@ _DRESS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 _OTHER = re.compile(
     r"(?<![A-Za-z0-9'])\(?[A-Z]\)?(?![A-Za-z0-9'])|\b(?:or|and|not|nor)\b|/", re.ASCII
 )
-# Longer texts around a letter are arguments, not answers.
+# A longer text after the letter is an argument, not an answer.
 _MAX_REST = 200
-# Of a ground truth, as `extract_answer` cuts a response: what is nested takes quadratic time to take off.
+# Characters of a ground truth, as in the window of `extract_answer`: nested markup takes quadratic time.
 _MAX_TRUTH = 300
 
 
-class ChoiceGrader:
-    """One letter out of several: "(C)", "C.", "\\boxed{\\text{C}}", "Answer: (C) 42".
+class ChoiceGrader(SampleGrader):
+    """Grades multiple choice: "(C)", "C.", "\\boxed{\\text{C}}", "Answer: (C) 42".
 
-    A second letter, "or" and "not" make the answer wrong, whatever the first one is.
+    An answer with a second letter, "or" or "not" is wrong.
     """
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each."""
-        return [self._verdict(sample) for sample in samples]
-
     def validate(self, row: GradingTask) -> str | None:
-        """Anything but a letter."""
+        """Returns why the ground truth is not one letter; None if it is."""
         short = len(row.answer) <= _MAX_TRUTH
         if short and _LABEL.fullmatch(_undressed(row.answer).upper()):
             return None
         return f"ground truth {row.answer[:80]!r} is no letter such as 'C' or '(C)'; fix or drop the row"
 
-    def _verdict(self, sample: Response) -> Verdict:
-        if fault := self.validate(sample.row):
-            raise UserError(fault)
+    def begin(self, sample: Response) -> Verdict:
+        """Compares the letters."""
         label = _LABEL.fullmatch(_undressed(sample.row.answer).upper())
         assert label is not None, "there is no fault"
         said = choice_of(extract_answer(sample.text) or "")
@@ -57,14 +59,14 @@ class ChoiceGrader:
 
 
 def choice_of(answer: str) -> str | None:
-    """The letter that an answer chooses; None if it chooses none, or more than one."""
+    """Returns the letter that an answer chooses; None if it chooses none or several."""
     text = _undressed(answer)
     if len(text) == 1 and text.isalpha():
         text = text.upper()
     match = _CHOICE.fullmatch(text)
     if match is None or len(match["rest"]) > _MAX_REST:
         return None
-    # Of what the letter stands for "I" and "A" may be words.
+    # In the text of a choice "I" and "A" may be words.
     if _OTHER.search(re.sub(r"\b(?:I|A)\b(?!\s*[).])", "", match["rest"])):
         return None
     return match[1] or match[2]
@@ -76,29 +78,20 @@ def _undressed(text: str) -> str:
     return text.strip(" \t\n$*`.").strip()
 
 
-class ExactGrader:
-    """The answer, character by character, but for space around it.
+class ExactGrader(SampleGrader):
+    """Compares the answer character by character, except for space.
 
     Args:
-      whole: the whole response is the answer, not what follows "Answer:" or stands in a box.
-      ignore_case: capital letters are small ones.
+      whole: whether the whole response is the answer, instead of the text after "Answer:" or in a box.
+      ignore_case: whether to ignore case.
     """
 
     def __init__(self, *, whole: bool = False, ignore_case: bool = False):
         self._whole = whole
         self._ignore_case = ignore_case
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each."""
-        return [self._verdict(sample) for sample in samples]
-
-    def validate(self, row: GradingTask) -> str | None:
-        """That it is empty."""
-        return empty_fault(row)
-
-    def _verdict(self, sample: Response) -> Verdict:
-        if fault := self.validate(sample.row):
-            raise UserError(fault)
+    def begin(self, sample: Response) -> Verdict:
+        """Compares the texts."""
         said = sample.text if self._whole else extract_answer(sample.text)
         right = said is not None and self._spelled(said) == self._spelled(sample.row.answer)
         return Verdict.of(right, None if said is None else said.strip()[:300])
@@ -108,17 +101,17 @@ class ExactGrader:
         return text.casefold() if self._ignore_case else text
 
 
-class RegexGrader:
-    """What a pattern finds last in the response, held against the ground truth as `ExactGrader` does.
+class RegexGrader(SampleGrader):
+    """Compares the last match of a pattern with the ground truth, space around them aside.
 
-    A pattern may take for ever on a text that is written for it, so that it is searched for in a worker.
+    Workers search, because some texts make a pattern run for ever.
 
     Args:
-      pool: processes that have `load_search`'s function under the name `SEARCH`.
-      pattern: with one group, which is the answer, or none; then the whole match is. "" takes the ground
-        truth for the pattern, which the end of the response has to match.
-      ignore_case: as the flag of `re`.
-      max_chars: only the end of a response is searched.
+      pool: processes that know `search` as `SEARCH`.
+      pattern: regular expression. Its group is the answer, or the whole match if it has none. "" uses the
+        ground truth as the pattern, which must match the end of the response.
+      ignore_case: whether to ignore case.
+      max_chars: number of characters searched, from the end of the response.
     """
 
     def __init__(
@@ -136,31 +129,21 @@ class RegexGrader:
         if fault := _pattern_fault(pattern, self._flags):
             raise UserError(f"grader_options.pattern {fault}")
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """A verdict on each."""
-        asked = []
-        for sample in samples:
-            if fault := self.validate(sample.row):
-                raise UserError(fault)
-            pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
-            text = sample.text[-self._max_chars :]
-            asked.append(self._pool.submit(SEARCH, (pattern, self._flags, text)))
-        return [
-            self._verdict(sample.row, future) for sample, future in zip(samples, asked, strict=True)
-        ]
+    def begin(self, sample: Response) -> PendingVerdict:
+        """Searches in a worker."""
+        pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
+        text = sample.text[-self._max_chars :]
+        future = self._pool.submit(SEARCH, (pattern, self._flags, text))
+        return PendingVerdict(future, functools.partial(self._verdict, sample.row))
 
     def validate(self, row: GradingTask) -> str | None:
-        """That it is empty, or no pattern where it has to be one."""
+        """Returns why the ground truth is empty or a malformed pattern; None if it is neither."""
         if fault := empty_fault(row):
             return fault
         fault = None if self._pattern else _pattern_fault(row.answer, self._flags)
         return fault and f"ground truth {fault}"
 
-    def _verdict(self, row: GradingTask, asked) -> Verdict:
-        try:
-            found: str | None = asked.result()
-        except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault))
+    def _verdict(self, row: GradingTask, found: str | None) -> Verdict:
         if not self._pattern:
             return Verdict.of(found is not None, found)
         same = str.casefold if self._flags else str.strip
@@ -179,7 +162,7 @@ def _pattern_fault(pattern: str, flags: int) -> str | None:
 
 
 def search(argument: tuple[str, int, str]) -> str | None:
-    """The last match of a pattern in a text, its group if it has one; runs in a worker."""
+    """Returns the last match of a pattern in a text, or its group if it has one; runs in a worker."""
     pattern, flags, text = argument
     found = None
     for match in re.finditer(pattern, text, flags):

@@ -1,9 +1,9 @@
-"""Several rewards in one: a weighted sum of terms, arrays in and arrays out.
+"""Combines several rewards into a weighted sum.
 
     Scored (grader) -> terms: grader, model, judge, user functions -> Scored (their sum), metrics of each
 
-Where a term's scores come from is not known here: rules, functions, models and judges all give a float for
-each response. The sum is the score; correctness stays the grader's, and so does what dynamic sampling keeps.
+Each term has one float per response, from a grader, function, model or judge. The sum becomes the score.
+Correctness is still the grader's, and dynamic sampling filters groups by correctness.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxrl.types import Scored
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One reward among several.
+    """One of several rewards.
 
     Attributes:
-      name: under which its metrics are kept.
-      weight: of its scores in the sum.
-      score_B: float, one for each response, in the term's own units.
+      name: name in the metrics.
+      weight: factor of the scores in the sum.
+      score_B: unweighted scores, float [B].
     """
 
     name: str
@@ -35,22 +35,23 @@ class Term:
 
 
 def grader_term(scored: Scored, *, weight: float) -> Term:
-    """The grader's +1 or -1 as a term, which is what `score_completions` leaves as the score."""
+    """Returns the score of `score_completions`, the grader's +1 or -1, as a term."""
     return Term("grader", weight, scored.score_B)
 
 
 def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[str, float]]:
-    """Makes the sum of weight * score over the terms the score, and keeps the terms beside it.
+    """Replaces the scores by the sum of weight * score over the terms, and stores the terms too.
 
     Args:
-      scored: graded responses. Their own score is in the sum only if a term brings it (`grader_term`).
-      terms: at least one, each with a name of its own.
+      scored: graded responses. Their score is part of the sum only as a term (`grader_term`).
+      terms: one or more terms with different names.
 
     Returns:
-      The rescored responses, and of each term `reward/<name>/mean` and `reward/<name>/std`, unweighted.
+      The responses with new scores, and for each term `reward/<name>/mean` and `reward/<name>/std` of its
+      unweighted scores.
 
     Raises:
-      UserError: two terms share a name, or a term has the wrong number of scores or one that is not finite.
+      UserError: Two terms share a name, or a term's scores are too many, too few or not finite.
     """
     names = collections.Counter(term.name for term in terms)
     twice = [name for name, count in names.items() if count > 1]
@@ -78,15 +79,15 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
 
 
 def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
-    """What a reward returned as float32 [count].
+    """Converts the scores of a reward to float32 [count].
 
     Args:
-      values: numbers, one for each response: a list or an array.
-      count: of responses.
-      what: made them, for messages.
+      values: list or array with one number per response.
+      count: number of responses.
+      what: name of the reward, for messages.
 
     Raises:
-      UserError: they are no numbers, too many or too few, or not all finite in float32.
+      UserError: The values are no numbers, too many, too few, or not finite in float32.
     """
     rule = f"it must return {count} numbers, one for each response"
     try:
@@ -95,7 +96,7 @@ def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
         raise UserError(f"{what} returned {_shown(values)}: {error}; {rule}") from error
     if value_B.shape != (count,):
         raise UserError(f"{what} returned an array of shape {value_B.shape}; {rule}")
-    # NaN compares false.
+    # Written so that NaN, which compares false, counts as wrong.
     wrong = np.flatnonzero(~(np.abs(value_B) <= np.finfo(np.float32).max))
     if len(wrong):
         raise UserError(

@@ -1,8 +1,8 @@
-"""Reward functions of a user, named in a config by where they are (`user_code`).
+"""A user's reward functions, named in a config by their path (`user_code`).
 
-They run once a step, on all responses; in a run, in a process of their own (`process_pool`), so that one
-that hangs can be ended. What the responses hold is not trusted: parse it, never evaluate it, and bound the
-work.
+A function is called once per step, with all responses. A run calls it in another process (`process_pool`),
+which can be ended if it hangs. Responses are untrusted: a function should parse them, never evaluate them,
+and bound its work.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Of = TypeVar("Of")
 
 @dataclasses.dataclass(frozen=True)
 class Responses:
-    """What a user's function scores: B responses, each with what it answers.
+    """The argument of a user's reward function: B responses with their prompts.
 
-    A prompt's `num_samples` responses lie side by side. Where an environment answers the policy's turns,
-    texts and tokens are those of the whole conversation; what the policy itself wrote is in `policy_texts`.
+    The `num_samples` responses to a prompt are adjacent. If an environment answers the policy's turns,
+    `texts` and `tokens` hold the whole conversation and `policy_texts` only the policy's turns.
 
         texts         "6 * 7 is <ask>42 Answer: 42"
         turns         (True, "6 * 7 is <ask>"), (False, "42"), (True, " Answer: 42")
         policy_texts  "6 * 7 is <ask>\\n Answer: 42"
 
     Attributes:
-      prompts: B texts, as the model saw them, template included.
-      texts: B responses, without special tokens.
-      policy_texts: B texts, the policy's turns alone, a line apart: what graders see.
-      turns: of B responses, turn by turn, each with `by_policy` and `text`.
+      prompts: B texts as the model saw them, template included.
+      texts: B responses without special tokens.
+      policy_texts: B texts of the policy's turns, one line break between turns, as graders see them.
+      turns: B tuples of turns with `by_policy` and `text`.
       answers: B ground truths.
       sources: B names of data sets.
-      extras: B mappings, what else the rows of the data hold (`types.Prompts.extras`).
-      tokens: B int32 arrays, the responses' tokens, end-of-sequence included.
-      mask: B float32 arrays, 1 on tokens that the policy drew, 0 on those of an environment.
-      truncated_B: bool, the length limit came before end-of-sequence.
-      num_samples: G, responses to each prompt.
+      extras: B mappings with the other fields of the rows (`types.Prompts.extras`).
+      tokens: B int32 arrays of response tokens, end-of-sequence included.
+      mask: B float32 arrays, 1 for tokens of the policy, 0 for tokens of an environment.
+      truncated_B: bool, whether the response reached the length limit before end-of-sequence.
+      num_samples: G, number of responses to each prompt.
     """
 
     prompts: tuple[str, ...]
@@ -64,7 +64,7 @@ class Responses:
 
     @staticmethod
     def of(completions: Completions) -> Responses:
-        """The completions, what belongs to a prompt repeated for each response to it."""
+        """Repeats the fields of each prompt for its responses."""
         prompts = completions.prompts
 
         def repeated(values: tuple[Of, ...]) -> tuple[Of, ...]:
@@ -86,22 +86,22 @@ class Responses:
 
 
 RewardFunction = Callable[[Responses], Sequence[float] | np.ndarray]
-"""Scores of B responses, a finite number each."""
+"""Responses -> B scores, all finite."""
 
 
 def user_reward(path: str) -> Callable[[Completions], np.ndarray]:
-    """The scores, float32 [B], of the reward function at `path`.
+    """Loads the reward function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
 
     Returns:
-      A function of completions. It raises UserError where the function returns something else than a finite
-      number for each response; what the function itself raises passes through, with a note of its path.
+      A function from completions to scores, float32 [B]. It raises UserError unless there is one finite
+      number per response. Exceptions of the user's function pass through, with a note of its path.
 
     Raises:
-      UserError: the path has another form, its module is the program that runs or cannot be imported or has
-        no such function, or the function does not take the responses alone.
+      UserError: The path is malformed or names the running program, its module cannot be imported or lacks
+        the function, or the function does not take one argument, the responses.
     """
     scores = _function_of_responses(path)
     return lambda completions: scores(Responses.of(completions))
@@ -124,7 +124,7 @@ def _function_of_responses(path: str) -> Callable[[Responses], np.ndarray]:
 
 
 class UserRewards:
-    """The reward functions of a run, all in one process that is started once. Close it after use."""
+    """The reward functions of a run, in one process that starts once. Close it after use."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class UserRewards:
         """Imports the functions.
 
         Args:
-          paths: as for `user_reward`; none of them starts no process.
+          paths: paths of the functions, see `user_reward`; without any, no process starts.
           timeout_s: seconds that a function may take for the responses of a step.
-          interrupted: asked now and then while one runs; True ends it.
+          interrupted: function called every tenth of a second while one runs; True ends the wait.
 
         Raises:
-          UserError: as of `user_reward`.
+          UserError: See `user_reward`.
         """
         self._interrupted = interrupted
         self._pool = ProcessPool(
@@ -159,12 +159,12 @@ class UserRewards:
         self._pool.close()
 
     def scores(self, path: str, completions: Completions) -> np.ndarray:
-        """What the function at `path` gives the completions, float32 [B].
+        """Returns the scores of the function at `path`, float32 [B].
 
         Raises:
-          UserError: it returned something else than a finite number for each response, raised an exception,
-            ended its process, or took too long.
-          Interrupted: the wait was ended.
+          UserError: The function did not return one finite number per response, raised an exception, ended
+            its process, or took too long.
+          Interrupted: The wait was ended.
         """
         try:
             return self._pool.call(path, Responses.of(completions), interrupted=self._interrupted)

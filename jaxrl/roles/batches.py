@@ -38,7 +38,7 @@ def pack_completions(
         shape,
         shards=shards,
         fill_minibatches=fill_minibatches,
-        families=PrefixGroups(completions.prompt_index_B, shared_B) if share_prompts else None,
+        prefix_groups=PrefixGroups(completions.prompt_index_B, shared_B) if share_prompts else None,
     )
     return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.offload import at_host, check_host_memory, from_host, offload, onload, to_host
 from jaxrl.mesh.protocols import METRICS, protocol
-from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of
+from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, init_params
@@ -179,11 +179,11 @@ class Learner(PackedModel, abc.ABC):
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, nothing allocated."""
         shapes = jax.eval_shape(self._fresh_state, self.shapes)
-        return _abstract(shapes, self.state_shardings())
+        return with_shardings(shapes, self.state_shardings())
 
     def abstract_gradients(self) -> Params:
         """Shapes and shardings of the gradients of what is trained, nothing allocated."""
-        return _abstract(self.trained(self.shapes), self.trained(self._gradient_shardings))
+        return with_shardings(self.trained(self.shapes), self.trained(self._gradient_shardings))
 
     def _fresh_state(self, params: Params) -> TrainState:
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
@@ -392,18 +392,10 @@ def _as_stored(state: Any) -> Any:
     """Pins the arrays of a state to the memory layout that they have between programs.
 
     On TPUs with pipeline stages XLA chooses another layout for the loop over minibatches, to suit its
-    matmuls,
-    and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the layout, and
-    pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as much on H100.
+    matmuls, and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the
+    layout, and pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as
+    much on H100.
     """
     return jax.tree.map(
         lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state
-    )
-
-
-def _abstract(shapes: Any, where: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        where,
     )

@@ -24,13 +24,7 @@ def _unchanged(batch: Any, key: jax.Array) -> Any:
     return batch
 
 
-def _no_maxima(outputs: Any, micro: Any) -> Stats:
-    del outputs, micro
-    return {}
-
-
-def _no_fields(outputs: Any) -> dict[str, jax.Array]:
-    del outputs
+def _nothing(*_: Any) -> Stats:
     return {}
 
 
@@ -76,11 +70,11 @@ class Objective:
     stats: Aggregation = dataclasses.field(default_factory=token_mean)
     prepare: Callable[[Any, jax.Array], Any] = _unchanged
     correction: InnerCorrection | None = None
-    maxima: Callable[[Any, Any], Stats] = _no_maxima
-    this_pass: Callable[[Any], dict[str, jax.Array]] = _no_fields
+    maxima: Callable[[Any, Any], Stats] = _nothing
+    this_pass: Callable[[Any], dict[str, jax.Array]] = _nothing
     needs_reference: bool = False
 
     @property
     def uses_this_pass(self) -> bool:
         """Whether the first minibatch replaces fields of the batch by its own outputs."""
-        return self.this_pass is not _no_fields
+        return self.this_pass is not _nothing

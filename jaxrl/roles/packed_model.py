@@ -22,7 +22,7 @@ from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
-from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
+from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.attention import (
@@ -118,11 +118,7 @@ class PackedModel:
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
-        return jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            self.shapes,
-            self.train_shardings,
-        )
+        return with_shardings(self.shapes, self.train_shardings)
 
     def place(self, batch: Batch) -> Batch:
         """Moves the arrays of a batch, from the host or another mesh, to this model's mesh."""
@@ -135,23 +131,40 @@ class PackedModel:
         micro: PackedBatch,
         *,
         temperature: float,
-        statistics: Callable[..., tuple[jax.Array, jax.Array]] = token_logprobs,
+        statistic: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
         """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
 
-        `statistics` may be another function of `models.logprobs`; its second value replaces the entropy.
+        `statistic` replaces the entropy: see `models.logprobs.token_logprobs`.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
-        logprob, further = statistics(
+        logprob, further = token_logprobs(
             lambda hidden: model.logits(hidden, compute=self._compute),
             out.hidden_BTD,
             micro.tokens,
             micro.segment_ids,
             temperature=temperature,
             chunk_tokens=self.train.logprob_chunk_tokens,
+            statistic=statistic,
         )
         return logprob, further, out.routing
+
+    def packed_logprobs(
+        self,
+        graph: nnx.GraphDef,
+        params: Params,
+        batch: PackedBatch,
+        *,
+        temperature: float,
+        first_minibatch: int = 0,
+    ) -> jax.Array:
+        """Log-probability of every token of a batch, [U, M, R, T]; zeros before `first_minibatch`."""
+        return each_micro(
+            lambda micro: self.policy(graph, params, micro, temperature=temperature)[0],
+            batch,
+            first_minibatch=first_minibatch,
+        )
 
     def policy_and_kl(
         self,

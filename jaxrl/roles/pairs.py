@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algos.aggregation import Aggregation, Counts
+from jaxrl.algos.aggregation import Aggregation, token_mean
 from jaxrl.algos.preference_losses import (
     POLICY_INPUTS,
     PREFERENCE_LOSSES,
@@ -173,15 +173,8 @@ def _pair_objective(
             lambda x_RP: _on_chosen(x_RP, micro.loss_mask, micro.segment_ids), values
         )
 
-    pair_mean = Aggregation(
-        lambda mask_RT, segment_ids_RT: masked(jnp.ones_like(mask_RT), mask_RT),
-        _num_pairs,
-    )
+    pair_mean = Aggregation(token_mean().weigh, lambda counts: counts.sequences / 2.0)
     return Objective(by_token, pair_mean, stats=pair_mean)
-
-
-def _num_pairs(counts: Counts) -> jax.Array:
-    return counts.sequences / 2.0
 
 
 def _on_chosen(x_RP: jax.Array, mask_RT: jax.Array, segment_ids_RT: jax.Array) -> jax.Array:

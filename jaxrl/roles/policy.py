@@ -6,6 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from jax.sharding import Mesh
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
@@ -27,11 +27,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.packed_model import PackedModel, each_micro
-from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout.backend import OnGroup, RolloutBackend, SamplingOptions
-from jaxrl.rollout.samples import Rollout, UnfinishedGroups
+from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
+from jaxrl.rollout.samples import Rollout
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
 
@@ -67,38 +65,24 @@ class Actor(Learner):
         model: ModelConfig,
         mesh: Mesh,
         *,
-        train: TrainConfig,
-        optim: OptimConfig,
         temperature: float,
-        seed: int,
         backend: RolloutBackend | None = None,
         compared: PackedModel | None = None,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
+        **options: Any,
     ):
         """Builds the programs; `init` or an assignment to `state` gives the actor its weights.
 
         Args:
           model, mesh: shape of the model, and its training mesh.
-          train, optim: settings of the learning step and of the optimiser.
           temperature: sampling temperature. It also divides the logits wherever training computes a
             probability.
-          seed: seed of random weights and of random choices of an objective.
           backend: rollout backend, which the actor closes in the end. None for an actor that never samples.
           compared: model of the reference that an objective compares the policy with, on the same mesh; None
             is the policy's own, without adapters.
-          state_rules: sharding rules of weights, gradients and moments in training.
-          offload: keep the training state in pinned host memory while the actor samples.
+          options: other arguments of `Learner`. With `offload`, the training state is in pinned host memory
+            while the actor samples.
         """
-        super().__init__(
-            model,
-            mesh,
-            train=train,
-            optim=optim,
-            seed=seed,
-            state_rules=state_rules,
-            offload=offload,
-        )
+        super().__init__(model, mesh, **options)
         self._temperature = temperature
         self._backend = backend
         self._shares_mesh = backend is not None and backend.mesh == mesh
@@ -108,7 +92,10 @@ class Actor(Learner):
         self._can_sample = False
         self._sampler: concurrent.futures.ThreadPoolExecutor | None = None
         self._sampling: concurrent.futures.Future[Completions] | None = None
-        self.logprobs_program = jax.jit(self._packed_logprobs, static_argnames="first_minibatch")
+        self.logprobs_program = jax.jit(
+            functools.partial(self.packed_logprobs, self.graph, temperature=temperature),
+            static_argnames="first_minibatch",
+        )
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
         self._compared = compared
@@ -185,38 +172,15 @@ class Actor(Learner):
 
     # Sampling
 
-    def generate(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        *,
-        on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
-    ) -> Completions:
-        """Samples responses to each prompt with the current weights; see `RolloutBackend.generate`."""
+    def generate(self, prompts: Prompts, options: SamplingOptions, **further: Any) -> Completions:
+        """Samples with the current weights; arguments as for `RolloutBackend.generate`."""
         self._prepare_sampling()
-        return self.backend.generate(
-            prompts, options, on_group=on_group, expected_tokens_N=expected_tokens_N
-        )
+        return self.backend.generate(prompts, options, **further)
 
-    def resume(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        *,
-        unfinished: UnfinishedGroups | None = None,
-        on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
-    ) -> Rollout:
-        """`generate` that continues unfinished groups and may leave some; see `RolloutBackend.resume`."""
+    def resume(self, prompts: Prompts, options: SamplingOptions, **further: Any) -> Rollout:
+        """Continues unfinished groups, and may leave some; arguments as for `RolloutBackend.resume`."""
         self._prepare_sampling()
-        return self.backend.resume(
-            prompts,
-            options,
-            unfinished=unfinished,
-            on_group=on_group,
-            expected_tokens_N=expected_tokens_N,
-        )
+        return self.backend.resume(prompts, options, **further)
 
     def start_generating(
         self,
@@ -274,26 +238,14 @@ class Actor(Learner):
         assert self.model.lora.rank, "only a model with adapters holds its own reference"
         return self._reference_logprobs(self.for_training().params, batch)
 
-    def _packed_logprobs(
-        self, params: Params, batch: PackedBatch, *, first_minibatch: int = 0
-    ) -> jax.Array:
-        return each_micro(
-            lambda micro: self._outputs(params, micro)[0].logprob,
-            batch,
-            first_minibatch=first_minibatch,
-        )
-
     def _logprobs_without_adapters(self, params: Params, batch: PackedBatch) -> jax.Array:
-        graph, base = self._base_graph, lora.split(params)[1]
-        temperature = self._temperature
-        return each_micro(
-            lambda micro: self.policy(graph, base, micro, temperature=temperature)[0], batch
-        )
+        base = lora.split(params)[1]
+        return self.packed_logprobs(self._base_graph, base, batch, temperature=self._temperature)
 
     def _packed_squared_probabilities(
         self, params: Params, batch: PackedBatch
     ) -> tuple[jax.Array, jax.Array]:
-        settings: Any = {"temperature": self._temperature, "statistics": squared_probabilities}
+        settings: Any = {"temperature": self._temperature, "statistic": squared_probabilities}
         return each_micro(
             lambda micro: self.policy(self.graph, params, micro, **settings)[:2], batch
         )
@@ -345,28 +297,14 @@ class Actor(Learner):
 class Reference(Frozen):
     """The policy that training started from. The KL penalty is measured against it."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        temperature: float,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
-    ):
+    def __init__(self, model: ModelConfig, mesh: Mesh, *, temperature: float, **options: Any):
         """Args as for `Frozen`; `temperature` is the actor's."""
-        super().__init__(model, mesh, train=train, state_rules=state_rules, offload=offload)
-        self._temperature = temperature
-        self.logprobs_program = jax.jit(self._packed_logprobs)
+        super().__init__(model, mesh, **options)
+        self.logprobs_program = jax.jit(
+            functools.partial(self.packed_logprobs, self.graph, temperature=temperature)
+        )
 
     @protocol(PER_TOKEN)
     def logprobs(self, batch: PackedBatch) -> jax.Array:
         """Log-probability of every token, float32 [U, M, R, T]."""
         return self.logprobs_program(self.onloaded(), batch)
-
-    def _packed_logprobs(self, params: Params, batch: PackedBatch) -> jax.Array:
-        temperature = self._temperature
-        return each_micro(
-            lambda micro: self.policy(self.graph, params, micro, temperature=temperature)[0], batch
-        )

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import last_scores
 from jaxrl.models.mixture import Routing
@@ -20,7 +19,6 @@ from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.objective import Stats
 from jaxrl.roles.packed_model import each_micro
 from jaxrl.roles.score_learner import ScoreLearner
-from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 
@@ -37,17 +35,9 @@ class ScoreOutputs(NamedTuple):
 class RewardModel(Frozen):
     """A frozen reward or cost model: one score for each sequence. It must share the policy's tokenizer."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
-    ):
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
         """Args as for `Frozen`; `model` has a score head, of which the first score is used."""
-        super().__init__(model, mesh, train=train, state_rules=state_rules, offload=offload)
+        super().__init__(model, mesh, **options)
         self.scores_program = jax.jit(self._packed_scores)
 
     @protocol(PER_TOKEN)

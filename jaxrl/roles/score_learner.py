@@ -7,41 +7,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models.decoder import Params
 from jaxrl.models.heads import score_config, score_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.packed_model import each_micro
-from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 
 class ScoreLearner(Learner):
     """A score model in training. Its score of a token is the first field of its `_outputs`."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        optim: OptimConfig,
-        seed: int,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
-    ):
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
         """Args as for `Learner`. `model` may be a language model; the score head replaces its unembedding."""
-        super().__init__(
-            score_config(model),
-            mesh,
-            train=train,
-            optim=optim,
-            seed=seed,
-            state_rules=state_rules,
-            offload=offload,
-        )
+        super().__init__(score_config(model), mesh, **options)
         self.by_token_program = jax.jit(self._packed_by_token)
 
     def start_from(self, params: Params) -> None:

@@ -1,7 +1,7 @@
-"""What is particular about a teacher: its settings and the text around the student's prompts.
+"""Settings of a teacher, and the text that it reads around the student's prompts.
 
-The role itself is a `roles.policy.Reference` with a model of its own, of another size or family, which a
-student is to approach (distillation).
+A teacher is a `roles.policy.Reference` with its own model, of any size or family with the student's
+vocabulary. The student learns to approach it (distillation).
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ PROMPT, ANSWER = "{prompt}", "{answer}"
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig:
-    """The teacher of dataflows that distil one (`dataflows.distill`).
+    """The teacher of a distillation dataflow (`dataflows.distill`).
 
     Attributes:
-      weights: Hugging Face directory of a language model; it has the student's tokens.
-      template: what the teacher reads before a response. "{prompt}" is the student's prompt, token by token,
-        with its chat template; "{answer}" the ground truth of the problem. Texts around it may hold special
-        tokens.
-      max_extra_tokens: limit of what the template adds to a prompt; the rest is cut off.
+      weights: Hugging Face directory of a language model with the student's vocabulary.
+      template: text before a response as the teacher reads it. "{prompt}" stands for the student's prompt
+        with its chat template, "{answer}" for the ground truth. The text may contain special tokens.
+      max_extra_tokens: maximum number of tokens that the template adds to a prompt; the rest is cut off.
     """
 
     weights: Annotated[str, PATH] = ""
@@ -44,7 +43,7 @@ class TeacherConfig:
 
     @property
     def changes_prompts(self) -> bool:
-        """Whether the teacher reads anything but the student's prompts."""
+        """Whether the teacher's prompts differ from the student's."""
         return self.template != PROMPT
 
 
@@ -52,13 +51,13 @@ class TeacherPrompts:
     """The student's prompts with the text of a template around them."""
 
     def __init__(self, config: TeacherConfig, encode: Callable[[str], np.ndarray]):
-        """Args: the settings, and the tokenizer's function from a text to ids."""
+        """Args: the settings, and the tokenizer's function that turns a text into ids."""
         self._before, self._after = config.template.split(PROMPT)
         self._max_extra_tokens = config.max_extra_tokens
         self._encode = encode
 
     def of(self, prompts: Prompts) -> tuple[Prompts, int]:
-        """(the prompts as the teacher reads them, how many lost text to `max_extra_tokens`)."""
+        """Returns the teacher's prompts, and how many of them were cut to `max_extra_tokens`."""
         tokens, num_cut = [], 0
         for prompt, answer in zip(prompts.tokens, prompts.answers, strict=True):
             before, after = (

@@ -1,4 +1,4 @@
-"""Settings of the learning step: how it is computed, which does not change what it computes."""
+"""Settings of the learning step. They change speed and memory, not the result."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ class TrainConfig:
     Attributes:
       rows: R, rows of a microbatch over the whole mesh.
       row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
-      fill_minibatches: samples may change places with ones of another minibatch of their step where it then
-        runs fewer microbatches; about one in a hundred does. Which update a sample is in then depends on
-        `rows` and `row_tokens`, which otherwise change nothing.
-      share_prompts: the answers to a prompt that lie in a row share it: it is computed once there, forward
-        and backward, and each answer is a branch that goes on from it. The same numbers for fewer tokens;
-        docs/learning.md says where that pays, which is where "auto" does it.
-      logprob_chunk_tokens: positions of a row whose logits are in memory at once.
-      dtype: of activations, and of weights that are frozen below adapters; master weights are float32.
-      matmuls: what the projections of the layers are multiplied in, forward and backward, "full" (`dtype`),
-        "int8" or "fp8" (`models.low_precision`; the extra `qwix`). Sampling has its own.
-      remat: what the backward pass keeps of each layer, a name of `models.compute.REMAT_POLICIES`.
-      unroll: layers per iteration of the layer scan; with all of them there is none. "auto" is all of up to 8
-        layers on CPU if they are 256 wide or wider, else 1.
-      pipeline_microbatches: parts of the rows that follow each other through the stages of a layout with
-        p > 1; a multiple of p, 0 for p itself. More of them leave the stages idle for a smaller share of
-        the time, and give each less work at once.
+      fill_minibatches: samples may move to another minibatch of their step if that saves microbatches; about
+        one in a hundred moves. The minibatch of a sample then depends on `rows` and `row_tokens`.
+      share_prompts: compute a prompt once for all its answers in a row, forward and backward. Each answer is
+        a branch after the prompt. The results are the same with fewer tokens. "auto" shares prompts where
+        that is faster (docs/learning.md).
+      logprob_chunk_tokens: number of positions of a row whose logits are in memory at once.
+      dtype: data type of activations and of weights frozen below adapters. Master weights are float32.
+      matmuls: precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or "fp8"
+        (needs the extra `qwix`). It does not apply to sampling.
+      remat: activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`.
+      unroll: number of layers per iteration of the layer scan; the number of all layers means no scan. "auto"
+        is all layers on CPU for up to 8 layers of width 256 or more, else 1.
+      pipeline_microbatches: number of parts of the rows that pass through the pipeline stages one after
+        another, for layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less,
+        and each part is less work.
       attention: implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`.
       load_balancing_coef: weight of `models.mixture.load_balancing_loss` in the loss of a mixture of
-        experts, taken microbatch by microbatch.
+        experts, computed per microbatch.
     """
 
     rows: Annotated[int, count(1)] = 8
@@ -64,14 +63,14 @@ class TrainConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """`share_prompts`, where "auto" has not been resolved to True."""
+        """Whether prompts are shared; False while "auto" is not resolved."""
         return self.share_prompts is True
 
     def layers_per_iteration(self, num_layers: int, d_model: int, platform: str | None) -> int:
         """`unroll`, resolved for a model and the platform of its mesh."""
         if self.unroll != "auto":
             return self.unroll
-        # A scan copies what the backward pass keeps of the layers into one array, which counts if wide.
+        # A scan copies the kept activations of all layers into one array. That is slow for wide layers.
         pays = platform == "cpu" and d_model >= _WIDE and num_layers <= _UNROLLED_LAYERS
         return num_layers if pays else 1
 
@@ -90,9 +89,10 @@ class TrainConfig:
         attention kernels of accelerators know no branches.
 
         Args:
-          platform: of the devices.
-          max_prompt_tokens, max_response_tokens, num_samples: of a step.
-          allowed: nothing else forbids it: no sliding window, no sequences that are split over devices.
+          platform: platform of the devices.
+          max_prompt_tokens, max_response_tokens: maximum lengths of prompt and response.
+          num_samples: number of answers to a prompt.
+          allowed: False with a sliding window, or if sequences are split over devices.
         """
         if self.share_prompts != "auto":
             return self

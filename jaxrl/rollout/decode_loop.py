@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
-from jaxrl.rollout.slots import DecodedTokens, DrawSettings, Extension, SlotAssignment, Slots
+from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
 
@@ -197,7 +197,7 @@ class DecodeLoop:
         self._extend_answered(running)
         for admission in admissions:
             self._admit(admission)
-        return self._collect(running, self._slots.generate(scheduler.enough_active))
+        return self._collect(running, *self._slots.generate(scheduler.enough_active))
 
     # Into slots
 
@@ -239,10 +239,11 @@ class DecodeLoop:
 
     # Out of slots
 
-    def _collect(self, running: dict[int, SampleTask], decoded: DecodedTokens) -> list[Decoded]:
+    def _collect(
+        self, running: dict[int, SampleTask], active: np.ndarray, decoded: DecodedTokens
+    ) -> list[Decoded]:
         """Adds decoded tokens to their samples, and frees the slots of ended samples."""
         results, ended, still_active = [], [], []
-        active = decoded.active.tolist()
         for slot, task in running.items():
             sample, before = task.sample, len(task.sample)
             tokens, logprob, entropy = decoded.of_slot(slot)

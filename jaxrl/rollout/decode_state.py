@@ -6,8 +6,10 @@ n slots   P sequences of a prefix   C capacity of a slot   R response tokens   W
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl.models.cache.interface import Cache
 from jaxrl.rollout.sampling import Truncation
@@ -59,6 +61,28 @@ class Assignment:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class DecodedTokens:
+    """The tokens of a dispatch, on the devices or on the host.
+
+    Attributes:
+      count: int32 [n], number of decoded tokens.
+      token: int32 [n, W], of which the first `count` are valid.
+      logprob, entropy: float32 [n, W], likewise.
+    """
+
+    count: Any
+    token: Any
+    logprob: Any
+    entropy: Any
+
+    def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and entropies of one slot, [count] each; on the host."""
+        n = self.count[slot]
+        return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
     """All slots and the samples in them.
 
@@ -70,9 +94,7 @@ class DecodeState:
       count: int32 [n], response tokens so far.
       limit: int32 [n], response length at which the slot stops.
       active: bool [n], whether the slot still decodes.
-      out_count: int32 [n], number of tokens that the last dispatch decoded.
-      out_token: int32 [n, W], of which the first `out_count` are valid.
-      out_logprob, out_entropy: float32 [n, W], likewise.
+      decoded: tokens of the last dispatch.
     """
 
     context: Prefix
@@ -82,10 +104,7 @@ class DecodeState:
     count: jax.Array
     limit: jax.Array
     active: jax.Array
-    out_count: jax.Array
-    out_token: jax.Array
-    out_logprob: jax.Array
-    out_entropy: jax.Array
+    decoded: DecodedTokens
 
     @property
     def num_slots(self) -> int:

@@ -86,10 +86,13 @@ class OfflineBackend(EngineBackend):
     ) -> Completions:
         """Samples G responses to each prompt until all are finished."""
         assert not options.budget_tokens, "a budget leaves samples unfinished: call `resume`"
-        groups = SampleGroups(prompts, options, self._decode_text)
-        for finished in self._dispatches(groups, options, expected_tokens_N):
-            groups.hand_out(finished, on_group)
-        return groups.completions(range(len(groups)))
+
+        def goes_on(group: Completions) -> None:
+            if on_group is not None:
+                on_group(group)
+
+        settings: Any = {"on_group": goes_on, "expected_tokens_N": expected_tokens_N}
+        return self.resume(prompts, options, **settings).completions
 
     def resume(
         self,
@@ -106,15 +109,6 @@ class OfflineBackend(EngineBackend):
         is called after each dispatch.
         """
         groups = SampleGroups(prompts, options, self._decode_text, unfinished)
-        for finished in self._dispatches(groups, options, expected_tokens_N):
-            if groups.hand_out(finished, on_group):
-                break
-        return groups.rollout()
-
-    def _dispatches(
-        self, groups: SampleGroups, options: SamplingOptions, expected_tokens_N: np.ndarray | None
-    ) -> Iterator[list[int]]:
-        """Decodes until no sample is left; yields the groups that each dispatch has finished."""
         new = groups.prompts.take(range(groups.num_resumed, len(groups)))
         check_lengths(new, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(new, expected_tokens_N)
@@ -128,7 +122,9 @@ class OfflineBackend(EngineBackend):
                     unfinished_of[sample.prompt] -= 1
                     if not unfinished_of[sample.prompt]:
                         finished.append(sample.prompt)
-            yield finished
+            if groups.hand_out(finished, on_group):
+                break
+        return groups.rollout()
 
 
 def _tasks(

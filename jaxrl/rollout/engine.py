@@ -16,9 +16,9 @@ a response. Each column is a slot. The last token of a sequence is in brackets b
 
     prefill(["ab", "xyz"])              prefix: a[b]  xy[z]
     insert(prefix, source = 0 0 1)      a[b]        a[b]       xy[z]         all active
-    generate, dispatch 1                abcde[f]    abg[$]     xyzhij[k]     out_count 4 2 4; slot 1 is idle
+    generate, dispatch 1                abcde[f]    abg[$]     xyzhij[k]     count 4 2 4; slot 1 is idle
     insert(prefix 2, source = -1 0 -1)  abcde[f]    p[q]       xyzhij[k]     a third prompt, "pq", in slot 1
-    generate, dispatch 2                abcdef[$]   pqlmn[o]   xyzhijku[$]   out_count 1 4 2
+    generate, dispatch 2                abcdef[$]   pqlmn[o]   xyzhijku[$]   count 1 4 2
     resize(slot_n = 1)                  pqlmn[o]                             one slot is enough, and moves
 
 On CPU, decoding reads all of C. There `resize` keeps n and C small, so that a dispatch costs only what its

@@ -19,7 +19,7 @@ from jaxrl.models.cache.interface import Cache, DecodeStep
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.logprobs import log_softmax_entropy
-from jaxrl.rollout.decode_state import DecodeState
+from jaxrl.rollout.decode_state import DecodedTokens, DecodeState
 from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms
 
@@ -30,17 +30,14 @@ class DecodeProgress(NamedTuple):
     Attributes:
       i: int32 scalar, number of tokens decoded so far in every slot that is still active.
       recent: keys and values of these tokens, in a buffer of the `CacheKind`.
-      token, active, out_count, out_token, out_logprob, out_entropy: as in `DecodeState`.
+      token, active, decoded: as in `DecodeState`.
     """
 
     i: jax.Array
     recent: Cache
     token: jax.Array
     active: jax.Array
-    out_count: jax.Array
-    out_token: jax.Array
-    out_logprob: jax.Array
-    out_entropy: jax.Array
+    decoded: DecodedTokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,35 +88,29 @@ class GenerateProgram:
             ),
             state.context.token,
             state.active,
-            jnp.zeros_like(state.count),
-            jnp.zeros_like(state.out_token),
-            jnp.zeros_like(state.out_logprob),
-            jnp.zeros_like(state.out_entropy),
+            jax.tree.map(jnp.zeros_like, state.decoded),
         )
 
     def _end(self, state: DecodeState, progress: DecodeProgress) -> DecodeState:
         """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
-        start = state.context
+        start, decoded = state.context, progress.decoded
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
-        fed_nW = jnp.concatenate([start.token[:, None], progress.out_token[:, :-1]], axis=1)
+        fed_nW = jnp.concatenate([start.token[:, None], decoded.token[:, :-1]], axis=1)
         context = self.slots.append(start, progress.recent, fed_nW, state.active)
         return state.replace(
             context=dataclasses.replace(
-                context, length=start.length + progress.out_count, token=progress.token
+                context, length=start.length + decoded.count, token=progress.token
             ),
-            count=state.count + progress.out_count,
+            count=state.count + decoded.count,
             active=progress.active,
-            out_count=progress.out_count,
-            out_token=progress.out_token,
-            out_logprob=progress.out_logprob,
-            out_entropy=progress.out_entropy,
+            decoded=decoded,
         )
 
     def _decode(
         self, model: Decoder, past: DecodeStep, state: DecodeState, progress: DecodeProgress
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
-        i, active = progress.i, progress.active
+        i, active, decoded = progress.i, progress.active, progress.decoded
         hidden_n1D, new = past(progress.recent, i, active).run(
             model,
             progress.token[:, None],
@@ -141,10 +132,12 @@ class GenerateProgram:
             self.slots.cache.put(progress.recent, new, i),
             jnp.where(active, token_n, progress.token),
             active & ~stopped_n,
-            progress.out_count + active.astype(jnp.int32),
-            at_i(progress.out_token, token_n),
-            at_i(progress.out_logprob, logprob_n),
-            at_i(progress.out_entropy, entropy_n),
+            DecodedTokens(
+                decoded.count + active.astype(jnp.int32),
+                at_i(decoded.token, token_n),
+                at_i(decoded.logprob, logprob_n),
+                at_i(decoded.entropy, entropy_n),
+            ),
         )
 
     def _sample(
@@ -178,8 +171,8 @@ def seen_tokens(vocab_size: int, state: DecodeState, progress: DecodeProgress) -
     index_1C = jnp.arange(context.capacity)[None]
     # Unused entries get an index outside of the vocabulary; JAX drops such updates.
     past_nC = jnp.where(index_1C < context.length[:, None], context.history, vocab_size)
-    decoded_1W = jnp.arange(progress.out_token.shape[1])[None] < progress.i
-    decoded_nW = jnp.where(decoded_1W, progress.out_token, vocab_size)
+    decoded_1W = jnp.arange(progress.decoded.token.shape[1])[None] < progress.i
+    decoded_nW = jnp.where(decoded_1W, progress.decoded.token, vocab_size)
     seen_nV = jnp.zeros((state.num_slots, vocab_size), bool)
     for tokens in (past_nC, decoded_nW, context.token[:, None]):
         seen_nV = seen_nV.at[slot_n1, tokens].set(True, mode="drop")

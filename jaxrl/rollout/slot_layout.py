@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.mesh.manual import per_device
-from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings
+from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings, with_shardings
 from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 
@@ -59,11 +59,8 @@ class SlotLayout:
 
     def abstract(self, shapes: Any) -> Any:
         """Adds shardings to the shapes of a state or prefix."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh),
-        )
+        where = shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh)
+        return with_shardings(shapes, where)
 
     def on_own_slots(
         self, function: Callable[..., Any], tree: Any, *others: Any, whole: Any = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.interface import Cache, CacheKind
-from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
+from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
 from jaxrl.rollout.slot_layout import PREFIX_AXES, NewTokens, SlotLayout, slots_first
 
@@ -54,10 +54,9 @@ class SlotPrograms:
                 count=ints((n,)),
                 limit=ints((n,)),
                 active=jnp.zeros((n,), bool),
-                out_count=ints((n,)),
-                out_token=ints((n, W)),
-                out_logprob=jnp.zeros((n, W)),
-                out_entropy=jnp.zeros((n, W)),
+                decoded=DecodedTokens(
+                    ints((n,)), ints((n, W)), jnp.zeros((n, W)), jnp.zeros((n, W))
+                ),
             )
         )
 
@@ -97,7 +96,7 @@ class SlotPrograms:
                 count=put(state.count, assignment.count),
                 limit=put(state.limit, assignment.limit),
                 active=put(state.active, True),
-                out_count=put(state.out_count, 0),
+                decoded=dataclasses.replace(state.decoded, count=put(state.decoded.count, 0)),
             )
         )
 

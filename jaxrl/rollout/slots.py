@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.decode_state import Assignment, DecodeState, Prefix
+from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation, untruncated
 
@@ -82,28 +82,6 @@ class Extension(NamedTuple):
 
 # The fields of `DrawSettings` on the devices, in the form that `Engine.insert` takes.
 DeviceSettings: TypeAlias = tuple[Any, ...]
-
-
-class DecodedTokens(NamedTuple):
-    """The result of a dispatch, on the host.
-
-    Attributes:
-      active: bool [n], whether the slot still decodes.
-      num_tokens: int32 [n], number of decoded tokens.
-      token: int32 [n, W], of which the first `num_tokens` are valid.
-      logprob, entropy: float32 [n, W], likewise.
-    """
-
-    active: np.ndarray
-    num_tokens: np.ndarray
-    token: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-
-    def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The decoded tokens of a slot, with their log-probabilities and entropies."""
-        n = self.num_tokens[slot]
-        return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -311,13 +289,12 @@ class Slots:
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
-    def generate(self, least_active: int) -> DecodedTokens:
+    def generate(self, least_active: int) -> tuple[np.ndarray, DecodedTokens]:
         """Decodes up to W tokens in every active slot and fetches them; see `Engine.generate`."""
         state = self._taken_state()
         with self._lock:
             (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
             state = self.engine.generate(self._params, state, least)
-        decoded = (state.active, state.out_count, state.out_token, state.out_logprob)
-        decoded = fetch((*decoded, state.out_entropy))
+        decoded = fetch((state.active, state.decoded))
         self._state = state
-        return DecodedTokens(*decoded)
+        return decoded

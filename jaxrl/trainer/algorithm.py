@@ -1,4 +1,4 @@
-"""The algorithm of a run: what its config says of it, looked up and checked once."""
+"""The algorithm of a run: its parts, looked up and checked once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from jaxrl.trainer import cross_checks
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """A dataflow with the functions that it is made of.
+    """A dataflow with its estimator and loss.
 
     Attributes:
-      dataflow: the function of a step.
-      roles: of the run, the actor first; "rollout" where the actor samples on devices of its own.
-      estimator: from rewards to advantages.
-      objective: the actor's loss.
-      shares_forward: the first minibatch's old log-probabilities come from the forward pass of its update.
+      dataflow: function that runs a step.
+      roles: roles of the run, the actor first; includes "rollout" if the actor samples on other devices.
+      estimator: advantage estimator.
+      objective: loss of the actor.
+      shares_forward: whether the first minibatch takes its old log-probabilities from the forward pass of its
+        own update.
     """
 
     dataflow: Dataflow

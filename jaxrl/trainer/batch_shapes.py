@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
@@ -54,33 +52,22 @@ def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConf
     )
 
 
-def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:
-    """Raises UserError for a batch size that the mesh of a role does not divide.
-
-    Args:
-      config: config of the run.
-      meshes: mesh of each role.
-    """
-    for role, mesh in meshes.items():
-        if role == "judge":
-            _check_judge_batches(config, mesh)
-        else:
-            sampler = "rollout" if "rollout" in meshes else "actor"
-            _check_batches(config, mesh, samples=role == sampler)
-
-
-def _check_batches(config: Config, mesh: Mesh | AbstractMesh, *, samples: bool) -> None:
+def check_training_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the mesh of a role does not divide the rows or the tokens of a microbatch."""
     check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
     check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
-    if samples:
-        slots, prompts = config.rollout.slots, config.rollout.prefill_prompts
-        if slots != "auto":
-            check_divides("rollout.slots", slots, "batch", GENERATE_RULES, mesh)
-        check_divides("rollout.prefill_prompts", prompts, "batch", GENERATE_RULES, mesh)
 
 
-def _check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Checks the judge's number of slots against the mesh of its pool."""
+def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the policy's sampling mesh does not divide slots or prompts per prefill."""
+    rollout = config.rollout
+    if rollout.slots != "auto":
+        check_divides("rollout.slots", rollout.slots, "batch", GENERATE_RULES, mesh)
+    check_divides("rollout.prefill_prompts", rollout.prefill_prompts, "batch", GENERATE_RULES, mesh)
+
+
+def check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the judge's mesh does not divide its slots or its prompts per prefill."""
     slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
     check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)
     check_divides("rollout.prefill_prompts", min(slots, prompts), "batch", GENERATE_RULES, mesh)

@@ -13,24 +13,24 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
-from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, texts_of
-from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.data_card import data_card
+from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
+from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
-from jaxrl.data.problems import Problems, card_of, encode, prompts_of
-from jaxrl.data.records import text_of_context
-from jaxrl.data.stream import EncodedPrompts, MadePrompts, evaluation_prompts
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from jaxrl.data.problems import Problems, encode, stream_inputs
+from jaxrl.data.prompt_encoding import EncodedPrompts, evaluation_prompts
+from jaxrl.data.prompt_sources import GeneratedPrompts
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
+from jaxrl.evaluation.sampled_answers import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.user_environment import environment_of
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.memory_check import check_memory_here
 from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
 from jaxrl.trainer.role_models import (
     RoleModels,
@@ -39,12 +39,9 @@ from jaxrl.trainer.role_models import (
     role_models,
 )
 from jaxrl.trainer.role_table import ROLES
-from jaxrl.trainer.roles import RoleBuilder
+from jaxrl.trainer.roles import RoleBuilder, check_role_batches
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
-
-# Enough text to contain every word of a procedural task.
-_TOKENIZER_RECORDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,7 @@ class RunContext:
     Attributes:
       config: config of the run.
       algorithm: dataflow, estimator and loss.
-      models: models of the roles, with the tokenizers of policy and judge.
+      models: models and tokenizers of the roles.
       placement: devices of each role.
       problems: training and evaluation problems; no problem is in both sets.
       evaluation_prompts: prompts of the evaluation.
@@ -73,7 +70,7 @@ class RunContext:
     evaluation_prompts: Prompts
     demonstrations: tuple[Demonstration, ...] = ()
     pairs: Mapping[str, tuple[Preference, ...]] = dataclasses.field(default_factory=dict)
-    train_prompts: tuple[Prompts | MadePrompts, ...] = ()
+    train_prompts: tuple[Prompts | GeneratedPrompts, ...] = ()
     card: str = ""
 
     @property
@@ -131,9 +128,9 @@ def build_context(
     placement = take_devices(pools, devices)
     check_role_batches(config, meshes_of(placement))
     check_policy(config, tokenizer)
-    models = models.with_tokenizers(tokenizer, found.judge_tokenizer)
-    num_problems = sum(len(found.prompts.ids_N) for found in evaluation)
-    check_memory_here(config, models.actor, devices, num_problems)
+    models = models.with_tokenizers(tokenizer, found.own_tokenizers)
+    evaluation_prompts = _evaluation_prompts(evaluation)
+    check_evaluation_fits(config, len(evaluation_prompts))
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -147,11 +144,11 @@ def build_context(
         models=models,
         placement=placement,
         problems=problems,
-        evaluation_prompts=_evaluation_prompts(evaluation),
+        evaluation_prompts=evaluation_prompts,
         demonstrations=found.demonstrations,
         pairs=found.pairs,
-        train_prompts=prompts_of(problems.train, train, config.data, tokenizer) if train else (),
-        card=card_of(problems, train, evaluation),
+        train_prompts=stream_inputs(problems.train, train, config.data, tokenizer) if train else (),
+        card=data_card(problems, train, evaluation),
     )
 
 
@@ -202,7 +199,9 @@ def preference_stream(
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = lookup(MADE_PAIRS, options.made, "preference.made")(records)
+        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(
+            records
+        )
     return PreferenceStream(
         preferences,
         run.tokenizer,
@@ -253,6 +252,18 @@ def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
     )
 
 
+def check_evaluation_fits(config: Config, num_problems: int) -> None:
+    """Raises UserError if the answers of an evaluation do not fit into this machine's memory."""
+    num_samples, tokens = config.evaluation.num_samples, config.rollout.max_response_tokens
+    check_answers_fit(
+        num_samples * num_problems,
+        tokens,
+        settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
+        f"rollout.max_response_tokens {tokens:,}",
+        remedy="lower evaluation.num_samples, or data.evaluation.limit",
+    )
+
+
 def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> None:
     """Raises UserError for unknown stop ids, and for scalar models with another tokenizer than the policy."""
     unknown = [i for i in config.rollout.stop_ids if not 0 <= i < tokenizer.vocab_size]
@@ -263,7 +274,7 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
         )
     for role, row in ROLES.items():
         directory = row.weights(config)
-        if directory and role in models.by_role:
+        if directory and role in models.by_role and not row.own_tokenizer:
             check_vocabulary(models.by_role[role], tokenizer, directory)
             if row.same_tokens:
                 check_same_tokens(tokenizer, row.setting, directory)
@@ -276,27 +287,5 @@ def tokenizer_of(
     directory = tokenizer_directory(config)
     if directory:
         return load_tokenizer(directory)
-    texts = [
-        config.data.format_of(source.settings, source.own_template).around(
-            text_of_context(record.prompt)
-        )
-        + (record.solution or record.answer)
-        for source in problems.train
-        for record in source.records[:_TOKENIZER_RECORDS]
-    ]
-    texts += texts_of(demonstrations[:_TOKENIZER_RECORDS])
-    tokenizer = train_tokenizer(texts, vocab_size=config.tokenizer.vocab_size)
-    contexts = [
-        *(demonstration.context for demonstration in demonstrations),
-        *(
-            record.prompt
-            for source in (*problems.train, *problems.evaluation)
-            for record in source.records
-        ),
-    ]
-    if all(isinstance(context, str) for context in contexts):
-        return tokenizer
-    template = ChatTemplate(
-        PLAIN_TEMPLATE, origin="a trained tokenizer", special_tokens=tokenizer.special_tokens
-    )
-    return dataclasses.replace(tokenizer, chat_template=template)
+    vocab_size = config.tokenizer.vocab_size
+    return tokenizer_from(problems, demonstrations, config.data, vocab_size=vocab_size)

@@ -14,12 +14,13 @@ are independent of each other; their order only decides which error is reported 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.made_pairs import MADE_PAIRS
+from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
@@ -28,7 +29,6 @@ from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
 from jaxrl.roles.objective import Objective
 from jaxrl.rollout import drivers
-from jaxrl.trainer.memory_check import check_memory
 from jaxrl.trainer.role_table import ROLES
 
 
@@ -67,10 +67,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
     own_reference = compared == "reference" and not config.model.lora.rank
     if algorithm.kl.needs_reference and own_reference:
         roles.append("reference")
-    if config.reward.model:
-        roles.append("reward")
-    if config.reward.judge.model:
-        roles.append("judge")
+    roles += [name for name, row in ROLES.items() if row.by_setting and row.weights(config)]
     if algorithm.one_step_off or places(config.placement, "rollout"):
         roles.append("rollout")
     for role in declared:
@@ -147,12 +144,6 @@ def policy_objective(config: Config) -> Objective:
 # Each rule passes settings to the check that it calls.
 
 
-def _placement(config: Config) -> None:
-    pools = pools_of(config)
-    if not config.weights:
-        check_memory(config, config.model, num_devices=sum(pool.num_devices for pool in pools))
-
-
 def _full_kl(config: Config) -> None:
     role = compared_role(roles_of(config))
     if role:
@@ -200,7 +191,7 @@ def _curriculum(config: Config) -> None:
 
 def _preference(config: Config) -> None:
     options = config.preference
-    lookup(MADE_PAIRS, options.made, "preference.made")
+    lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")
     loss = lookup(PREFERENCE_LOSSES, options.loss, "preference.loss")
     check_options(loss, options.options, f"preference.loss {options.loss!r}")
 
@@ -243,8 +234,8 @@ def _loss(config: Config) -> None:
     policy_objective(config)
 
 
-RULES: tuple[Callable[[Config], None], ...] = (
-    _placement,
+RULES: tuple[Callable[[Config], Any], ...] = (
+    pools_of,
     _full_kl,
     _one_step_off,
     _rollout,

@@ -8,8 +8,8 @@ from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
 from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
+from jaxrl.tracking.report_content import keep_samples
 from jaxrl.trainer.context import RunContext, evaluation_sampling
-from jaxrl.trainer.run_files import keep_samples
 
 
 class Evaluation:
@@ -26,5 +26,5 @@ class Evaluation:
         beside = GroupsBeside(self._grading)
         completions = actor.generate(self._run.evaluation_prompts, self._options, on_group=beside)
         scored = unpunished(completions, self._grading.collect(beside.of(completions)))
-        keep_samples(self._run.config, scored, when)
+        keep_samples(self._run.config.run_folder, scored, when)
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}

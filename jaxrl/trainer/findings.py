@@ -1,8 +1,8 @@
-"""Everything that a run reads from outside, found before it builds or trains anything.
+"""Finds everything that a run reads from outside, before it builds or trains anything.
 
-An SFT stage can take hours, and a missing reward function after it costs them all. So a run says at its start
-which kind it is. Devices, weights, data, functions and models of that kind are looked for; all that is
-missing is told at once; what was read is kept for later.
+An SFT stage can take hours, and a reward function that is missing afterwards wastes them. So a run declares
+its kind at the start. The devices, weights, data, functions and models of this kind are looked up, everything
+missing is reported in one message, and the files that were read are kept.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.trainer.model_shape import tokenizer_directory
 from jaxrl.trainer.requirements import Finder
-from jaxrl.trainer.role_models import load_judge_tokenizer
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 
 
 @dataclasses.dataclass(frozen=True)
 class RunKind:
-    """What a kind of run asks for.
+    """The needs of a kind of run.
 
     Attributes:
-      rewards: it samples answers to the problems that it trains on, and has reward functions and models.
-      grades: it answers problems that graders judge, in training or in an evaluation.
-      pairs: it trains on preference pairs.
-      needs_problems: its config names problems, to train on or to evaluate with.
+      rewards: whether it samples answers to training problems, with reward functions and models.
+      grades: whether graders judge its answers, in training or in an evaluation.
+      pairs: whether it trains on preference pairs.
+      needs_problems: whether its config must name problems, for training or evaluation.
     """
 
     rewards: bool = False
@@ -52,41 +51,41 @@ PREFERENCES = RunKind(pairs=True)
 
 
 def fine_tuning(config: Config) -> RunKind:
-    """Supervised fine-tuning alone: evaluated where the config names problems for that."""
+    """The kind of supervised fine-tuning alone. It is evaluated if the config names evaluation problems."""
     evaluates = bool(config.data.evaluation_sources)
     return RunKind(grades=evaluates, needs_problems=not config.sft.path)
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What was read from outside.
+    """The results of `find_everything`.
 
     Attributes:
-      problems: reads the config's problems, each source once.
-      demonstrations: of SFT's file, if it has one.
-      pairs: the preference pairs of each file.
-      judge_tokenizer: of the generative judge, if there is one.
+      problems: reader of the config's problems; it reads each source once.
+      demonstrations: examples from the file of SFT; empty without a file.
+      pairs: preference pairs of each file.
+      own_tokenizers: tokenizer of each role that has its own.
     """
 
     problems: ProblemReader
     demonstrations: tuple[Demonstration, ...]
     pairs: Mapping[str, tuple[Preference, ...]]
-    judge_tokenizer: Tokenizer | None
+    own_tokenizers: Mapping[str, Tokenizer]
 
 
 def find_everything(
     config: Config, kind: RunKind, pools: Sequence[Pool], devices: Sequence[Any]
 ) -> Findings:
-    """Looks for everything that a run of a kind needs.
+    """Finds everything that a run needs.
 
     Args:
-      config: of the run.
-      kind: of run.
-      pools: of the config's placement.
-      devices: that the run may use.
+      config: config of the run.
+      kind: kind of run.
+      pools: pools of the config's placement.
+      devices: devices that the run may use.
 
     Raises:
-      UserError: names all that is missing or broken.
+      UserError: something is missing or broken. One message names all such things.
     """
     find = Finder()
     find.devices(pools, len(devices), devices[0].device_kind)
@@ -99,7 +98,7 @@ def find_everything(
     for name, read in problems.readers.items():
         find(name, read)
     _find_packages(config, find)
-    demonstrations, pairs, judge_tokenizer = None, {}, None
+    demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
         demonstrations = find("sft.path", functools.partial(_demonstrations, config))
     if kind.grades:
@@ -108,11 +107,11 @@ def find_everything(
         if path := config.rollout.environment:
             find("rollout.environment", functools.partial(load_environment, path))
     if kind.rewards:
-        judge_tokenizer = _find_rewards(config, {r for pool in pools for r in pool.roles}, find)
+        own_tokenizers = _find_rewards(config, {r for pool in pools for r in pool.roles}, find)
     if kind.pairs:
         pairs = _find_pairs(config, find)
     find.check()
-    return Findings(problems, demonstrations or (), pairs, judge_tokenizer)
+    return Findings(problems, demonstrations or (), pairs, own_tokenizers)
 
 
 def _needs_chat_template(config: Config) -> bool:
@@ -132,18 +131,20 @@ def _find_packages(config: Config, find: Finder) -> None:
             find(setting, functools.partial(_check_installed, package))
 
 
-def _find_rewards(config: Config, roles: set[str], find: Finder) -> Tokenizer | None:
-    """Reward functions and the models that come with weights; returns the tokenizer of the judge."""
+def _find_rewards(config: Config, roles: set[str], find: Finder) -> dict[str, Tokenizer]:
+    """Checks reward functions and models with their own weights; returns the tokenizers of their own."""
     for name, function in config.reward.functions.items():
         find(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
-    # Roles of one setting, the critics, have the same weights.
-    rows = {row.setting: row for role, row in ROLES.items() if role in roles}
-    for setting, row in rows.items():
+    # Both critics have the same setting, which is checked once.
+    names = {row.setting: role for role, row in ROLES.items() if role in roles}
+    tokenizers = {}
+    for setting, role in names.items():
+        row = ROLES[role]
         if directory := row.weights(config):
-            find(setting, functools.partial(row.check, setting, directory))
-    if not config.reward.judge.model:
-        return None
-    return find("reward.judge.model", functools.partial(load_judge_tokenizer, config))
+            own = find(setting, functools.partial(row.check, config, setting, directory))
+            if own is not None:
+                tokenizers[role] = own
+    return tokenizers
 
 
 def _find_pairs(config: Config, find: Finder) -> dict[str, tuple[Preference, ...]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import numpy as np
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
@@ -36,14 +34,14 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.interrupt import StopSignal
-from jaxrl.trainer.loop import TrainingStage, open_loop
-from jaxrl.trainer.supervised import starting_params
+from jaxrl.trainer.loop import open_loop
+from jaxrl.trainer.supervised import ExamplesStage, starting_params
 from jaxrl.trainer.weights import copied
 
 StartingParams = Callable[[], Params]
 
 
-class PairStage(TrainingStage, abc.ABC):
+class PairStage(ExamplesStage):
     """Training of one learner on pairs of a chosen and a rejected answer."""
 
     def __init__(
@@ -52,43 +50,40 @@ class PairStage(TrainingStage, abc.ABC):
         learner: Learner,
         objective: Objective,
         timer: StepTimer,
+        starting_params: StartingParams,
         *,
         name: str,
     ):
-        """Args: the run, the role to train, its objective, the loop, and the role's name."""
-        self._run = run
-        self._learner = learner
+        """Builds everything except weights, which `begin` sets.
+
+        Args:
+          run: the run.
+          learner: role to train, without weights.
+          objective: loss of the role.
+          timer: loop of the stage.
+          starting_params: function that returns the policy's initial weights; called only if they are needed.
+          name: name of the role.
+
+        Raises:
+          UserError: there are no pairs, or the config names an unknown method to make them.
+        """
         self._objective = objective
-        self._timer = timer
-        self._name = name
-        self._step = SupervisedStep(self._pack, self._update)
-
-    @property
-    def learners(self) -> Mapping[str, Learner]:
-        """The role that is trained."""
-        return {self._name: self._learner}
-
-    def begin(self, record: Mapping[str, Any] | None) -> None:
-        """Sets the initial weights or restores the pairs' position from a checkpoint."""
-        self._stream = preference_stream(
-            self._run,
-            evaluation=False,
-            pairs_per_batch=self._run.config.preference.pairs_per_step,
+        self._starting_params = starting_params
+        stream = preference_stream(
+            run, evaluation=False, pairs_per_batch=run.config.preference.pairs_per_step
         )
-        self._begin_weights(resumed=record is not None)
-        if record is not None:
-            self._stream.restore(record["stream"])
-        if _evaluates(self._run):
-            self._evaluation_pairs = self._read_evaluation_pairs()
-
-    def step(self) -> Metrics:
-        """Runs one optimiser update on the next pairs."""
-        return sft(self._step, self._stream)
+        super().__init__(run, learner, timer, stream, name=name)
+        self._evaluation_pairs = self._read_evaluation_pairs() if _evaluates(run) else None
 
     def evaluate(self, when: str) -> Metrics:
-        """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half."""
+        """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half.
+
+        Empty if there are no evaluation pairs.
+        """
         del when
         batch = self._evaluation_pairs
+        if batch is None:
+            return {}
         ranks, segment_ids, mask = hosts.fetch(
             (self._rank(batch), batch.segment_ids, batch.loss_mask)
         )
@@ -99,14 +94,6 @@ class PairStage(TrainingStage, abc.ABC):
         order = np.sign(np.asarray(chosen - rejected)[there])
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
 
-    def record(self) -> dict[str, Any]:
-        """The position in the stream of pairs."""
-        return {"stream": self._stream.state()}
-
-    @abc.abstractmethod
-    def _begin_weights(self, *, resumed: bool) -> None:
-        """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
-
     @abc.abstractmethod
     def _rank(self, batch: PairBatch) -> jax.Array:
         """Ranks answers of packed pairs, higher is better: [U, M, R, T], summed over each answer."""
@@ -115,9 +102,9 @@ class PairStage(TrainingStage, abc.ABC):
         """Adds the other inputs of the objective to the batch."""
         return batch
 
-    def _pack(self, pairs: list[PreferencePair]) -> PairBatch:
+    def _pack(self, examples: list[PreferencePair]) -> PairBatch:
         with self._timer.phase("pack", may_stop=True):
-            return self._completed(self._placed(pairs))
+            return self._completed(self._placed(examples))
 
     def _placed(self, pairs: list[PreferencePair]) -> PairBatch:
         train = self._run.config.train
@@ -153,20 +140,19 @@ class RewardModelStage(PairStage):
         run: RunContext,
         learner: RewardModelLearner,
         timer: StepTimer,
-        starting: StartingParams,
+        starting_params: StartingParams,
     ):
         """Raises UserError if the loss is not one for scores."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
-        super().__init__(run, learner, objective, timer, name="reward_model")
+        super().__init__(run, learner, objective, timer, starting_params, name="reward_model")
         self._reward_model = learner
-        self._starting = starting
         # A reward is higher for the better answer, a cost is lower.
         self._sign = -1.0 if options.loss == "cost_preference" else 1.0
 
     def _begin_weights(self, *, resumed: bool) -> None:
         if not resumed:
-            params = self._starting()
+            params = self._starting_params()
             has_adapters = bool(self._run.model.lora.rank)
             self._reward_model.start_from(lora.split(params)[1] if has_adapters else params)
 
@@ -183,18 +169,17 @@ class DpoStage(PairStage):
         actor: Actor,
         reference: Reference,
         timer: StepTimer,
-        starting: StartingParams,
+        starting_params: StartingParams,
     ):
         """Raises UserError if the loss is not one for policies."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
-        super().__init__(run, actor, objective, timer, name="actor")
+        super().__init__(run, actor, objective, timer, starting_params, name="actor")
         self._actor = actor
         self._reference = reference
-        self._starting = starting
 
     def _begin_weights(self, *, resumed: bool) -> None:
-        params = self._starting()
+        params = self._starting_params()
         self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:
             self._actor.start_from(params)

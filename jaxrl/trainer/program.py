@@ -17,7 +17,6 @@ from jaxrl.mesh.devices import simulate
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.trainer.context import RunContext, build_context
-from jaxrl.trainer.cpu_devices import with_cpu_devices
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.interrupt import StopRequested, StopSignal
@@ -29,24 +28,19 @@ from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
 
-def start(config: Config) -> Config:
+def start(config: Config) -> None:
     """Sets up the devices, connects the processes of the run, and enables the compilation cache.
 
-    Call it before anything else that uses JAX.
-
-    Returns:
-      The config with the number of simulated devices resolved.
+    Call it before anything else that uses JAX. An open number of simulated devices ("auto") means none.
 
     Raises:
       UserError: the devices cannot be simulated, or the other processes are not found.
     """
-    config = with_cpu_devices(config)
     simulated = config.mesh.simulated_devices
     if simulated != "auto" and simulated:
         simulate(simulated, processes=config.hosts.num_processes)
     hosts.start(config.hosts)
     keep_compiled_programs()
-    return config
 
 
 def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:

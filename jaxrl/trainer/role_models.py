@@ -2,7 +2,6 @@
 
 actor, reference        config.weights, or config.model
 others                  weights of their own (`role_table.ROLES`), else the actor's trunk
-judge                   reward.judge.model, with a tokenizer of its own
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer.model_shape import is_here, model_of
 from jaxrl.trainer.role_table import ROLES
 
 
 class _NoTokenizer:
-    """Stands in for a tokenizer where only shapes are built, none of which depends on the tokens."""
+    """The tokenizer of a plan, which builds shapes only. No shape depends on the tokens."""
 
     stop_ids = (0,)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Never called: shapes are not text."""
+        """Never called, because a plan decodes nothing."""
         raise AssertionError(f"{len(ids)} tokens of a role that was built for its shapes alone")
 
 
@@ -41,48 +39,51 @@ SHAPES_ONLY: Any = _NoTokenizer()
 
 @dataclasses.dataclass(frozen=True)
 class RoleModels:
-    """The model of each role, and the tokenizers of those that sample.
+    """The models and tokenizers of the roles.
 
     Attributes:
-      by_role: model of each role; "rollout" samples with the actor's and has none.
-      origin: where the actor's shape is from, for people.
-      assumed: (role, why) of shapes that are not known and are taken to be the actor's.
-      tokenizer, judge_tokenizer: of the policy and of the judge; `SHAPES_ONLY` in a plan.
+      by_role: model of each role; "rollout" has no entry, because it samples with the actor's.
+      origin: description of the source of the actor's shape.
+      assumed: (role, reason) of each role whose shape is unknown and assumed to be the actor's.
+      tokenizer: the policy's tokenizer; `SHAPES_ONLY` in a plan.
+      own_tokenizers: tokenizer of each role that has its own; empty in a plan.
     """
 
     by_role: Mapping[str, ModelConfig]
     origin: str
     assumed: tuple[tuple[str, str], ...] = ()
     tokenizer: Tokenizer = SHAPES_ONLY
-    judge_tokenizer: Tokenizer = SHAPES_ONLY
+    own_tokenizers: Mapping[str, Tokenizer] = dataclasses.field(default_factory=dict)
 
     @property
     def actor(self) -> ModelConfig:
         """The policy's model."""
         return self.by_role["actor"]
 
-    def with_tokenizers(self, policy: Tokenizer, judge: Tokenizer | None) -> RoleModels:
-        """The same models with the number of ids that their tokenizers have.
+    def tokenizer_of(self, role: str) -> Tokenizer:
+        """The tokenizer of a role: its own, else the policy's."""
+        return self.own_tokenizers.get(role, self.tokenizer)
+
+    def with_tokenizers(self, policy: Tokenizer, own: Mapping[str, Tokenizer]) -> RoleModels:
+        """The same models, each limited to the tokens of its tokenizer.
 
         Args:
           policy: the policy's tokenizer.
-          judge: the generative judge's; None without a judge.
+          own: tokenizer of each role that has its own.
         """
-        own = {} if judge is None else {"judge": judge.vocab_size}
-        # A model that is too small for the policy's tokens is refused by `check_vocabulary`.
+        found = dataclasses.replace(self, tokenizer=policy, own_tokenizers=own)
+        # `check_vocabulary` refuses a model that is too small for the policy's tokens.
         sized = {
             role: dataclasses.replace(
-                model, num_tokens=min(model.vocab_size, own.get(role, policy.vocab_size))
+                model, num_tokens=min(model.vocab_size, found.tokenizer_of(role).vocab_size)
             )
             for role, model in self.by_role.items()
         }
-        return dataclasses.replace(
-            self, by_role=sized, tokenizer=policy, judge_tokenizer=judge or SHAPES_ONLY
-        )
+        return dataclasses.replace(found, by_role=sized)
 
 
 def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
-    """The models of roles by their shapes; a checkpoint that is not here counts as large as the actor.
+    """The models of roles. If the checkpoint of a role is not here, its shape is assumed to be the actor's.
 
     Raises:
       UserError: the settings contradict a checkpoint, or the policy has neither a checkpoint nor a shape.
@@ -111,39 +112,8 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
 
 
 def weights_of(role: str, config: Config) -> str:
-    """The directory of a role's own weights; "" of a role that starts from the policy's."""
-    if role == "judge":
-        return config.reward.judge.model
+    """The directory of a role's own weights; "" for a role that starts from the policy's."""
     return ROLES[role].weights(config) if role in ROLES else ""
-
-
-def load_judge_tokenizer(config: Config) -> Tokenizer:
-    """Looks through the files of the generative judge, and loads its tokenizer.
-
-    Raises:
-      UserError: a file is missing or broken, the model says nothing in words, its tokenizer is another
-        model's, or it has no chat template though it is to be asked through one.
-    """
-    options = config.reward.judge
-    model = read_config(options.model)
-    if model.num_scores:
-        raise UserError(
-            f"reward.judge.model {options.model} is a model of scores, which says nothing in words; set "
-            "reward.model to it, or name a language model"
-        )
-    check_params(options.model, model)
-    tokenizer = load_tokenizer(options.model)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer of {options.model} has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{model.vocab_size} rows; put two files of one model there"
-        )
-    if options.chat and tokenizer.chat_template is None:
-        raise UserError(
-            f"{options.model} has no chat template; set reward.judge.chat to False, or put a "
-            "chat_template.jinja there"
-        )
-    return tokenizer
 
 
 def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -> None:
@@ -157,9 +127,9 @@ def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -
 
 
 def check_same_tokens(policy: Tokenizer, setting: str, directory: str) -> None:
-    """Raises UserError where the tokenizer of a directory has other ids for the policy's tokens.
+    """Raises UserError if the tokenizer of a directory has other ids for the policy's tokens.
 
-    Further tokens do no harm, and a directory without a tokenizer is not looked at.
+    Additional tokens are accepted, and so is a directory without a tokenizer.
     """
     if not (pathlib.Path(directory) / "tokenizer.json").exists():
         return

@@ -1,11 +1,8 @@
-"""Every role that a dataflow may declare, a row each: where its weights are, how it is built, its phase.
+"""The table of roles besides the actor: where the weights of each are, how it is built, its phase or reward.
 
 To add a role: its class and settings in `roles/`, its phase and a dataflow in `dataflows/`, a row here, and
-its settings in `config/schema.py`. The builder of roles, the loader of weights, the checks before a run and
-the planner read this table.
-
-The actor is not among them: it is built first, and others start from it. Nor is the generative judge, which
-scores responses and is declared by no dataflow.
+its settings in `config/schema.py`. The builder of roles, the loader of weights, the checks before a run, the
+rewards and the planner read this table. The actor has no row: it is built first, and others start from it.
 """
 
 from __future__ import annotations
@@ -15,38 +12,64 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.dataflows.costs import CostPhase
 from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
-from jaxrl.dataflows.rewarding import SequenceScores
+from jaxrl.dataflows.rewarding import JudgeReward, ModelReward, RewardTerm, SequenceScores
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_loading import check_params
+from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.judge import JudgeTemplate, score_parser
+from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.roles.value import Critic
-from jaxrl.trainer.batch_shapes import row_limits
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.trainer.batch_shapes import (
+    check_judge_batches,
+    check_training_batches,
+    judge_engine_config,
+    row_limits,
+)
 
-Place = Mapping[str, Any]
-"""What every constructor takes of a role's place: mesh, train, tables and offload."""
+
+@dataclasses.dataclass(frozen=True)
+class BuildParts:
+    """Arguments of the function that builds a role.
+
+    Attributes:
+      config: config of the run.
+      model: model of the role.
+      place: keyword arguments of every constructor: mesh, train, state_rules and offload.
+      tokenizer: tokenizer of the role's own model; the policy's if it has none.
+    """
+
+    config: Config
+    model: ModelConfig
+    place: Mapping[str, Any]
+    tokenizer: Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class PhaseParts:
-    """What a phase is built from, besides its role.
+    """Arguments of the function that builds a phase, besides its role.
 
     Attributes:
-      config: of the run.
-      actor: of the run.
-      timer: of the step.
-      encode: a text to ids, by the policy's tokenizer.
+      config: config of the run.
+      actor: actor of the run.
+      timer: timer of the step.
+      encode: function that turns a text into token ids, by the policy's tokenizer.
     """
 
     config: Config
@@ -55,49 +78,67 @@ class PhaseParts:
     encode: Callable[[str], np.ndarray]
 
 
+def _load_frozen(role: Any, model: ModelConfig, directory: str) -> None:
+    role.load(load_params(directory, model, role.train_shardings))
+
+
 @dataclasses.dataclass(frozen=True)
 class RoleRow:
-    """A role that a dataflow may declare.
+    """A role besides the actor.
 
     Attributes:
-      build: (model, place, config) -> the role without weights.
-      phase: (name, role, parts) -> its member of a step, for `Step.phase`; None for a role that has none. The
-        role is None where the run has no use for it.
-      setting: that names the directory of its weights; "" for a role without one.
-      weights: (config) -> that directory; "" starts from the policy's weights.
-      check: (setting, directory) -> None; raises UserError for a model that cannot have the role.
-      needs_weights: a run that has the role names its weights.
-      where_used: declared by dataflows that go without it where the config has no use for it.
-      scores: its model has a head of scores.
-      adapters: its model has the policy's adapters.
-      trains: it has an optimiser.
-      compared: the actor's loss may have the KL to it over the whole vocabulary.
-      same_tokens: the tokenizer of its directory, if there is one, has the policy's tokens.
+      build: function that builds the role without weights.
+      phase: function of (name, role, parts) that builds the role's member of a step, for `Step.phase`; None
+        for a role without a phase. The role is None if the run does not have it.
+      reward: function of (role, config) that makes a term of the reward from the role; None for a role that
+        rewards nothing.
+      setting: name of the setting with the directory of its weights; "" for a role without one.
+      weights: function of the config that returns this directory; "" means the policy's weights.
+      check: function of (config, setting, directory) that raises UserError if the model cannot have the role.
+        It returns the tokenizer if the role has its own.
+      check_batches: function of (config, mesh) that raises UserError for batches that the mesh does not
+        divide.
+      load: function of (role, model, directory) that loads the weights of a frozen role.
+      needs_weights: whether the config must name its weights if the run has the role.
+      where_used: whether a dataflow that declares the role does without it unless a setting asks for it.
+      by_setting: whether every run that sets `setting` has the role, whatever its dataflow declares.
+      scores: whether its model has a score head.
+      adapters: whether its model has the policy's adapters.
+      trains: whether it has an optimiser.
+      same_tokens: whether the tokenizer in its directory, if any, must have the policy's tokens.
+      own_tokenizer: whether it reads texts with its own tokenizer instead of the policy's tokens.
+      compared: whether the actor's loss can have the KL to it over the whole vocabulary.
     """
 
-    build: Callable[[ModelConfig, Place, Config], Any]
+    build: Callable[[BuildParts], Any]
     phase: Callable[[str, Any, PhaseParts], Any] | None = None
+    reward: Callable[[Any, Config], RewardTerm] | None = None
     setting: str = ""
     weights: Callable[[Config], str] = lambda config: ""
-    check: Callable[[str, str], None] = lambda setting, directory: None
+    check: Callable[[Config, str, str], Tokenizer | None] = lambda config, setting, directory: None
+    check_batches: Callable[[Config, Mesh | AbstractMesh], None] = check_training_batches
+    load: Callable[[Any, ModelConfig, str], None] = _load_frozen
     needs_weights: bool = False
     where_used: bool = False
+    by_setting: bool = False
     scores: bool = False
     adapters: bool = False
     trains: bool = False
     same_tokens: bool = False
+    own_tokenizer: bool = False
     compared: bool = False
 
 
 # Checks of directories.
 
 
-def _check_critic(setting: str, directory: str) -> None:
-    del setting
+def _check_critic(config: Config, setting: str, directory: str) -> None:
+    del config, setting
     check_params(directory, read_config(directory))
 
 
-def _check_score_model(setting: str, directory: str) -> None:
+def _check_score_model(config: Config, setting: str, directory: str) -> None:
+    del config
     model = read_config(directory)
     if not model.num_scores:
         raise UserError(
@@ -107,7 +148,8 @@ def _check_score_model(setting: str, directory: str) -> None:
     check_params(directory, model)
 
 
-def _check_language_model(setting: str, directory: str) -> None:
+def _check_language_model(config: Config, setting: str, directory: str) -> None:
+    del config
     model = read_config(directory)
     if model.num_scores:
         raise UserError(
@@ -117,20 +159,66 @@ def _check_language_model(setting: str, directory: str) -> None:
     check_params(directory, model)
 
 
-# Builders.
+def _check_judge(config: Config, setting: str, directory: str) -> Tokenizer:
+    model = read_config(directory)
+    if model.num_scores:
+        raise UserError(
+            f"{setting} {directory} is a model of scores, which says nothing in words; set "
+            "reward.model to it, or name a language model"
+        )
+    check_params(directory, model)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; put two files of one model there"
+        )
+    if config.reward.judge.chat and tokenizer.chat_template is None:
+        raise UserError(
+            f"{directory} has no chat template; set reward.judge.chat to False, or put a "
+            "chat_template.jinja there"
+        )
+    return tokenizer
 
 
-def _critic(model: ModelConfig, place: Place, config: Config) -> Critic:
-    return Critic(model, **place, optim=config.critic.optim(config.optim), seed=config.seed)
+# Builders, and how weights get in.
 
 
-def _score_model(model: ModelConfig, place: Place, config: Config) -> RewardModel:
-    del config
-    return RewardModel(model, **place)
+def _critic(parts: BuildParts) -> Critic:
+    config = parts.config
+    optim = config.critic.optim(config.optim)
+    return Critic(parts.model, **parts.place, optim=optim, seed=config.seed)
 
 
-def _reference(model: ModelConfig, place: Place, config: Config) -> Reference:
-    return Reference(model, **place, temperature=config.rollout.temperature)
+def _score_model(parts: BuildParts) -> RewardModel:
+    return RewardModel(parts.model, **parts.place)
+
+
+def _reference(parts: BuildParts) -> Reference:
+    temperature = parts.config.rollout.temperature
+    return Reference(parts.model, **parts.place, temperature=temperature)
+
+
+def _judge(parts: BuildParts) -> GenerativeJudge:
+    options, tokenizer = parts.config.reward.judge, parts.tokenizer
+    # "offline", whatever `rollout.driver` is: that setting is about the policy.
+    backend = build_backend(
+        "offline",
+        parts.model,
+        parts.place["mesh"],
+        judge_engine_config(parts.config, tokenizer.stop_ids),
+        tokenizer.decode,
+    )
+    return GenerativeJudge(
+        backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
+    )
+
+
+def _load_judge(judge: GenerativeJudge, model: ModelConfig, directory: str) -> None:
+    backend = judge.backend
+    _, shapes, axes = decoder_graph(model)
+    where = shardings(axes, shapes, GENERATE_RULES, backend.mesh)
+    backend.load(load_params(directory, model, where, dtype=backend.dtype))
 
 
 # Phases.
@@ -183,6 +271,25 @@ def sequence_scores(config: Config, model: RewardModel) -> SequenceScores:
     return SequenceScores(model, row_limits(config), most_sequences=most)
 
 
+# Terms of the reward.
+
+
+def _model_reward(model: RewardModel, config: Config) -> RewardTerm:
+    return ModelReward("model", config.reward.model_weight, sequence_scores(config, model))
+
+
+def _judge_reward(judge: GenerativeJudge, config: Config) -> RewardTerm:
+    options = config.reward.judge
+    return JudgeReward(
+        "judge",
+        options.weight,
+        judge,
+        JudgeTemplate(options.template, options.max_response_chars, judge.special_texts),
+        score_parser(low=options.low, high=options.high),
+        options.failed_score,
+    )
+
+
 # Critics start from the policy's trunk unless they have weights of their own.
 _CRITIC = RoleRow(
     _critic,
@@ -201,11 +308,25 @@ ROLES: Mapping[str, RoleRow] = {
     ),
     "reward": RoleRow(
         _score_model,
+        reward=_model_reward,
         setting="reward.model",
         weights=lambda config: config.reward.model,
         check=_check_score_model,
         where_used=True,
+        by_setting=True,
         scores=True,
+    ),
+    "judge": RoleRow(
+        _judge,
+        reward=_judge_reward,
+        setting="reward.judge.model",
+        weights=lambda config: config.reward.judge.model,
+        check=_check_judge,
+        check_batches=check_judge_batches,
+        load=_load_judge,
+        where_used=True,
+        by_setting=True,
+        own_tokenizer=True,
     ),
     "cost": RoleRow(
         _score_model,

@@ -1,8 +1,8 @@
-"""The roles of a run without weights, each on its mesh: the one builder.
+"""Builds the roles of a run without weights, each on its mesh.
 
     config, meshes, models --> build_roles --> Roles --> weights.load_frozen, weights.start_from
 
-A mesh may be abstract: a plan has the same roles as the run that it predicts.
+A mesh may be abstract, so a plan has the same roles as the run that it predicts.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.mesh.pools import read_placement
 from jaxrl.mesh.sharding_strategies import state_rules
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.trainer.batch_shapes import engine_config, judge_engine_config
+from jaxrl.trainer.batch_shapes import (
+    check_sampling_batches,
+    check_training_batches,
+    engine_config,
+)
 from jaxrl.trainer.role_models import RoleModels
-from jaxrl.trainer.role_table import ROLES
+from jaxrl.trainer.role_table import ROLES, BuildParts
 
 Meshes = Mapping[str, Mesh]
-"""The mesh of each role of a run, and of "rollout" where the actor samples elsewhere."""
+"""The mesh of each role of a run, and of "rollout" if the actor samples on other devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +43,11 @@ class Roles:
 
     Attributes:
       actor: the policy.
-      others: roles of `role_table.ROLES` that the run has, by name.
-      judge: the generative judge; None without one.
+      others: the other roles of the run, by their names in `role_table.ROLES`.
     """
 
     actor: Actor
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    judge: GenerativeJudge | None = None
 
     @property
     def reference(self) -> Reference | None:
@@ -58,23 +60,23 @@ class Roles:
         return next((role for name, role in self.others.items() if ROLES[name].compared), None)
 
     @property
-    def reward(self) -> RewardModel | None:
-        """The reward model; None for a run without one."""
-        return self.others.get("reward")
+    def judge(self) -> GenerativeJudge | None:
+        """The generative judge; None for a run without one."""
+        return self.others.get("judge")
 
     @property
     def critics(self) -> dict[str, Critic]:
-        """Those that learn values."""
+        """The roles that learn values."""
         return {name: role for name, role in self.others.items() if isinstance(role, Critic)}
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """Roles whose state changes: what a checkpoint holds."""
+        """The roles whose states a checkpoint holds."""
         return {"actor": self.actor, **self.critics}
 
     @property
     def frozen(self) -> dict[str, Frozen]:
-        """Models whose weights stay as they are."""
+        """Models of log-probabilities or scores whose weights never change."""
         return {name: role for name, role in self.others.items() if isinstance(role, Frozen)}
 
 
@@ -105,30 +107,18 @@ class RoleBuilder:
 
     def other(self, role: str) -> Any:
         """A role of `role_table.ROLES`."""
-        return ROLES[role].build(self._models.by_role[role], self._common(role), self._config)
+        return ROLES[role].build(self._parts(self._models.by_role[role], role))
 
     def reference_with(self, role: str) -> Reference:
         """A reference policy on the mesh of another role."""
-        build = ROLES["reference"].build
-        return build(self._models.actor, self._common(role), self._config)
+        return ROLES["reference"].build(self._parts(self._models.actor, role))
 
-    def judge(self) -> GenerativeJudge:
-        """The generative judge, which samples with an engine of its own."""
-        options, tokenizer = self._config.reward.judge, self._models.judge_tokenizer
-        # Not `rollout.driver`, which is the policy's.
-        backend = build_backend(
-            "offline",
-            self._models.by_role["judge"],
-            self._meshes["judge"],
-            judge_engine_config(self._config, tokenizer.stop_ids),
-            tokenizer.decode,
-        )
-        return GenerativeJudge(
-            backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
-        )
+    def _parts(self, model: ModelConfig, role: str) -> BuildParts:
+        tokenizer = self._models.tokenizer_of(role)
+        return BuildParts(self._config, model, self._common(role), tokenizer)
 
     def _backend(self) -> RolloutBackend:
-        """What the actor samples with: where it learns, or where the role "rollout" is."""
+        """The actor's rollout backend, on the mesh of "rollout" if there is one, else on the actor's."""
         tokenizer, options = self._models.tokenizer, self._config.rollout
         return build_backend(
             options.driver,
@@ -139,7 +129,7 @@ class RoleBuilder:
         )
 
     def _common(self, role: str) -> dict[str, Any]:
-        """What every constructor takes of a role's place in the placement."""
+        """Keyword arguments of every constructor that follow from the placement."""
         layout = self._layouts[role]
         return {
             "mesh": self._meshes[role],
@@ -150,12 +140,12 @@ class RoleBuilder:
 
 
 def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
-    """All roles that have a mesh; none has weights yet.
+    """Builds all roles that have a mesh, without weights.
 
     Args:
-      config: of the run.
-      meshes: by role, on devices or abstract.
-      models: of the roles, as of `role_models`.
+      config: config of the run.
+      meshes: mesh of each role, on devices or abstract.
+      models: result of `role_models`.
 
     Raises:
       UserError: something does not divide over a mesh, or the rollout backend cannot be built.
@@ -163,8 +153,19 @@ def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
     build = RoleBuilder(config, meshes, models)
     others = {role: build.other(role) for role in ROLES if role in meshes}
     compared = next((role for name, role in others.items() if ROLES[name].compared), None)
-    return Roles(
-        actor=build.actor(optim=config.optim, compared=compared),
-        others=others,
-        judge=build.judge() if "judge" in meshes else None,
-    )
+    return Roles(build.actor(optim=config.optim, compared=compared), others)
+
+
+def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:
+    """Raises UserError for a batch size that the mesh of a role does not divide.
+
+    Args:
+      config: config of the run.
+      meshes: mesh of each role.
+    """
+    for role, mesh in meshes.items():
+        if role in ROLES:
+            ROLES[role].check_batches(config, mesh)
+        else:
+            check_training_batches(config, mesh)
+    check_sampling_batches(config, meshes.get("rollout", meshes["actor"]))

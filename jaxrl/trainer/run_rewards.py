@@ -6,12 +6,10 @@ from collections.abc import Mapping
 
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import FaultOf
+from jaxrl.data.sources import Validate
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,
-    JudgeReward,
-    ModelReward,
     OverlongPunishment,
     Rewards,
     RewardTerm,
@@ -20,10 +18,8 @@ from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import GraderChoice, Graders
 from jaxrl.rewards.grading import GradingTask
-from jaxrl.rewards.judge import JudgeTemplate, score_parser
 from jaxrl.rewards.user import UserRewards
-from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.trainer.role_table import sequence_scores
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles
 
 
@@ -61,7 +57,7 @@ def needs_truths(config: Config) -> bool:
     )
 
 
-def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> FaultOf:
+def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) -> Validate:
     """Makes a function that lets each data set's grader validate ground truths before sampling starts.
 
     Args:
@@ -98,7 +94,7 @@ def rewards_of(
 
     Args:
       config: config of the run.
-      roles: roles of the run; reward model and judge may be absent.
+      roles: roles of the run.
       timer: loop of the stage, for timing.
       graders: result of `graders_of`.
       functions: result of `reward_functions`.
@@ -108,11 +104,9 @@ def rewards_of(
         FunctionReward(name, function["weight"], function["path"], functions, timer)
         for name, function in reward.functions.items()
     ]
-    if roles.reward is not None:
-        scores = sequence_scores(config, roles.reward)
-        terms.append(ModelReward("model", reward.model_weight, scores))
-    if roles.judge is not None:
-        terms.append(_judge_reward(config, roles.judge))
+    for name, role in roles.others.items():
+        if make_term := ROLES[name].reward:
+            terms.append(make_term(role, config))
     return Rewards(
         graders,
         OverlongPunishment(
@@ -123,16 +117,4 @@ def rewards_of(
         timer,
         grader_weight=reward.grader_weight,
         terms=terms,
-    )
-
-
-def _judge_reward(config: Config, judge: GenerativeJudge) -> JudgeReward:
-    options = config.reward.judge
-    return JudgeReward(
-        "judge",
-        options.weight,
-        judge,
-        JudgeTemplate(options.template, options.max_response_chars, judge.special_texts),
-        score_parser(low=options.low, high=options.high),
-        options.failed_score,
     )

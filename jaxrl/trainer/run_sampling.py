@@ -80,7 +80,5 @@ def _group_filter(options: RolloutConfig) -> GroupFilter:
 
 
 def _curriculum(config: Config) -> Curriculum | None:
-    options = config.data.curriculum
-    if options.by == "off":
-        return None
-    return Curriculum(config.rollout.num_samples, options.least_chance, options.decay)
+    off = config.data.curriculum.by == "off"
+    return None if off else Curriculum(config.rollout.num_samples)

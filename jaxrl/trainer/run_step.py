@@ -1,4 +1,4 @@
-"""The step that a dataflow sees (`dataflows.step.Step`), put together from a run's roles."""
+"""Builds the `Step` that a dataflow gets (`dataflows.step`), from the roles of a run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from jaxrl.trainer.roles import Roles
 
 
 class StepState:
-    """What steps change besides the states of learners and the position in the data.
+    """State that steps change, besides the learners and the position in the data.
 
     Attributes:
-      kl: the coefficient of the KL penalty.
-      multiplier: the Lagrange multiplier of costs.
-      pretraining: written solutions that the actor keeps learning from; None without `cost.pretrain_coef`.
+      kl: coefficient of the KL penalty in the reward.
+      multiplier: Lagrange multiplier of costs.
+      pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
     """
 
     def __init__(self, run: RunContext):
-        """Begins as the config says."""
+        """Starts with the values of the config."""
         kl, cost = run.config.algorithm.kl, run.config.cost
         self.kl = KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon)
         self.multiplier = Multiplier(
@@ -41,14 +41,14 @@ class StepState:
         self.pretraining = _pretraining(run) if cost.pretrain_coef else None
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-compatible state."""
         record = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
         if self.pretraining is None:
             return record
         return record | {"pretraining": self.pretraining.stream.state()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes on from what `record` returned."""
+        """Continues from the result of `record`."""
         self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
         if self.pretraining is not None:
             self.pretraining.stream.restore(record["pretraining"])
@@ -58,7 +58,7 @@ class StepBuilder:
     """Builds the step of a run."""
 
     def __init__(self, run: RunContext, roles: Roles, state: StepState, timer: StepTimer):
-        """Args: the run, its roles, what its steps change, and the timer of its steps."""
+        """Args: the run, its roles, the state that its steps change, and their timer."""
         self._run = run
         self._roles = roles
         self._state = state
@@ -71,12 +71,12 @@ class StepBuilder:
         rewards: Rewards,
         look: Callable[[Experience], None],
     ) -> Step:
-        """The whole step.
+        """Builds the step.
 
         Args:
-          sampler: which groups to learn from.
-          generation, rewards: for greedy responses.
-          look: is shown what is learned from.
+          sampler: sampler of the groups to learn from.
+          generation, rewards: generation and rewards of greedy responses.
+          look: called with the experience of every step.
         """
         return Step(
             sample=sampler.sample,
@@ -89,7 +89,7 @@ class StepBuilder:
         )
 
     def _phases(self) -> dict[str, Any]:
-        """The members of roles that the dataflow declares."""
+        """The phases of the roles that the dataflow declares."""
         parts = PhaseParts(
             self._run.config, self._roles.actor, self._timer, self._run.tokenizer.encode
         )

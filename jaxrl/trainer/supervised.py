@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxrl.config.schema import Config
-from jaxrl.data.demonstrations import MaskedExample, solutions_of
+from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
+from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.sft import SupervisedStep, sft
 from jaxrl.dataflows.step_metrics import prefixed
@@ -66,42 +68,76 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     return actor
 
 
-class SupervisedStage(TrainingStage):
-    """Supervised fine-tuning of an actor."""
+class ExamplesStage(TrainingStage, abc.ABC):
+    """Training of one learner on a stream of examples or pairs."""
 
-    def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
+    def __init__(
+        self,
+        run: RunContext,
+        learner: Learner,
+        timer: StepTimer,
+        stream: DemonstrationStream | PreferenceStream,
+        *,
+        name: str,
+    ):
+        """Args: the run, the role to train, the loop, the examples, and the name of the role."""
         self._run = run
-        self._actor = actor
+        self._learner = learner
         self._timer = timer
-        self._limits = row_limits(run.config, longest=_longest(run.config))
-        self._step = SupervisedStep(self._pack, self._update)
+        self._stream = stream
+        self._name = name
+        self._step: SupervisedStep[Any, Any] = SupervisedStep(self._pack, self._update)
 
     @property
     def learners(self) -> Mapping[str, Learner]:
-        """The actor."""
-        return {"actor": self._actor}
+        """The role that is trained."""
+        return {self._name: self._learner}
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
-        """Sets the initial weights or restores the examples' position from a checkpoint."""
-        run = self._run
-        if record is None:
-            self._actor.start_from(load_or_init(run))
-        self._stream = supervised_stream(
+        """Sets the initial weights, or restores the position in the stream from a checkpoint."""
+        self._begin_weights(resumed=record is not None)
+        if record is not None:
+            self._stream.restore(record["stream"])
+
+    def step(self) -> Metrics:
+        """Runs one optimiser update on the next batch."""
+        return sft(self._step, iter(self._stream))
+
+    def record(self) -> dict[str, Any]:
+        """The position in the stream."""
+        return {"stream": self._stream.state()}
+
+    @abc.abstractmethod
+    def _begin_weights(self, *, resumed: bool) -> None:
+        """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
+
+    @abc.abstractmethod
+    def _pack(self, examples: list[Any]) -> Any:
+        """Packs a batch of examples on the learner's devices."""
+
+    @abc.abstractmethod
+    def _update(self, batch: Any) -> Metrics:
+        """Runs one optimiser update; returns its metrics."""
+
+
+class SupervisedStage(ExamplesStage):
+    """Supervised fine-tuning of an actor."""
+
+    def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
+        """Raises UserError if there are no examples to learn from."""
+        self._actor = actor
+        self._limits = row_limits(run.config, longest=_longest(run.config))
+        stream = supervised_stream(
             run,
             run.demonstrations or solutions_of(run.problems.train_records),
             examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )
-        if record is not None:
-            self._stream.restore(record["stream"])
+        super().__init__(run, actor, timer, stream, name="actor")
 
-    def step(self) -> Metrics:
-        """Runs one optimiser update on the next examples."""
-        return sft(self._step, self._stream)
-
-    def record(self) -> dict[str, Any]:
-        """The position in the stream of examples."""
-        return {"stream": self._stream.state()}
+    def _begin_weights(self, *, resumed: bool) -> None:
+        if not resumed:
+            self._actor.start_from(load_or_init(self._run))
 
     def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
         with self._timer.phase("pack", may_stop=True):

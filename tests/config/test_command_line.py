@@ -358,6 +358,7 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
         ("warm_start.num_steps", "sft.num_steps"),
         ("rollout.if_too_few", "set rollout.on_shortage"),
         ("data.shuffle_seed", "follows seed"),
+        ("data.curriculum.decay", "data.curriculum.by is left"),
     ],
 )
 def test_a_setting_of_the_last_release_is_told_what_replaces_it(tmp_path, setting, told):

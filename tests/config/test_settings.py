@@ -34,17 +34,18 @@ from jaxrl.config.config_tree import (
     to_config_dict,
 )
 from jaxrl.config.schema import Config
-from jaxrl.data.records import ReasoningGymRecords
+from jaxrl.data.records import reasoning_gym_records
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.sharding_strategies import ZERO
 from jaxrl.models.model_config import RopeScaling
+from jaxrl.planner.memory_check import check_memory, check_memory_here
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.trainer.context import check_evaluation_fits
 from jaxrl.trainer.cross_checks import check_algorithm
-from jaxrl.trainer.memory_check import check_memory, check_memory_here
 
 STAGES = ("", "sft.")
 
@@ -196,7 +197,6 @@ MEANT = {
             "cost.pretrain_coef",
             "critic.lr",
             "critic.warmup_steps",
-            "data.curriculum.decay",
             "data.evaluation.limit",
             "data.evaluation.seed",
             "data.train.limit",
@@ -322,23 +322,34 @@ KINDS = leaf_types(Config)
 SETTINGS = sorted({*KINDS, *flatten_config(from_config_dict(Config, RECIPE))})
 
 
-# One device, and the evaluation problems of the demo.
+# One device.
 MACHINE = {
     "num_devices": 1,
     "device_bytes": 64 * 2**30,
     "host_bytes": 64 * 2**30,
-    "num_evaluation_prompts": 128,
 }
+
+
+DEMO_PROBLEMS = 128
+
+
+@pytest.fixture(autouse=True)
+def same_machine_everywhere(monkeypatch):
+    monkeypatch.setattr(
+        "jaxrl.evaluation.sampled_answers.host_memory_bytes", lambda: MACHINE["host_bytes"]
+    )
 
 
 def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
     check_algorithm(config)
+    check_memory(config, config.model, num_devices=1)
     check_memory(config, config.model, **MACHINE)
+    check_evaluation_fits(config, DEMO_PROBLEMS)
     for split in (config.data.train, config.data.evaluation):
         if not split.path:
-            ReasoningGymRecords(split.task, size=1, seed=0, **split.options)
+            reasoning_gym_records(split.task, size=1, seed=0, **split.options)
 
 
 def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:
@@ -598,9 +609,8 @@ def test_the_names_of_shardings_are_those_there_are():
         ),
         (
             {"evaluation.num_samples": 1_000_000},
-            "evaluation.num_samples 1,000,000 x 128 problems x rollout.max_response_tokens 48: 128,000,000 "
-            "samples of an evaluation take 250.9 GB, more than a host with 68.7 GB; lower "
-            "evaluation.num_samples",
+            "evaluation.num_samples 1,000,000 x 128 problems x rollout.max_response_tokens 48: the "
+            "answers take 250.9 GB, more than this machine with 68.7 GB; lower evaluation.num_samples",
         ),
         (
             {"rollout.num_prompts": 100_000, "rollout.num_samples": 1000},
@@ -654,9 +664,13 @@ def test_pairs_that_no_memory_holds_are_refused_with_the_bytes(changes, message)
 
 def test_a_run_asks_what_its_own_machine_has():
     """Of devices that are here, and with the evaluation problems that were read."""
+    wide = from_config_dict(Config, with_value("train.rows", 10**6))
+    with pytest.raises(UserError, match=r"train.rows 1,000,000 x .* take .*, more than 1 x"):
+        check_memory_here(wide, jax.devices()[:1])
     config = from_config_dict(Config, with_value("evaluation.num_samples", 10**6))
-    check_memory_here(config, config.model, jax.devices()[:1], 1)
+    check_memory_here(config, jax.devices()[:1])
+    check_evaluation_fits(config, 1)
     with pytest.raises(
-        UserError, match=r"evaluation.num_samples 1,000,000 x 100,000 problems .* TB"
+        UserError, match=r"evaluation.num_samples 1,000,000 x 100,000 problems .* GB"
     ):
-        check_memory_here(config, config.model, jax.devices()[:1], 100_000)
+        check_evaluation_fits(config, 100_000)

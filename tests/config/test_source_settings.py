@@ -86,6 +86,6 @@ def test_variables_that_the_program_sets_are_refused():
 def test_a_source_may_have_a_format_of_its_own():
     data = DataConfig(template="<{prompt}>", chat=True, answer_prefix="So", system_prompt="S")
     own = SourceConfig(template="[{prompt}]", chat=False)
-    assert data.format_of(SourceConfig()).around("1") == "<1>"
-    assert (data.format_of(own).around("1"), data.format_of(own).chat) == ("[1]", False)
+    assert data.format_of(SourceConfig()).fill("1") == "<1>"
+    assert (data.format_of(own).fill("1"), data.format_of(own).chat) == ("[1]", False)
     assert data.format_of(own).answer_prefix == "So"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl.data import PromptStream, train_tokenizer
-from jaxrl.data.data_card import histogram
+from jaxrl.data.data_card import data_card, histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.problems import ProblemReader, card_of, encode, prompts_of
+from jaxrl.data.problems import ProblemReader, encode, stream_inputs
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
 from jaxrl.trainer.run_rewards import truth_faults
@@ -86,7 +86,7 @@ def test_each_source_has_its_format_and_its_share(data):
 
 def test_the_card_has_a_paragraph_for_each_source(data):
     problems = read(data)
-    card = card_of(problems, encode(problems.train, data, TOKENIZER))
+    card = data_card(problems, encode(problems.train, data, TOKENIZER))
     first, words, *_ = card.split("data.sources.words: ")
     assert "data.train: sums.jsonl (JSONL, layout problem/answer)" in first
     assert "3 rows, 2 prompts, 25.0% of what is drawn" in first
@@ -102,14 +102,14 @@ def make(index, rng):
 """
 
 
-def test_made_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
+def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
     (tmp_path / "made.py").write_text(MADE)
     (tmp_path / "test.jsonl").write_text('{"problem": "Made  1", "answer": "1"}')
     sources = {"made": SourceConfig(path="made.py:make", template="[{prompt}]")}
     made = DataConfig(**{**vars(data), "sources": sources})
     problems = read(made)
     encoded = encode(problems.train, made, TOKENIZER)
-    card = card_of(problems, encoded)
+    card = data_card(problems, encoded)
     assert (
         "data.sources.made: made.py:make (made by a function, layout problem/answer), without"
         in card
@@ -123,7 +123,7 @@ def test_made_problems_are_held_against_graders_and_the_evaluation(data, tmp_pat
     )
     assert "1 prompts of the evaluation, left out\n    made.py:make index 1" in card
     stream = PromptStream(
-        prompts_of(problems.train, encoded, made, TOKENIZER),
+        stream_inputs(problems.train, encoded, made, TOKENIZER),
         weights=[source.settings.weight for source in problems.train],
         prompts_per_batch=4,
         seed=0,

@@ -3,14 +3,14 @@ import sys
 
 import pytest
 
-from jaxrl.data import ReasoningGymRecords, Record, disjoint
+from jaxrl.data import Record, disjoint, reasoning_gym_records
 from jaxrl.errors import UserError
 
 SUMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2}
 
 
 def test_sums_come_with_right_answers_and_solutions():
-    rows = ReasoningGymRecords("chain_sum", size=200, seed=3, **SUMS)
+    rows = reasoning_gym_records("chain_sum", size=200, seed=3, **SUMS)
 
     assert len(rows) == 200
     for row in rows:
@@ -24,16 +24,16 @@ def test_sums_come_with_right_answers_and_solutions():
 
 
 def test_same_seed_same_rows_and_neighbouring_seeds_share_no_run():
-    rows = ReasoningGymRecords("chain_sum", size=100, seed=3, **SUMS)
+    rows = reasoning_gym_records("chain_sum", size=100, seed=3, **SUMS)
 
-    assert list(rows) == list(ReasoningGymRecords("chain_sum", size=100, seed=3, **SUMS))
+    assert list(rows) == list(reasoning_gym_records("chain_sum", size=100, seed=3, **SUMS))
     # What reasoning-gym itself would do: seed 4 is seed 3 from its second item on.
-    following = ReasoningGymRecords("chain_sum", size=99, seed=4, **SUMS)
+    following = reasoning_gym_records("chain_sum", size=99, seed=4, **SUMS)
     assert not set(rows[1:]) & set(following[:98])
 
 
 def test_tasks_without_worked_solutions_have_none():
-    assert ReasoningGymRecords("gcd", size=2, seed=0)[0].solution is None
+    assert reasoning_gym_records("gcd", size=2, seed=0)[0].solution is None
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_tasks_without_worked_solutions_have_none():
 )
 def test_unknown_tasks_and_settings_are_refused(task, config, message):
     with pytest.raises(UserError, match=message):
-        ReasoningGymRecords(task, **{"size": 5, "seed": 0, **config})
+        reasoning_gym_records(task, **{"size": 5, "seed": 0, **config})
 
 
-def test_without_the_extra_the_remedy_is_named(monkeypatch):
+def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"pip install jaxrl\[demo\]"):
-        ReasoningGymRecords("chain_sum", size=5, seed=0)
+    with pytest.raises(UserError, match=r"pip install reasoning-gym"):
+        reasoning_gym_records("chain_sum", size=5, seed=0)
 
 
 # Evaluation data.
@@ -62,8 +62,8 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
 def test_no_evaluation_question_is_trained_on(caplog):
     # 2,000 possible sums of three digits: many questions fall into both sets.
     small = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-    everything = ReasoningGymRecords("chain_sum", size=2000, seed=0, **small)
-    evaluation = ReasoningGymRecords("chain_sum", size=100, seed=1, **small)
+    everything = reasoning_gym_records("chain_sum", size=2000, seed=0, **small)
+    evaluation = reasoning_gym_records("chain_sum", size=100, seed=1, **small)
     questions = {row.prompt for row in evaluation}
     assert questions & {row.prompt for row in everything}
 
@@ -92,7 +92,7 @@ def test_a_conversation_is_held_out_by_what_is_said():
 
 
 def test_what_a_scorer_looks_at_comes_along():
-    for row in ReasoningGymRecords("countdown", size=3, seed=0):
+    for row in reasoning_gym_records("countdown", size=3, seed=0):
         metadata = row.extra["metadata"]
         assert metadata["source_dataset"] == "countdown"
         assert str(metadata["target"]) in str(row.prompt)

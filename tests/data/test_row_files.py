@@ -12,11 +12,11 @@ import pytest
 from extras import import_extra
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.jsonl import BadRow
 from jaxrl.data.row_files import open_rows
 from jaxrl.data.row_records import DUPLICATES, MALFORMED
 from jaxrl.data.row_writers import write_rows
-from jaxrl.data.sources import read_source
+from jaxrl.data.rows import BadRow
+from jaxrl.data.source_reader import read_source
 from jaxrl.errors import UserError
 
 ROWS = [

@@ -147,8 +147,8 @@ def test_a_task_has_the_name_that_its_settings_give_it(size):
         assert source.source_names == (name or "countdown",)
         # The scorer goes by the task.
         assert source.records[0].extra["metadata"]["source_dataset"] == "countdown"
-    if source.made is not None:
-        assert source.made.problem(99).source == "puzzles"
+    if source.generated is not None:
+        assert source.generated.problem(99).source == "puzzles"
 
 
 def test_neither_file_nor_task_and_both_are_refused():

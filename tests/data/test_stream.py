@@ -174,10 +174,15 @@ def test_a_state_of_other_data_is_refused(other):
 
 
 def test_long_prompts_are_dropped_with_one_count(caplog):
-    stream = prompts([*RECORDS, Record("100 + 100 =", "200", "sums")] * 2, max_prompt_tokens=7)
+    stream = prompts(
+        [*RECORDS, Record("100 + 100 =", "200", "sums")] * 2,
+        max_prompt_tokens=7,
+        prompts_per_batch=14,
+    )
 
-    assert stream.num_prompts == 14
-    assert "100 + 100 =" not in texts(stream, 10)
+    epoch = collections.Counter(texts(stream, 1))
+    assert set(epoch.values()) == {2}
+    assert "100 + 100 =" not in epoch
     assert [r.getMessage() for r in caplog.records] == [
         "2 of 16 prompts dropped: longer than max_prompt_tokens 7 (the longest has 11 tokens)"
     ]

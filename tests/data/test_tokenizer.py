@@ -77,7 +77,6 @@ def test_batches_agree_with_single_calls():
     encoded = TOKENIZER.encode_batch(TEXTS[:50])
     for text, ids in zip(TEXTS[:50], encoded, strict=True):
         np.testing.assert_array_equal(ids, TOKENIZER.encode(text))
-    assert TOKENIZER.decode_batch(encoded) == tuple(TEXTS[:50])
 
 
 def test_same_texts_same_tokenizer():

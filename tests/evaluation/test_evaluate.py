@@ -513,7 +513,7 @@ def test_what_a_user_can_fix_is_one_line(directory, problems, tmp_path, capsys, 
 
 
 def test_more_answers_than_memory_holds_are_refused(directory, problems, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluating.os, "sysconf", lambda name: 2**15)  # a GB
+    monkeypatch.setattr("jaxrl.evaluation.sampled_answers.host_memory_bytes", lambda: 2**30)
     config = config_of(directory, problems, tmp_path / "out", n=1_000_000)
     with pytest.raises(
         UserError, match=r"--n 1,000,000 x \d+ problems .* more than this machine with 1"

@@ -12,7 +12,7 @@ from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
 from jaxrl.planner.compiled.hlo import collectives
-from jaxrl.planner.hardware.topologies import topology_devices
+from jaxrl.planner.hardware.topologies import read_topology
 
 AXES = {
     "embedding": ("vocab", "embed"),
@@ -233,7 +233,7 @@ def test_the_way_back_has_no_collective():
 def test_the_narrower_type_travels():
     """XLA's CPU backend has no collectives of bfloat16, so this is seen on a TPU's program only."""
     layout = ParallelLayout.from_config(LayoutConfig(train="1-4-2", generate="1-2-2-2"))
-    mesh = build_mesh(layout, topology_devices("v5e:2x4"))
+    mesh = build_mesh(layout, read_topology("v5e:2x4").devices)
     shapes = {"up": jax.ShapeDtypeStruct((2, 256, 1024), jnp.float32)}
     train, generate = (
         shardings({"up": ("layers", "embed", "mlp")}, shapes, rules, mesh)

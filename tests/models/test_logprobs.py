@@ -55,11 +55,12 @@ def test_equal_to_the_numpy_twin(inputs, temperature):
 @pytest.mark.parametrize("chunk_tokens", [4, T])
 def test_squared_probabilities_by_hand(inputs, chunk_tokens):
     hidden_BTD, weight_DV, tokens_BT = inputs
-    logprob_BT, sum_pi_squared_BT = squared_probabilities(
+    logprob_BT, sum_pi_squared_BT = token_logprobs(
         lambda hidden: hidden @ weight_DV,
         *(jnp.asarray(x) for x in (hidden_BTD, tokens_BT, SEGMENT_IDS_BT)),
         temperature=0.5,
         chunk_tokens=chunk_tokens,
+        statistic=squared_probabilities,
     )
     expected_BT, _ = twin(*inputs, 0.5)
     assert_close(logprob_BT, expected_BT)

@@ -161,13 +161,32 @@ def test_different_values_differ(one, other):
         ("Answer: 41\nAnswer: 42\nthe end", "42"),
         ("Answer: 41. No, Answer: 42", "42"),
         ("ANSWER :\n\n 42", "42"),
-        ("**Answer:** 42", "** 42"),
+        ("**Answer:** 42", "42"),
         ("**Answer**: 42", "42"),
+        ("**Answer: 42**", "42"),
+        ("- **Final Answer: 42.**", "42."),
+        ("__Answer: 42__", "42"),
+        ("*Answer: 42*", "42"),
+        ("**Answer:** **42**", "**42**"),
+        ("**Final Answer:**\n42", "42"),
+        ("**Answer:**42", "42"),
+        ("**Answer:", None),
+        ("**Answer:**", None),
+        # No emphasis begins before these.
+        ("Answer: 42**", "42**"),
+        ("2**3 = 8 and 4**2 = 16. Answer: 42*", "42*"),
+        ("**So** Answer: 42**", "42**"),
         ("Answer\uff1a42", "42"),
         ("Answer: 42\nAnswer: ", "42"),
         (r"\boxed{41} Answer: 42 \boxed{43}", r"42 \boxed{43}"),
         (r"so \boxed{41} and \boxed{\frac{4}{2}}, done", r"\frac{4}{2}"),
         (r"so \boxed{42", None),
+        (r"so \boxed {42}", "42"),
+        (r"so \fbox{42}", "42"),
+        (r"so \boxed{ 42 }", "42"),
+        (r"so \boxed{\ 42\, }", "42"),
+        (r"so \boxed{\quad 42 \hspace{1mm}}", "42"),
+        (r"so \boxed{\ }", ""),
         ("16 - 3 - 4 = 9 eggs.\n#### 42", "42"),
         ("#### $1,234.\nDone.", "$1,234."),
         ("####-7", "-7"),
@@ -192,6 +211,120 @@ def test_different_values_differ(one, other):
 )
 def test_the_last_answer_counts(response, answer):
     assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is 80.",
+        "the answer is 80",
+        "We add up. The answer is 80.",
+        "We add up.\nSo, the answer is $80$.\n",
+        "Therefore the final answer is: 80 dollars.",
+        "The answer is:\n\n**80**",
+        "**The answer is: 80.**",
+        "**The final answer is 80**.",
+        r"My answer is \(80\).",
+        r"The answer is \boxed{80}.",
+        "The final answer is 80. I hope it is correct.",
+        "The final answer is $80$. I hope it is correct.",
+        "Final Answer: The final answer is $80$. I hope it is correct.",
+        "**Final Answer:** The final answer is $80$. I hope it is correct.",
+        r"Answer: 41" + "\nThe answer is 80.",
+        r"\boxed{41} is for the other. The answer is 80.",
+    ],
+)
+def test_a_last_sentence_says_80(response):
+    assert grade_answer(response, "80") == Grade(True, "80")
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Suppose the answer is 80.",
+        "I do not think that the answer is 80.",
+        "It is wrong that the answer is 80.",
+        "If so, the answer is 80.",
+        "One may guess, e.g. the answer is 80.",
+        'He said: "The answer is 80."',
+        "The answer is not 80.",
+        "The answer is not $80$.",
+        "The answer is 80 or 81.",
+        "The answer is $80$ or $81$.",
+        "The answer is $80 or $81.",
+        "The answer is about 80.",
+        "The answer is 80, if the first line is right.",
+        "The answer is 80?",
+        "The answer is 80!",
+        "The answer is 80%-81%.",
+        "The answer is 8 0.",
+        "The answer is 80 apples or pears.",
+        "The answer is clear.",
+        "The answer is: ",
+        "The answer is 80. No, it is 81.",
+        "The answer is 80. I hope it is not.",
+        "The answer is 80.\nWait, this is wrong.",
+        "The answer isn't 80.",
+        "The answer was 80.",
+        "The answer to the first part is 80.",
+        "I hope it is correct: 80.",
+        "80. I hope it is correct.",
+        "**80**",
+    ],
+)
+def test_a_sentence_that_says_something_else_is_no_answer(response):
+    assert extract_answer(response) is None
+    # What was said before still counts.
+    assert extract_answer("Answer: 41\n" + response) == "41"
+    assert extract_answer(r"\boxed{41}" + "\n" + response) == "41"
+
+
+@pytest.mark.parametrize("spaces", range(280, 290))
+def test_a_sentence_that_begins_before_the_window_is_no_answer(spaces):
+    """With 283 spaces the last 300 characters begin at "the answer is 80."."""
+    assert extract_answer("Suppose the answer is 80." + " " * spaces) is None
+
+
+def test_a_sentence_in_math_mode_may_hold_any_answer():
+    assert grade_answer(r"The answer is $\frac{\pi}2$.", r"\frac{\pi}{2}").correct
+    assert not grade_answer(r"The answer is $\pm 80$.", "80").correct
+    assert extract_answer(r"The answer is \frac{\pi}{2}.") is None
+
+
+@pytest.mark.parametrize(
+    ("notation", "value"),
+    [
+        ("1.5e3", "1500"),
+        ("1.5E3", "1500"),
+        ("-1.5e+3", "-1500"),
+        ("2e6 dollars", "2000000"),
+        ("2.5e-3", "1/400"),
+        ("1e-05", "1/100000"),
+    ],
+)
+def test_scientific_notation_is_a_number(notation, value):
+    assert grade_answer(f"Answer: {notation}", value) == Grade(True, value)
+
+
+@pytest.mark.parametrize(
+    ("notation", "value"),
+    [
+        ("2e", "2"),
+        ("2e-1", "1/5"),  # 2e - 1
+        ("2e^3", "2000"),
+        ("2 e3", "2000"),
+        ("2e3x", "2000"),
+        ("2e3.5", "2000"),
+        ("15e2", "1500"),
+        ("1.5e", "1.5"),
+        ("1.5e3!", "1500"),
+        ("1,5e3", "1500"),
+        ("x1e3", "1000"),
+        ("1e100", "1" + "0" * 100),
+    ],
+)
+def test_what_only_looks_like_scientific_notation_is_none(notation, value):
+    assert not grade_answer(f"Answer: {notation}", value).correct
 
 
 def test_no_answer_is_no_prediction():
@@ -309,6 +442,13 @@ def test_any_text_is_graded_without_an_error(text):
         "Answer: " + " *" * 140,
         "," * 10**6,
         "1,111" * 50,
+        "\nThe answer is" * 30,
+        ". The answer is: " * 30,
+        "The answer is $" + "x " * 150,
+        "The answer is 1" + " " * 290 + ".",
+        "**" * 200,
+        r"\boxed{\ " + r"\ " * 300,
+        "1e99/1e99" * 30,
         "__import__('os').system('true')",
         "\ud800\x00\u202e",
     ],

@@ -762,6 +762,34 @@ def test_fractions_are_equal_where_their_values_are(a, b, c, d):
         assert equal(rf"\frac{{{a}}}{{{b}}}", said) == (a * d == c * b)
 
 
+SCIENTIFIC_RIGHT = {
+    "1500": ["1.5e3", "1.5E3", "1.5e+3", r"1.5e3 \text{ cm}", "x = 1.5e3", "3e3/2"],
+    "0.0025": ["2.5e-3", "2.5e-03"],
+    "1.5e3": ["1500", r"1.5 \times 10^3"],
+    r"\$2,000,000": [r"\$2e6"],
+    "2e-1": ["2e - 1", "-1+2e"],
+    "2e^3": ["2 e^3"],
+    "42": [r"\ 42\ ", r"\, 42\;", r"\quad 42", r"\hspace{2mm} 42", r"\boxed {\ 42 }"],
+}
+SCIENTIFIC_WRONG = {
+    "0.2": ["2e-1"],
+    "1500": ["15e2", "1.5e", "1.5e^3", "1.5e3x", "x1.5e3", "1.5e3!", "1,5e3", "1.5e3 or 2e3"],
+    "2000": ["2e^3", "2e3.5", "12e3", "2 e3"],
+    "e": ["1e1", "1e0"],
+    "42": [r"4\ 2", r"4\quad 2", r"\boxed{~42}", r"42\\ 43"],
+}
+
+
+@pytest.mark.parametrize(("truth", "said"), cases(SCIENTIFIC_RIGHT))
+def test_scientific_notation_and_space_around_an_answer(truth, said):
+    assert equal(truth, said)
+
+
+@pytest.mark.parametrize(("truth", "said"), cases(SCIENTIFIC_WRONG))
+def test_what_only_looks_like_scientific_notation_or_space(truth, said):
+    assert not equal(truth, said)
+
+
 COMMANDS = r"\frac,\sqrt,\text{,\boxed{,\pm,\cup,\le,\infty,\begin{pmatrix},\\,\degree,\{,\}"
 PIECES = (
     st.sampled_from(COMMANDS.split(","))

@@ -16,7 +16,7 @@ from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.planner.compiled.trace import abstract_batch, product_flops
+from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
@@ -86,7 +86,7 @@ def traced(model: ModelConfig, tokens: int = T) -> int:
     state, shape = actor.abstract_state(), PackedShape(1, 1, R, tokens)
     update = actor.update_program((SUPERVISED,))
     batches = (abstract_batch(actor, shape),)
-    return product_flops(jax.make_jaxpr(update)(state, batches, None).jaxpr)
+    return matmul_flops(jax.make_jaxpr(update)(state, batches, None).jaxpr)
 
 
 def counted(model: ModelConfig, tokens: int = T) -> float:
@@ -165,5 +165,5 @@ def test_a_pair_is_computed_by_the_owner_of_its_expert_alone(owners, apply, forw
         (out, forward, 1),
         (jax.grad(out, argnums=(0, 1)), update, 2),
     ):
-        found = product_flops(jax.make_jaxpr(function)(x, weights).jaxpr) - of_sums * sums
+        found = matmul_flops(jax.make_jaxpr(function)(x, weights).jaxpr) - of_sums * sums
         assert least <= found / once <= most

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from flax import nnx
 
 from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.correction import CorrectionConfig, RejectionConfig, corrected
@@ -456,16 +458,8 @@ def test_the_kl_to_a_reference_over_the_whole_vocabulary():
     reference = other_weights()
 
     def logprobs(params):
-        logits_RTV, *_ = actor.policy(
-            actor.graph,
-            params,
-            micro,
-            temperature=0.9,
-            statistics=lambda logits_of, hidden, *_, **settings: (
-                logits_of(hidden) / settings["temperature"],
-                hidden,
-            ),
-        )
+        model = nnx.merge(actor.graph, params)
+        logits_RTV = model.logits(actor._run(model, micro).hidden_BTD, compute=Compute()) / 0.9
         # Entry t says what hidden state t - 1 knows.
         return jax.nn.log_softmax(jnp.roll(logits_RTV, 1, axis=1))
 

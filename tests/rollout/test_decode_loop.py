@@ -46,9 +46,9 @@ def no_slot_decodes_for_nobody(monkeypatch):
     generate, dispatch, busy = Slots.generate, DecodeLoop.dispatch, []
 
     def watched_generate(self, least_active):
-        decoded = generate(self, least_active)
-        busy.append(int((decoded.num_tokens > 0).sum()))
-        return decoded
+        active, decoded = generate(self, least_active)
+        busy.append(int((decoded.count > 0).sum()))
+        return active, decoded
 
     def watched_dispatch(self):
         results = dispatch(self)

@@ -480,7 +480,7 @@ def test_slots_keep_their_own_limit_and_temperature_while_others_start():
 
     def generate(state):
         state = engine.generate(params, state)
-        token_SW, count_S = jax.device_get((state.out_token, state.out_count))
+        token_SW, count_S = jax.device_get((state.decoded.token, state.decoded.count))
         said.extend(token_SW[3, : count_S[3]])
         return state
 

@@ -143,7 +143,10 @@ def test_dpo_on_eight_devices(files, tmp_path):
     ("changes", "message"),
     [
         ({"loss": "dpo", "options": {"beta": 0.1}}, "preference loss 'dpo' takes chosen_logprob"),
-        ({"path": "", "evaluation_path": "", "made": "up"}, "made 'up' is not known"),
+        (
+            {"path": "", "evaluation_path": "", "pair_generator": "up"},
+            "pair_generator 'up' is not known",
+        ),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
 )

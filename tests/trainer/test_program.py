@@ -28,9 +28,9 @@ from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import only_run_in
 from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.run_files import evaluation_lines
 
 
 @pytest.fixture(scope="module")
@@ -538,7 +538,7 @@ def make(index, rng):
 """
 
 
-def test_a_curriculum_and_made_problems_resume_to_the_same_curve(tmp_path, problems):
+def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, problems):
     (tmp_path / "made.py").write_text(MADE)
     few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), limit=6)
     data = DataConfig(

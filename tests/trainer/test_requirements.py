@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import read_source
+from jaxrl.data.source_reader import read_source
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import EVERYTHING, Pool

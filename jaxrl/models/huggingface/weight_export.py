@@ -37,9 +37,9 @@ from jaxrl.models.huggingface.weight_table import (
     WeightRule,
     adapter_table,
     bounds_of,
-    dimension_sizes,
     leaf_at,
     offset_of,
+    tensors_of,
     weight_table,
 )
 from jaxrl.models.model_config import ModelConfig
@@ -76,12 +76,15 @@ def save_checkpoint(
         base = read_config_json(source)
     values = config_json(config, dtype=dtype.name, base=base)
     _check_addressable(params)
-    table, sizes = weight_table(config), dimension_sizes(config)
-    num_bytes = _tensor_bytes(table, sizes, dtype)
+    table = weight_table(config)
+    num_bytes = {
+        name: math.prod(row.tensor_shape) * dtype.itemsize
+        for name, (row, _) in tensors_of(table).items()
+    }
     files = _into_files(num_bytes, max_shard_bytes)
     with new_directory(out) as partial:
         write_json(partial / "config.json", values)
-        _write_files(params, table, sizes, files, partial, dtype)
+        _write_files(params, table, files, partial, dtype)
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(num_bytes.values())},
@@ -114,11 +117,11 @@ def save_adapter(
             "this model has no adapters to save (lora.rank is 0); save the whole of it instead"
         )
     _check_addressable(params)
-    table, sizes = adapter_table(config), dimension_sizes(config)
+    table = adapter_table(config)
     with new_directory(out) as partial:
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
-        names = list(_tensor_bytes(table, sizes, dtype))
-        _write_files(params, table, sizes, {ADAPTER_FILE: names}, partial, dtype)
+        names = list(tensors_of(table))
+        _write_files(params, table, {ADAPTER_FILE: names}, partial, dtype)
 
 
 def check_shard_bytes(max_shard_bytes: int) -> None:
@@ -141,35 +144,19 @@ def _check_addressable(params: Params) -> None:
         )
 
 
-def _tensor_bytes(
-    table: Iterable[WeightRule], sizes: Mapping[str, int], dtype: np.dtype
-) -> dict[str, int]:
-    """Bytes of every tensor by name, in the order of the table."""
-    return {
-        row.tensor_name(position): math.prod(row.tensor_shape(sizes)) * dtype.itemsize
-        for row in table
-        for position in row.positions(sizes)
-    }
-
-
 def _write_files(
     params: Params,
     table: Iterable[WeightRule],
-    sizes: Mapping[str, int],
     files: Mapping[str, Sequence[str]],
     directory: pathlib.Path,
     dtype: np.dtype,
 ) -> None:
-    sources = {
-        row.tensor_name(position): (row, position)
-        for row in table
-        for position in row.positions(sizes)
-    }
+    sources = tensors_of(table)
     for file, names in files.items():
         tensors = {}
         for name in names:
             row, position = sources[name]
-            tensors[name] = _gather(leaf_at(params, row.path), row, sizes, position, dtype)
+            tensors[name] = _gather(leaf_at(params, row.path), row, position, dtype)
         # Transformers refuses files without a framework name here.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read. Give them the usual permissions.
@@ -197,12 +184,11 @@ def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
 def _gather(
     leaf: jax.Array,
     row: WeightRule,
-    sizes: Mapping[str, int],
     position: Sequence[int],
     dtype: np.dtype,
 ) -> np.ndarray:
     """Assembles one tensor of the checkpoint from the shards that hold a part of it."""
-    out = np.empty([sizes[c] for c in row.stored.replace(" ", "")], dtype)
+    out = np.empty([row.sizes[c] for c in row.stored.replace(" ", "")], dtype)
     for shard in leaf.addressable_shards:
         bounds = bounds_of(shard.index, leaf.shape)
         stacked, inner = bounds[: len(row.stacked)], bounds[len(row.stacked) :]
@@ -212,7 +198,7 @@ def _gather(
             back = tuple(row.order.index(i) for i in range(len(row.order)))
             place = tuple(slice(*inner[i]) for i in back)
             out[place] = jax.device_get(_extract(shard.data, offset, order=back, dtype=dtype))
-    return out.reshape(row.tensor_shape(sizes))
+    return out.reshape(row.tensor_shape)
 
 
 @functools.partial(jax.jit, static_argnames=("order", "dtype"))

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from flax import traverse_util
 from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
@@ -44,9 +45,9 @@ from jaxrl.models.huggingface.weight_table import (
     WeightRule,
     adapter_table,
     bounds_of,
-    dimension_sizes,
     leaf_at,
     offset_of,
+    tensors_of,
     weight_table,
 )
 from jaxrl.models.model_config import ModelConfig
@@ -87,8 +88,8 @@ def load_params(
         for name, original in _copies(config).items():
             if name in stored:
                 _check_equal(reader, stored, name, original, directory)
-        table, sizes = weight_table(config), dimension_sizes(config)
-        return _load_table(reader, table, sizes, shardings, jnp.dtype(dtype))
+        table = weight_table(config)
+        return _load_table(reader, table, shardings, jnp.dtype(dtype))
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -99,8 +100,8 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     """
     directory = pathlib.Path(directory)
     stored = _read_headers(directory)
-    table, sizes = weight_table(config), dimension_sizes(config)
-    _check_headers(stored, table, sizes, _copies(config), directory)
+    table = weight_table(config)
+    _check_headers(stored, table, _copies(config), directory)
     return stored
 
 
@@ -128,8 +129,8 @@ def load_adapter(
     """
     stored = check_adapter(directory, config)
     with contextlib.closing(_Reader(stored)) as reader:
-        table, sizes = adapter_table(config), dimension_sizes(config)
-        return _load_table(reader, table, sizes, shardings, jnp.dtype(dtype))
+        table = adapter_table(config)
+        return _load_table(reader, table, shardings, jnp.dtype(dtype))
 
 
 def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -142,7 +143,7 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
     path = directory / ADAPTER_FILE
     _check_header_sizes([path], absent="name a directory that PEFT or jaxrl saved")
     stored = _read_header(path)
-    _check_headers(stored, adapter_table(config), dimension_sizes(config), {}, directory)
+    _check_headers(stored, adapter_table(config), {}, directory)
     return stored
 
 
@@ -272,16 +273,12 @@ def _read_header(path: pathlib.Path) -> dict[str, Stored]:
 def _check_headers(
     stored: Mapping[str, Stored],
     table: Iterable[WeightRule],
-    sizes: Mapping[str, int],
     copies: Mapping[str, str],
     directory: pathlib.Path,
 ) -> None:
     """Raises UserError for tensors that are missing, unexpected or malformed; `copies` are optional."""
-    shapes = {
-        row.tensor_name(position): row.tensor_shape(sizes)
-        for row in table
-        for position in row.positions(sizes)
-    }
+    tensors = tensors_of(table)
+    shapes = {name: row.tensor_shape for name, (row, _) in tensors.items()}
     known = shapes | {name: shapes[original] for name, original in copies.items()}
     missing = [name for name in shapes if name not in stored]
     if missing:
@@ -366,35 +363,30 @@ def _check_equal(
 def _load_table(
     reader: _Reader,
     table: Iterable[WeightRule],
-    sizes: Mapping[str, int],
     shardings: Any,
     dtype: np.dtype,
 ) -> Params:
-    params: Params = {}
-    for row in table:
-        leaf = _load_leaf(reader, row, sizes, leaf_at(shardings, row.path), dtype)
-        _put(params, row.path, leaf)
-    return params
+    leaves = {
+        row.path: _load_leaf(reader, row, leaf_at(shardings, row.path), dtype) for row in table
+    }
+    return traverse_util.unflatten_dict(leaves, sep=".")
 
 
-def _load_leaf(
-    reader: _Reader, row: WeightRule, sizes: Mapping[str, int], sharding: Sharding, dtype: np.dtype
-) -> jax.Array:
-    shape = row.leaf_shape(sizes)
+def _load_leaf(reader: _Reader, row: WeightRule, sharding: Sharding, dtype: np.dtype) -> jax.Array:
+    shape = row.leaf_shape
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices_of[bounds_of(index, shape)].append(device)
     shards = []
     for bounds, devices in devices_of.items():
-        shards += _load_shard(reader, row, sizes, bounds, devices, dtype)
+        shards += _load_shard(reader, row, bounds, devices, dtype)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _load_shard(
     reader: _Reader,
     row: WeightRule,
-    sizes: Mapping[str, int],
     bounds: Bounds,
     devices: Sequence[Any],
     dtype: np.dtype,
@@ -403,7 +395,7 @@ def _load_shard(
     shards = [jnp.zeros(shape, dtype, device=device) for device in devices]
     stacked, inner = bounds[: len(row.stacked)], dict(zip(row.ours, bounds, strict=True))
     for position in itertools.product(*(range(*pair) for pair in stacked)):
-        piece = _read_piece(reader.slice_of(row.tensor_name(position)), row, sizes, inner)
+        piece = _read_piece(reader.slice_of(row.tensor_name(position)), row, inner)
         offset = offset_of(position, stacked)
         for i, device in enumerate(devices):
             on_device = jax.device_put((piece, offset), device)
@@ -413,16 +405,14 @@ def _load_shard(
     return shards
 
 
-def _read_piece(
-    tensor: Any, row: WeightRule, sizes: Mapping[str, int], bounds: Mapping[str, tuple[int, int]]
-) -> np.ndarray:
+def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
     """Reads the part of a tensor within `bounds`, and splits its merged dimensions."""
     ranges, shape, rest = [], [], []
     for first, *others in row.stored.split():
-        width = math.prod(sizes[c] for c in others)
+        width = math.prod(row.sizes[c] for c in others)
         begin, end = bounds[first]
         ranges.append(slice(begin * width, end * width))
-        shape += [end - begin, *(sizes[c] for c in others)]
+        shape += [end - begin, *(row.sizes[c] for c in others)]
         rest += [slice(None), *(slice(*bounds[c]) for c in others)]
     return tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
 
@@ -436,10 +426,3 @@ def _insert(
     piece = piece.transpose(order).astype(shard.dtype)
     begin = [*(offset[i] for i in range(stacked)), *[jnp.int32(0)] * piece.ndim]
     return jax.lax.dynamic_update_slice(shard, piece.reshape(*[1] * stacked, *piece.shape), begin)
-
-
-def _put(tree: Params, path: str, leaf: jax.Array) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        tree = tree.setdefault(key, {})
-    tree[last] = leaf

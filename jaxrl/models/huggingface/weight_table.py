@@ -9,10 +9,11 @@ Loading and export follow this table alone; they have no code for particular mod
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class WeightRule:
 
     Example, with two layers:
 
-        WeightRule("model.layers.{L}.self_attn.q_proj.weight", "QH D", "layers.attention.q.weight", "LDQH")
+        "model.layers.{L}.self_attn.q_proj.weight"   "QH D"   "layers.attention.q.weight"   "LDQH"
 
     maps `...layers.0...` and `...layers.1...`, each [Q * H, D], to our leaf [L, D, Q, H].
 
@@ -37,12 +38,14 @@ class WeightRule:
       stored: dimensions of the tensor. Letters without a space form one merged dimension, the first slowest.
       path: path of our leaf, keys joined by dots.
       ours: dimensions of our leaf; stacked dimensions (letters in braces) first.
+      sizes: size of each dimension, from `dimension_sizes`.
     """
 
     name: str
     stored: str
     path: str
     ours: str
+    sizes: Mapping[str, int]
 
     @property
     def stacked(self) -> str:
@@ -59,25 +62,28 @@ class WeightRule:
         """The name of the tensor at a position of the stacked dimensions."""
         return self.name.format(**dict(zip(self.stacked, position, strict=True)))
 
-    def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        return tuple(math.prod(sizes[c] for c in group) for group in self.stored.split())
+        return tuple(math.prod(self.sizes[c] for c in group) for group in self.stored.split())
 
-    def leaf_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
         """Shape of our leaf."""
-        return tuple(sizes[letter] for letter in self.ours)
+        return tuple(self.sizes[letter] for letter in self.ours)
 
-    def positions(self, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    def positions(self) -> Iterator[tuple[int, ...]]:
         """All positions of the stacked dimensions."""
-        return itertools.product(*(range(sizes[letter]) for letter in self.stacked))
+        return itertools.product(*(range(self.sizes[letter]) for letter in self.stacked))
 
 
 def weight_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """Every tensor of a checkpoint of `config`, in the order of Transformers."""
-    rows = [WeightRule("model.embed_tokens.weight", "V D", "embedding", "VD")]
+    rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
+    rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
 
     def per_layer(name: str, stored: str, path: str, ours: str) -> None:
-        rows.append(WeightRule(f"model.layers.{{L}}.{name}", stored, f"layers.{path}", f"L{ours}"))
+        rows.append(rule(f"model.layers.{{L}}.{name}", stored, f"layers.{path}", f"L{ours}"))
 
     per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
     per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
@@ -105,11 +111,11 @@ def weight_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
     per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
     per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
-    rows.append(WeightRule("model.norm.weight", "D", "final_norm.scale", "D"))
+    rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
-        rows.append(WeightRule("score.weight", "S D", "score_head", "DS"))
+        rows.append(rule("score.weight", "S D", "score_head", "DS"))
     if config.has_unembedding:
-        rows.append(WeightRule("lm_head.weight", "V D", "unembedding", "DV"))
+        rows.append(rule("lm_head.weight", "V D", "unembedding", "DV"))
     return tuple(rows)
 
 
@@ -133,9 +139,9 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """Every tensor of the adapters of `config` with PEFT's names; R is the rank.
 
     Example: layers.attention.q has lora_a [L, D, R], in PEFT [R, D] for each layer, and lora_b [L, R, Q, H],
-      in
-    PEFT [Q * H, R].
+    in PEFT [Q * H, R].
     """
+    rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = []
     for row in weight_table(config):
         path, _, leaf = row.path.rpartition(".")
@@ -145,10 +151,15 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
         outs, ins = row.stored.split()
         stack = row.stacked
         rows += [
-            WeightRule(f"{name}.lora_A.weight", f"R {ins}", f"{path}.lora_a", f"{stack}{ins}R"),
-            WeightRule(f"{name}.lora_B.weight", f"{outs} R", f"{path}.lora_b", f"{stack}R{outs}"),
+            rule(f"{name}.lora_A.weight", f"R {ins}", f"{path}.lora_a", f"{stack}{ins}R"),
+            rule(f"{name}.lora_B.weight", f"{outs} R", f"{path}.lora_b", f"{stack}R{outs}"),
         ]
     return tuple(rows)
+
+
+def tensors_of(table: Iterable[WeightRule]) -> dict[str, tuple[WeightRule, tuple[int, ...]]]:
+    """The rule and the position of every tensor of a table, by its name and in the table's order."""
+    return {row.tensor_name(at): (row, at) for row in table for at in row.positions()}
 
 
 def bounds_of(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Bounds:

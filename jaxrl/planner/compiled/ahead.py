@@ -1,12 +1,12 @@
-"""Compiling programs for accelerators that are not here, and reading what they take.
+"""Compiles programs for accelerators that need not be present, and reads their memory and traffic.
 
-    Program --> lower --> compile for the topology --> memory as the compiler says
-                  |                |                   collectives by axis, from its text
-                  |                +--> --save: the executable, for the machine itself
-                  +--> jaxpr --> operations, loops multiplied out
+    Program --> lower --> compile for the topology --> memory, by the compiler
+                  |                |                   collectives by axis, from the HLO text
+                  |                +--> --save: the executable, for the real machine
+                  +--> jaxpr --> operations, times the rounds of loops
 
-What was compiled once is read again: a folder beside that of JAX's own cache keeps the text and the memory
-of a program by a hash of what it is made from. Nothing here runs a program; times are predicted (`roofline`).
+Results are cached: a folder beside JAX's own cache keeps the text and the memory figures of a program under a
+hash of its inputs. Nothing here runs a program; times are predicted (`roofline`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.planner.compiled.loops import runs_of
 from jaxrl.planner.compiled.programs import Piece, Program
-from jaxrl.planner.compiled.trace import product_flops
+from jaxrl.planner.compiled.trace import matmul_flops
 from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
 from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.memory import ResidentBuffers
 
-# What else decides what a compiler writes.
+# Environment variables and packages that change the result of a compilation: part of the cache key.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt")
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of")
@@ -48,14 +48,14 @@ _TEXTS = "*.after_optimizations.txt"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPiece:
-    """What the compiler says of one function.
+    """The compiler's figures for one function.
 
     Attributes:
-      arguments, temporaries, peak: bytes of a device.
-      fits: it could be compiled within the device's memory; if not, `peak` is what it would have taken.
-      text: optimised HLO; "" where it does not fit.
-      seconds: that compiling took, when it was compiled.
-      cached: it was compiled before.
+      arguments, temporaries, peak: bytes per device.
+      fits: whether it compiled within the device's memory; if not, `peak` is the memory that it needs.
+      text: optimised HLO; "" if it does not fit.
+      seconds: seconds of its compilation; of the original one if cached.
+      cached: whether the figures come from the cache.
     """
 
     arguments: int
@@ -69,19 +69,20 @@ class CompiledPiece:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What a program takes of each device, and what a step has it do.
+    """Memory that a program needs on each device, and its work in a step.
 
     Attributes:
-      role, name, phase: of the program.
-      arguments, temporaries, peak: bytes of a device, as the compiler says.
-      co_resident: bytes of what else lies there meanwhile, as counted from shapes.
-      memory: bytes that a device has.
-      flops: of products over the whole mesh, in a step.
-      reads: bytes of its memory that a device reads at least, in a step.
-      traffic: between devices, in a step.
-      num_devices: of its mesh.
-      compiled_s: seconds that compiling took.
-      cached: all of it was compiled before.
+      role, name, phase: role, name and phase of the program.
+      arguments, temporaries, peak: bytes per device, from the compiler.
+      co_resident: bytes per device of other buffers at the same time, counted from shapes.
+      memory: bytes of memory of a device.
+      flops: floating-point operations of matmuls per step, over the whole mesh.
+      reads: lower bound of the bytes that a device reads from its memory per step.
+      traffic: traffic between devices per step.
+      num_devices: number of devices of its mesh.
+      compiled_s: seconds of compilation.
+      cached: whether all its functions come from the cache.
+      compiles: whether all its functions compile within the device's memory.
     """
 
     role: str
@@ -102,17 +103,17 @@ class CompiledProgram:
 
     @property
     def total(self) -> int:
-        """Bytes of a device at the program's worst moment, with what lies beside it."""
+        """Peak bytes per device, with co-resident buffers."""
         return self.peak + self.co_resident
 
     @property
     def spare(self) -> int:
-        """Bytes that are left; negative where it does not fit."""
+        """Bytes left on a device; negative if it does not fit."""
         return self.memory - self.total
 
     @property
     def fits(self) -> bool:
-        """It does."""
+        """Whether the program and its co-resident buffers fit into a device."""
         return self.compiles and self.spare >= 0
 
 
@@ -124,14 +125,14 @@ def compile_program(
     mesh: Mesh,
     save: pathlib.Path | None = None,
 ) -> CompiledProgram:
-    """Compiles what a program consists of, and reads it.
+    """Compiles the functions of a program, and sums up their figures.
 
     Args:
-      program: what to compile.
-      topology: for which devices.
-      residents: what lies on them from one program to the next.
-      mesh: of the program's role.
-      save: folder for the executables.
+      program: program to compile.
+      topology: devices to compile for.
+      residents: buffers that stay on the devices between programs.
+      mesh: mesh of the program's role.
+      save: folder for the executables; None does not save them.
 
     Raises:
       UserError: the folder cannot be written.
@@ -140,9 +141,7 @@ def compile_program(
     for number, piece in enumerate(program.pieces):
         traced = piece.function.trace(*piece.arguments, **piece.keywords)
         flops += (
-            piece.calls
-            * piece.used
-            * product_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
+            piece.calls * piece.used * matmul_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
         )
         target = save and save / f"{program.role}-{program.name}-{number}.executable"
         found = compile_piece(traced.lower(), topology, save=target)
@@ -168,7 +167,7 @@ def compile_program(
 
 
 def peak_here(program: Program) -> int:
-    """Bytes of a device at a program's worst moment, compiled for the devices that its arguments are on."""
+    """Peak bytes per device of a program, compiled for the devices of its arguments."""
     compiled = []
     for piece in program.pieces:
         lowered = piece.function.lower(*piece.arguments, **piece.keywords)
@@ -186,7 +185,7 @@ def _peak(program: Program, compiled: Sequence[CompiledPiece]) -> int:
 
 
 def co_resident_bytes(program: Program, residents: Iterable[ResidentBuffers]) -> int:
-    """Bytes of a device that lie beside a program's arguments and temporaries."""
+    """Bytes per device of buffers that are neither arguments nor temporaries of a program."""
     return sum(
         held.bytes_per_device
         for held in residents
@@ -210,12 +209,12 @@ def _traffic(
 def compile_piece(
     lowered: Any, topology: Topology, *, save: pathlib.Path | None = None
 ) -> CompiledPiece:
-    """Compiles a lowered function, unless that was done before.
+    """Compiles a lowered function, or reads its figures from the cache.
 
     Args:
-      lowered: for devices of the topology.
-      topology: that they are of.
-      save: file for the executable, which has to be compiled anew where it was not kept.
+      lowered: function, lowered for devices of the topology.
+      topology: the topology.
+      save: file for the executable; a path forces a compilation, since the cache keeps no executables.
     """
     folder = cache_folder().parent.parent / "ahead"
     key = _key(lowered, topology)
@@ -251,7 +250,7 @@ def _version(package: str) -> str:
 
 
 def _text(compiled: Any, dump: pathlib.Path) -> str:
-    """The optimised program; libtpu's own dump, since jaxlib may be too old to read its programs back."""
+    """The optimised HLO. On TPUs from libtpu's dump: jaxlib may be too old to read its programs."""
     texts = sorted(dump.glob(_TEXTS))
     return texts[-1].read_text() if texts else compiled.as_text()
 
@@ -265,7 +264,7 @@ def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
 
 
 def _too_large(error: Exception, seconds: float) -> CompiledPiece:
-    """A program that the compiler refused for its memory; any other error is raised again."""
+    """The figures of a program that the compiler refused for its memory; raises any other error again."""
     match = _USED.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or match is None:
         raise error
@@ -283,7 +282,7 @@ def _read(folder: pathlib.Path, key: str) -> CompiledPiece | None:
 
 
 def _keep(folder: pathlib.Path, key: str, found: CompiledPiece) -> None:
-    """Writes an entry; a folder that cannot be written costs the next plan its time, and nothing else."""
+    """Writes a cache entry. If the folder cannot be written, the next plan compiles again."""
     stored = {
         field.name: getattr(found, field.name)
         for field in dataclasses.fields(found)
@@ -309,19 +308,19 @@ def _save(compiled: Any, path: pathlib.Path) -> None:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Whole or not at all: two plans may write the same entry."""
+    """Writes a file atomically: two plans may write the same entry."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     os.replace(file.name, path)
 
 
 def load_executable(path: pathlib.Path) -> Any:
-    """An executable that `--save` has kept, loaded on the machine that it was compiled for.
+    """Loads an executable of `jaxrl plan --save` on the machine that it was compiled for.
 
-    The file runs code when it is read: load only your own.
+    Reading the file runs code in it (pickle): load only your own files.
 
     Raises:
-      UserError: there is none, or it was not made for this machine.
+      UserError: the file does not exist, or was made for another machine.
     """
     try:
         payload, in_tree, out_tree = pickle.loads(path.read_bytes())
@@ -340,7 +339,7 @@ def load_executable(path: pathlib.Path) -> Any:
 
 
 def summary(programs: Iterable[CompiledProgram]) -> Mapping[str, int]:
-    """The largest total of each phase."""
+    """The largest total bytes per device of each phase."""
     totals: dict[str, int] = {}
     for program in programs:
         totals[program.phase] = max(totals.get(program.phase, 0), program.total)

@@ -1,8 +1,7 @@
-"""Reading a compiled program: its collectives, between which devices, and the bytes they deliver.
+"""Reads the collectives of a compiled program: their device groups, and the bytes they deliver.
 
-Devices are numbered as in the program's mesh, flattened. Covered: what XLA writes for moves between
-shardings on CPU, GPU and TPU. Not covered: collectives inside loops, which the text shows once however
-often they run; no program of `resharding` has a loop.
+Devices are numbered in the order of the program's flattened mesh. Covered: collectives that XLA uses on CPU,
+GPU and TPU. Not covered: the rounds of loops, whose bodies the text shows once (`loops.py` counts them).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Collective:
     """One collective of a program.
 
     Attributes:
-      kind: as XLA calls it, "all-gather" and so on.
-      groups: devices that exchange with each other; of a permute (source, target) pairs.
-      result_bytes: of its result on one device.
+      kind: XLA's name, such as "all-gather".
+      groups: groups of devices that exchange data; (source, target) pairs for a permute.
+      result_bytes: bytes of the result on one device.
     """
 
     kind: str
@@ -36,7 +35,7 @@ class Collective:
     result_bytes: int
 
     def received(self, num_devices: int) -> np.ndarray:
-        """Bytes that each device receives, at least: [num_devices] float64."""
+        """Lower bound of the bytes that each device receives: float64 [num_devices]."""
         received = np.zeros(num_devices)
         for group in self.groups:
             if self.kind == "collective-permute":
@@ -47,10 +46,10 @@ class Collective:
         return received
 
     def _share(self, size: int) -> float:
-        """Received bytes over bytes of the result, in a group of `size`, by the best algorithm."""
+        """Received bytes over bytes of the result, in a group of `size`, with the best algorithm."""
         if self.kind == "reduce-scatter":
             return size - 1
-        # An all-reduce is a reduce-scatter and an all-gather.
+        # An all-reduce is a reduce-scatter followed by an all-gather.
         return (2 if self.kind == "all-reduce" else 1) * (size - 1) / size
 
 
@@ -59,7 +58,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
 
     Args:
       text: `compiled.as_text()`.
-      num_devices: that the program runs on.
+      num_devices: number of devices of the program.
     """
     found = []
     for line in text.splitlines():
@@ -79,7 +78,7 @@ def _result_bytes(result: str, kind: str, asynchronous: bool, size: int) -> int:
     arrays = [(name, _dims(dims)) for name, dims in _ARRAY.findall(result)]
     if not asynchronous or kind == "all-reduce":
         return sum(_nbytes(name, dims) for name, dims in arrays)
-    # A started collective returns its operands too, and scalars that mark its progress.
+    # The result of an asynchronous start also has the operands, and scalars that mark its progress.
     total = sum(_nbytes(name, dims) for name, dims in arrays if dims)
     shares = {"all-gather": (size, size + 1), "reduce-scatter": (1, size + 1)}
     part, whole = shares.get(kind, (1, 2))
@@ -127,7 +126,7 @@ def _along_axes(
         if name not in parts:
             shape.append(size)
             continue
-        # Part of an axis: it is cut in [before, part, rest].
+        # A part of an axis splits it into [before, part, rest].
         before, part = parts[name][0], parts[name][1] or size
         moved.append(len(shape) + 1)
         shape += [before, part, size // (before * part)]

@@ -1,4 +1,4 @@
-"""A compiled program's text (optimised HLO) as computations of instructions."""
+"""Parses the text of a compiled program (optimised HLO) into computations of instructions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Instruction:
     """A line of a computation.
 
     Attributes:
-      name, type, opcode: of it.
-      inputs: as written between its parentheses: names, a constant's value, a parameter's number.
-      rest: what follows them.
-      line: all of it.
-      is_root: its value is the computation's.
+      name, type, opcode: name, type of the result, and operation.
+      inputs: text between its parentheses: operands, the value of a constant, or the number of a parameter.
+      rest: text after the parentheses.
+      line: the whole line.
+      is_root: whether its value is the result of the computation.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions that it takes."""
+        """Names of its operands."""
         return tuple(_OPERAND.findall(self.inputs))
 
     @property
     def parameter(self) -> int | None:
-        """Which argument of the computation it is, if it is one."""
+        """Number of the computation's argument that it stands for; None for other instructions."""
         return int(self.inputs) if self.opcode == "parameter" else None
 
 
@@ -62,5 +62,5 @@ def computations_of(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def root_of(computation: Computation) -> Instruction | None:
-    """The instruction whose value the computation has."""
+    """The instruction whose value is the result of the computation; None if there is none."""
     return next((i for i in computation.values() if i.is_root), None)

@@ -1,8 +1,8 @@
-"""How often the parts of a compiled program run: its text shows the body of a loop once.
+"""Counts the runs of each computation of a compiled program, whose text shows the body of a loop once.
 
-The number of rounds of a loop is what the compiler noted beside it, or follows from its condition: a counter
-that starts at a constant, grows by one, and stays below another. A loop that ends when data says so (a
-batch's last microbatch, a dispatch's last token) has the number that the caller gives.
+The number of rounds of a loop is the compiler's own note, or follows from its condition: a counter that
+starts at a constant, grows by a constant step, and stays below another constant. The caller gives the number
+for loops whose end depends on data (the last microbatch of a batch, the last token of a dispatch).
 
     text --> computations --> walk from the entry: body x rounds, calls x 1, one branch --> runs of each
 """
@@ -23,7 +23,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _NOTED = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
 _INDEX = re.compile(r"index=(\d+)")
-# What hands a value on as it is.
+# Operations that pass a value on unchanged.
 _SAME = frozenset({"copy", "bitcast", "convert", "reshape"})
 
 
@@ -32,18 +32,18 @@ class Runs:
     """How often each computation of a program runs.
 
     Attributes:
-      times: by computation; those that never run are missing.
-      lines: of each computation's instructions.
+      times: number of runs by computation; computations that never run are missing.
+      lines: lines of each computation's instructions.
     """
 
     times: Mapping[str, float]
     lines: Mapping[str, tuple[str, ...]]
 
     def collectives(self, num_devices: int) -> list[tuple[float, Collective]]:
-        """(how often it runs, what) of every collective of the program.
+        """(number of runs, collective) of every collective of the program.
 
         Args:
-          num_devices: that the program runs on.
+          num_devices: number of devices of the program.
         """
         found = []
         for name, times in self.times.items():
@@ -57,12 +57,12 @@ class Runs:
 
 
 def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> Runs:
-    """How often the computations of a compiled program run.
+    """Counts the runs of the computations of a compiled program.
 
     Args:
-      text: of the compiled program.
-      open_loops: rounds of an outermost loop whose end the text does not say; one inside it counts once.
-      longest_branch: a choice takes the branch with the most operations; the one with the fewest otherwise.
+      text: text of the compiled program.
+      open_loops: rounds of an outermost loop whose end depends on data; such a loop inside it counts once.
+      longest_branch: whether conditionals take the branch with the most instructions; else with the fewest.
     """
     computations, entry = computations_of(text)
     times: dict[str, float] = collections.defaultdict(float)
@@ -73,7 +73,7 @@ def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> R
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """What is taken for granted of loops and choices."""
+    """Assumptions about loops and conditionals: the arguments of `runs_of`."""
 
     open_loops: int
     longest_branch: bool
@@ -103,19 +103,23 @@ def _walk(
 def _callees(
     instruction: Instruction, computations: Mapping[str, Computation], taken: _Taken
 ) -> list[str]:
-    """Computations that an instruction runs; of a choice one."""
+    """Computations that an instruction runs; for a conditional only one of its branches."""
     if instruction.opcode != "conditional":
         return [name for name in _ONE_CALLEE.findall(instruction.line) if name in computations]
-    branches = _CHOICE.findall(instruction.line)
-    for names in _BRANCHES.findall(instruction.line):
-        branches += [name.strip().lstrip("%") for name in names.split(",")]
+    branches = _branches(instruction.line)
     sizes = {name: _size(name, computations) for name in branches if name in computations}
     pick = max if taken.longest_branch else min
     return [pick(sizes, key=lambda name: sizes[name])] if sizes else []
 
 
+def _branches(line: str) -> list[str]:
+    """Names of the branches of a conditional."""
+    listed = ",".join(_BRANCHES.findall(line)).split(",")
+    return _CHOICE.findall(line) + [name.strip().lstrip("%") for name in listed if name]
+
+
 def _size(name: str, computations: Mapping[str, Computation]) -> int:
-    """Instructions of a computation and of all that it names."""
+    """Number of instructions of a computation and of all computations that it calls."""
     seen, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
@@ -123,19 +127,15 @@ def _size(name: str, computations: Mapping[str, Computation]) -> int:
             continue
         seen.add(current)
         for instruction in computations[current].values():
-            for pattern in (_ONE_CALLEE, _CHOICE):
-                waiting += pattern.findall(instruction.line)
-            for names in _BRANCHES.findall(instruction.line):
-                waiting += [n.strip().lstrip("%") for n in names.split(",")]
-            for loop in _LOOP.findall(instruction.line):
-                waiting += loop
+            waiting += _ONE_CALLEE.findall(instruction.line) + _branches(instruction.line)
+            waiting += [name for loop in _LOOP.findall(instruction.line) for name in loop]
     return sum(len(computations[each]) for each in seen)
 
 
 def _rounds(
     loop: Instruction, around: Computation, computations: Mapping[str, Computation]
 ) -> int | None:
-    """Rounds of a loop; None if its text does not say."""
+    """Rounds of a loop; None if they depend on data."""
     if noted := _NOTED.search(loop.line):
         return int(noted[1])
     called = _LOOP.search(loop.line)
@@ -158,13 +158,13 @@ def _rounds(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A place in the tuple that a loop carries."""
+    """A position in the tuple that a loop carries."""
 
     index: int
 
 
 def _place(name: str, computation: Computation) -> _Place | int | None:
-    """A constant, or where in its argument a computation finds a value."""
+    """The origin of a value: a constant, or a position in the computation's argument; else None."""
     name = _source(name, computation)
     instruction = computation.get(name)
     if instruction is None:
@@ -181,7 +181,7 @@ def _source(name: str, computation: Computation) -> str:
 
 
 def _value(name: str, computation: Computation) -> int | None:
-    """A whole number that a program states."""
+    """The value of an integer constant; None if the value is not one."""
     found = computation.get(_source(name, computation))
     if found is None or found.opcode != "constant":
         return None
@@ -189,7 +189,7 @@ def _value(name: str, computation: Computation) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What a round adds to a counter."""
+    """The constant that a round adds to a counter; None if there is none."""
     root = root_of(body)
     if root is None or root.opcode != "tuple":
         return None

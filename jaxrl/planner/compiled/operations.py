@@ -1,8 +1,8 @@
 """Operations of a compiled program, by kind: how many floating-point operations and bytes each takes.
 
-Read from the program's text (HLO). Operations are those of products; bytes are what an operation reads and
-writes at least, slices as large as they are. Not covered: element-wise arithmetic, products inside
-kernels of their own (custom calls) but for plain matrices.
+Read from the program's text (HLO). Floating-point operations are those of matmuls; bytes are a lower bound of
+the reads and writes, where a slice counts only its own size. Not covered: element-wise arithmetic, and
+matmuls inside custom calls except plain matrix multiplications (gemm).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
-# The scope around attention proper (`roles.packed_model`), as gradients name it too, and kernels of it.
+# The named scope of attention (`roles.packed_model`), which gradients keep, and names of attention kernels.
 _ATTENTION = re.compile(r"\battend\b|attention_kernel|flash|splash|paged_attention|fmha")
 _COLLECTIVE = re.compile(r"^(all-|reduce-scatter|collective-|ragged-all|send|recv)")
 _CONTROL = {"while", "call", "conditional", "tuple", "get-tuple-element", "parameter", "constant"}
@@ -35,8 +35,8 @@ class Operation:
 
     Attributes:
       kind: one of `KINDS`.
-      flops: of its products.
-      nbytes: read and written, at least.
+      flops: floating-point operations of its matmuls.
+      nbytes: lower bound of the bytes read and written.
     """
 
     kind: str
@@ -91,7 +91,7 @@ def _flops(instruction: Instruction, around: Computation) -> float:
         contracted = [shapes[0][int(axis)] for axis in match[1].split(",") if axis]
         return 2.0 * math.prod(_dims(instruction.type)) * math.prod(contracted)
     if "gemm" in instruction.rest and len(shapes) > 1 and len(shapes[0]) == len(shapes[1]) == 2:
-        # Of MK, KN and MN the root of the product is MNK.
+        # Sizes are M x K, K x N and M x N; the square root of their product is M x N x K.
         sizes = (*map(math.prod, shapes[:2]), math.prod(_dims(instruction.type)))
         return 2.0 * math.prod(sizes) ** 0.5
     return 0.0
@@ -114,7 +114,7 @@ def _nbytes(instruction: Instruction, around: Computation, inside: Computation) 
 
 
 def _written(fusion: Instruction, inside: Computation) -> float:
-    """Bytes of a fusion's result; where it updates a slice in place only that."""
+    """Bytes of a fusion's result; only the slice if it updates a slice in place."""
     root = root_of(inside)
     if root is not None and root.opcode == "dynamic-update-slice":
         return float(_size(inside[root.operands[1]].type)) if len(root.operands) > 1 else 0.0
@@ -122,7 +122,7 @@ def _written(fusion: Instruction, inside: Computation) -> float:
 
 
 def _read(inside: Computation, number: int) -> float:
-    """Bytes that a fused computation reads of one argument: of one that is only sliced, the slices."""
+    """Maximum bytes that a fusion reads of an argument: the slices if it is only sliced, else infinite."""
     name = next((i.name for i in inside.values() if i.parameter == number), None)
     users = [i for i in inside.values() if name in i.operands]
     if users and all(i.opcode == "dynamic-slice" for i in users):

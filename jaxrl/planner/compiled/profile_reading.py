@@ -1,8 +1,8 @@
-"""A trace of `jax.profiler`, read: what devices did in each phase, in seconds, operations and bytes.
+"""Reads a trace of `jax.profiler`: seconds, operations and bytes of the devices in each phase.
 
-Phases are annotations of the host, operations those of devices, on CPU those of its threads. What an
-operation takes comes from the programs that this process has compiled (`operations.py`). On devices that
-nobody has tried this with an operation may be named in another way, and is then of kind "other".
+Phases are annotations of the host. Operations are events of the devices, on CPU of its threads. Their FLOPs
+and bytes come from the programs that this process has compiled (`operations.py`). Untested kinds of device
+may name operations differently; these then count as "other".
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxrl.planner.compiled.operations import Operation, operations_of
 
 PHASE = "phase:"
 _UNKNOWN = Operation("other", 0.0, 0.0)
-# Lines of a TPU that tell of the same time once more.
+# Lines of a TPU trace that repeat the time of other lines.
 _SUMMARIES = ("XLA Modules", "Steps", "XLA TraceMe", "Framework Ops", "Framework Name Scope")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What some operations of all devices add up to: seconds, operations of products, bytes."""
+    """A sum over operations of all devices: seconds, FLOPs of matmuls, bytes."""
 
     seconds: float = 0.0
     flops: float = 0.0
@@ -40,27 +40,27 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What was done in a trace.
+    """The contents of a trace.
 
     Attributes:
-      seconds: of the host in each phase, in order of their first begin.
-      done: by (phase, kind of operation); the phase is "" between phases.
+      seconds: host seconds of each phase, in the order in which they first begin.
+      done: sums by (phase, kind of operation); the phase is "" between phases.
     """
 
     seconds: dict[str, float]
     done: dict[tuple[str, str], Sum]
 
     def phase(self, name: str) -> Sum:
-        """All of a phase."""
+        """The sum over a phase."""
         return sum((s for (phase, _), s in self.done.items() if phase == name), Sum())
 
     def kind(self, name: str) -> Sum:
-        """All of a kind."""
+        """The sum over a kind of operation."""
         return sum((s for (_, kind), s in self.done.items() if kind == name), Sum())
 
 
 def compiled_operations() -> dict[tuple[str, str], Operation]:
-    """Operations of every program that this process holds, by (program, operation)."""
+    """Operations of every compiled program of this process, by (program, operation)."""
     found = {}
     for executable in backend.get_backend().live_executables():
         for module in executable.hlo_modules():
@@ -70,10 +70,10 @@ def compiled_operations() -> dict[tuple[str, str], Operation]:
 
 
 def read_profile(folder: pathlib.Path, known: dict[tuple[str, str], Operation]) -> Profile:
-    """The newest trace in a folder.
+    """Reads the newest trace in a folder.
 
     Args:
-      folder: that `jax.profiler.trace` was given.
+      folder: folder that was given to `jax.profiler`.
       known: operations by (program, name).
     """
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
@@ -115,8 +115,8 @@ def _events(plane: str, line: Any) -> Iterator[tuple[float, float, str, str]]:
 def _own_times(
     events: Iterable[tuple[float, float, str, str]],
 ) -> Iterator[tuple[float, float, str, str]]:
-    """(start, own time, program, operation): without the operations inside, such as those of a loop."""
-    # Of each that is open: (end, start, program, operation), and the time of what is inside.
+    """(start, own time, program, operation); own time excludes nested operations, such as those of a loop."""
+    # Each open event: (end, start, program, operation), and the time of its nested events.
     open_: list[tuple[tuple[float, float, str, str], float]] = []
 
     def closed(until: float) -> Iterator[tuple[float, float, str, str]]:
@@ -134,6 +134,6 @@ def _own_times(
 
 
 def _phase_at(spans: list[tuple[float, float, str]], time: float) -> str:
-    """The innermost phase around a moment."""
+    """The innermost phase at a time; "" outside of phases."""
     begun = spans[: bisect.bisect_right(spans, time, key=lambda span: span[0])]
     return next((name for _, end, name in reversed(begun) if time < end), "")

@@ -1,11 +1,11 @@
-"""The programs of a run's roles as shapes: what to compile, how often a step runs it, what lies beside it.
+"""The programs of a run's roles, as functions and shapes, with the number of their calls in a step.
 
     Actor, Engine      to_generate, prefill, insert, generate, to_train    sampling
                        logprobs, update                                    learning
     Critic             values, update
     Reference, reward and cost models    logprobs, scores
 
-They are the roles' own compiled functions, given shapes with shardings in the place of arrays.
+These are the roles' own compiled functions; shapes with shardings take the place of arrays.
 
 U minibatches   M microbatches   R rows   T tokens of a row   G samples of a prompt   W tokens of a dispatch
 """
@@ -24,7 +24,7 @@ from jaxrl.checks import check_fields, positive
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import replicated
-from jaxrl.planner.compiled.trace import abstract_batch, sampler_shapes
+from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, sampler_shapes
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
@@ -35,10 +35,10 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
 
-# Share of a row's places that best-fit packing fills.
+# Share of the tokens of a row that best-fit packing fills.
 _FILLED = 0.97
 
-# Names of what lies in memory, as of `planner.memory`.
+# Names of buffers, as in `planner.memory`.
 WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
     "actor in training",
     "optimiser state",
@@ -49,14 +49,14 @@ WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
 
 @dataclasses.dataclass(frozen=True)
 class StepLoad:
-    """What a step is taken to have to do. Everything that follows from it is predicted.
+    """The assumed work of a step. All figures that depend on it are predictions.
 
     Attributes:
-      prompts: sampled from in a step.
-      samples: answers to each.
-      kept: sequences that are learned from.
-      prompt_tokens, response_tokens: of a sequence on average.
-      truncated: only the likelier tokens may be drawn.
+      prompts: number of sampled prompts.
+      samples: number of answers per prompt.
+      kept: number of sequences in the update.
+      prompt_tokens, response_tokens: mean numbers of tokens per sequence.
+      truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
     """
 
     prompts: int
@@ -70,7 +70,7 @@ class StepLoad:
         check_fields(self)
 
     def microbatches(self, shape: PackedShape) -> int:
-        """M in use of a minibatch of the kept sequences."""
+        """Number of microbatches that the kept sequences fill in a minibatch, at most M."""
         tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)
         return min(
             shape.microbatches, max(1, math.ceil(tokens / (shape.rows * shape.tokens * _FILLED)))
@@ -82,12 +82,12 @@ class Piece:
     """One compiled function.
 
     Attributes:
-      function: jitted.
+      function: jitted function.
       arguments, keywords: shapes with shardings; keywords are static.
-      calls: of it in a step.
-      open_loops: rounds of its outermost loop that ends when data says so.
-      used: share of the rounds of its other loops that do something.
-      longest_branch: choices take the branch with the most operations, not that with the fewest.
+      calls: number of calls in a step.
+      open_loops: rounds of its outermost loop whose end depends on data.
+      used: share of the rounds of its other loops that are not empty.
+      longest_branch: whether conditionals take the branch with the most instructions; else with the fewest.
     """
 
     function: Any
@@ -101,16 +101,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a role does at one point of a step.
+    """A program of a role, at one point of a step.
 
     Attributes:
-      role, name: of it.
+      role, name: role that runs it, and its name.
       phase: "sampling" or "learning".
-      pieces: compiled functions that it consists of; at least one.
-      holds: names of what lies in memory that its arguments are, or that it has freed.
-      reads: bytes of its memory that a device reads at least, in a step.
-      peak: bytes of a device at its worst moment, given the temporaries of every piece; None takes arguments
-        and temporaries of the only one.
+      pieces: its compiled functions; at least one.
+      holds: names of resident buffers that are its arguments, or that are released before it runs.
+      reads: lower bound of the bytes that a device reads from its memory in a step.
+      peak: function from the temporaries of all pieces to the peak bytes per device; None takes the largest
+        peak of the pieces.
     """
 
     role: str
@@ -123,12 +123,12 @@ class Program:
 
     @property
     def title(self) -> str:
-        """Role and name."""
+        """Role and name, for tables."""
         return f"{self.role} {self.name}"
 
 
 def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[Program]:
-    """The way to the generation layout and back, and the engine's programs at their largest."""
+    """The programs of resharding, and the engine's programs at their largest sizes."""
     role = "rollout"
     if isinstance(actor.resharding, Resharding):
         yield from _resharding(actor.resharding)
@@ -139,7 +139,7 @@ def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[
 def _resharding(resharding: Resharding) -> Iterator[Program]:
     if not resharding.buckets:
         return
-    # Of leaves of equal shape and layout there is one program.
+    # Leaves with equal shapes and layouts share one program.
     keys = [(b.weights, b.num_slices) for b in resharding.buckets]
     distinct = list(dict.fromkeys(keys))
     first = {key: resharding.buckets[keys.index(key)] for key in distinct}
@@ -169,10 +169,10 @@ def engine_programs(
     """Prefill, insert and generate.
 
     Args:
-      engine: whose programs.
-      load: of a step.
-      role: whose engine it is.
-      shapes, axes: of the weights.
+      engine: engine that has the programs.
+      load: work of a step.
+      role: role that samples with the engine.
+      shapes, axes: shapes and logical axes of the weights.
     """
     config, mesh = engine.config, engine.mesh
     shapes_of = sampler_shapes(engine, shapes, axes)
@@ -201,7 +201,7 @@ def engine_programs(
         (params, state, small()),
         calls=_dispatches(engine, load),
         open_loops=config.tokens_per_dispatch,
-        # Its choices are about truncated sampling, whose branch is the long one.
+        # Its conditionals are about truncated sampling, which is the long branch.
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
@@ -225,7 +225,7 @@ def engine_programs(
 
 
 def _dispatches(engine: Engine, load: StepLoad) -> float:
-    """Dispatches of a step if no slot were ever idle."""
+    """Number of dispatches in a step, if no slot were ever idle."""
     tokens = load.prompts * load.samples * load.response_tokens
     return max(1.0, tokens / (engine.config.slots * engine.config.tokens_per_dispatch))
 
@@ -244,14 +244,14 @@ def policy_programs(
     """The actor's old log-probabilities and its update.
 
     Args:
-      actor: built for a mesh of devices that need not be here.
-      objective: what it minimises.
-      shape: of its batches.
-      load: of a step.
-      reference: shapes of the weights that the objective compares with.
-      compared: name of their role.
-      first_minibatch: of the log-probabilities; those before are computed by the update.
-      epochs: how often it goes through the minibatches.
+      actor: actor on a mesh of devices that need not be present.
+      objective: objective of its update.
+      shape: shape of its batches.
+      load: work of a step.
+      reference: shapes of the weights that the objective compares with; None without them.
+      compared: name of the role with these weights.
+      first_minibatch: first minibatch of the log-probabilities; the update computes those of earlier ones.
+      epochs: number of passes over the minibatches.
     """
     state, batch = actor.abstract_state(), abstract_batch(actor, shape)
     micro = load.microbatches(shape)
@@ -288,7 +288,7 @@ def critic_programs(
     *,
     epochs: int = 1,
 ) -> Iterator[Program]:
-    """The values of a batch, and the update of a critic."""
+    """The programs of a critic: the values of a batch, and its update."""
     state = critic.abstract_state()
     micro = load.microbatches(shape)
     shown = name.replace("_", " ")
@@ -317,7 +317,7 @@ def critic_programs(
 def frozen_programs(
     name: str, role: Reference | RewardModel, shape: PackedShape, load: StepLoad
 ) -> Iterator[Program]:
-    """The one program of a model that does not learn."""
+    """The only program of a frozen model."""
     params = role.abstract_params()
     micro = load.microbatches(shape)
     is_policy = isinstance(role, Reference)
@@ -334,13 +334,5 @@ def frozen_programs(
 
 
 def _read_by_update(state: Any, minibatches: int, micro: int) -> float:
-    """Weights three times a microbatch, with rematerialisation; the state read and written an update."""
+    """Bytes read by an update: weights three times per microbatch (rematerialised), the state twice."""
     return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))
-
-
-def bytes_of(tree: Any) -> int:
-    """Bytes that a tree of shapes with shardings has on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )

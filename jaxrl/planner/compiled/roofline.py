@@ -1,8 +1,8 @@
-"""Seconds that programs would take at the vendors' rates, which nothing beats. All of it is predicted.
+"""The roofline of programs: predicted lower bounds of their seconds, at the vendors' rates.
 
-A program takes as long as the slowest of its products, its reads of memory, and its traffic between devices,
-as if these overlapped wholly. Real programs take longer: 1.5 to 3 times as long is usual. Not covered:
-element-wise work, activations read and written, the host, what waits for the longest sample.
+A program takes as long as the slowest of its matmuls, its memory reads, and its traffic between devices, as
+if these overlapped completely. Real programs usually take 1.5 to 3 times as long. Not covered: element-wise
+operations, reads and writes of activations, the host, waiting for the longest sample.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from jaxrl.planner.hardware.topologies import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of a program in a step, each as if it were alone.
+    """Predicted seconds of a program in a step, each part as if it ran alone.
 
     Attributes:
-      products: of matrices.
-      memory: reads.
-      traffic: between devices.
+      matmuls: seconds of matmuls.
+      memory: seconds of memory reads.
+      traffic: seconds of traffic between devices.
     """
 
-    products: float
+    matmuls: float
     memory: float
     traffic: float
 
     @property
     def total(self) -> float:
-        """Seconds at least."""
-        return max(self.products, self.memory, self.traffic)
+        """Lower bound of the seconds."""
+        return max(self.matmuls, self.memory, self.traffic)
 
     @property
     def bound(self) -> str:
-        """What takes them."""
-        each = {"products": self.products, "memory": self.memory, "traffic": self.traffic}
+        """Name of the slowest part."""
+        each = {"matmuls": self.matmuls, "memory": self.memory, "traffic": self.traffic}
         return max(each, key=lambda name: each[name])
 
 
@@ -44,20 +44,20 @@ def seconds_of(program: CompiledProgram, topology: Topology, dtype: str) -> Seco
     """The roofline of a program.
 
     Args:
-      program: compiled for the topology.
-      topology: whose rates count.
-      dtype: of the products, "float32" or "bfloat16".
+      program: program that was compiled for the topology.
+      topology: devices, whose rates are used.
+      dtype: data type of the matmuls, "float32" or "bfloat16".
     """
     kind = topology.accelerator
     near = sum(t.nbytes for t in program.traffic if not t.across_hosts)
     far = sum(t.nbytes for t in program.traffic if t.across_hosts)
     return Seconds(
-        products=program.flops / program.num_devices / (kind.roof.tflops(dtype) * 1e12),
+        matmuls=program.flops / program.num_devices / (kind.roof.tflops(dtype) * 1e12),
         memory=program.reads / (kind.memory_gbs * 1e9),
         traffic=near / (kind.links_gbs * 1e9) + far / (kind.network_gbs * 1e9),
     )
 
 
 def chip_hours(seconds: Iterable[float], num_devices: int, num_steps: int) -> float:
-    """Devices times hours of a run whose step takes the sum of `seconds`."""
+    """Number of devices times hours of a run whose steps each take the sum of `seconds`."""
     return sum(seconds) * num_steps * num_devices / 3600

@@ -1,9 +1,9 @@
-"""Every program of an actor, traced on a mesh without devices: what does not fit or divide is an error.
+"""Traces programs on a mesh without devices; a wrong shape or sharding is an error.
 
-    the real Actor and Engine --> shapes with shardings of what stays
-                              --> the update's layer scan: what the backward pass keeps of the layers
+    the real Actor and Engine --> shapes and shardings of their buffers
+                              --> the update's scan over layers: activations kept for the backward pass
 
-Each function here runs the real methods on shapes. What the compiled programs need besides is not covered.
+Each function runs the real methods on shapes. Other temporaries of compiled programs are not covered.
 
 R rows of a microbatch   T tokens of a row   L layers   S slots
 """
@@ -38,7 +38,7 @@ _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
 
 @dataclasses.dataclass(frozen=True)
 class SamplerShapes:
-    """Weights and slots in the generation layout, shapes and shardings only."""
+    """Shapes and shardings of weights and slots in the generation layout."""
 
     params: Params
     slots: DecodeState
@@ -47,7 +47,7 @@ class SamplerShapes:
 def abstract_batch(
     role: PackedModel, shape: PackedShape, kind: type[PackedBatch] = TrainBatch
 ) -> Any:
-    """Shapes and shardings of a batch of some kind on a role's mesh, by default what a policy learns from."""
+    """Shapes and shardings of a batch on a role's mesh; `kind` is its type, by default the policy's."""
 
     def field(name: str) -> jax.ShapeDtypeStruct:
         is_count = name == "num_micro_U"
@@ -63,7 +63,7 @@ def abstract_batch(
 
 
 def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
-    """What an engine samples with, from shapes and logical axes of the weights."""
+    """Shapes of an engine's weights and slots, from shapes and logical axes of the weights."""
     dtype = jnp.dtype(engine.config.dtype)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
@@ -74,15 +74,15 @@ def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:
-    """What the forward scan over layers hands to the backward one, and the largest value inside a layer.
+    """Activations that the forward pass keeps for the backward pass, and the largest value in a layer.
 
-    Both are shapes over the whole mesh; in a pipeline, whose ticks each scan the layers of a stage, over
-    the devices of one stage.
+    Both are shapes over the whole mesh. In a pipeline they are over the devices of one stage, because each
+    tick scans the layers of a stage.
 
     Args:
-      update: the traced program.
-      num_layers: of one stage.
-      num_ticks: of the pipeline, 0 where there is none.
+      update: traced update.
+      num_layers: number of layers of one stage.
+      num_ticks: number of ticks of the pipeline; 0 without a pipeline.
     """
     if not num_ticks:
         layers = _forward_scan(update, num_layers)
@@ -93,8 +93,8 @@ def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tup
 
 
 def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn:
-    # Other loops may have as many iterations by chance; none of them hands on nearly as much. The
-    # backward scan hands on the gradients of the weights, which are counted as such.
+    # Other loops may have the same length by chance, but none stacks nearly as many bytes. The backward
+    # scan stacks the gradients of the weights, which are counted elsewhere.
     return max(
         (
             eqn
@@ -113,14 +113,15 @@ def _largest_inside(scan: jax_core.JaxprEqn) -> Any:
 
 
 def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
-    # A carry has the shape it has inside the loop; since jax 0.11 a scan does not say how many it has.
+    # Stacked outputs have one more dimension than inside the loop, carries do not. The number of carries is
+    # not among the parameters of a scan since jax 0.11.
     inside: list[Any] = [v.aval for v in scan.params["jaxpr"].jaxpr.outvars]
     outside: list[Any] = [v.aval for v in scan.outvars]
     return [outer for outer, inner in zip(outside, inside, strict=True) if outer.ndim > inner.ndim]
 
 
 def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
-    """Every equation, those of inner programs too."""
+    """Every equation, including those of inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for program in _inside(eqn):
@@ -128,7 +129,7 @@ def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
 
 
 def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
-    """Programs that an equation runs, such as the body of a loop."""
+    """The inner programs of an equation, such as the body of a loop."""
     for value in jax.tree.leaves(
         tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
     ):
@@ -138,39 +139,37 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def product_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
-    """Operations of all products of a traced program over the whole mesh, those it computes again included.
+def matmul_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
+    """Floating-point operations of all matmuls of a traced program over the whole mesh, with recomputation.
 
-    A scan counts as often as it runs, the part of a device as often as there are devices, a kernel as often
-    as its grid has places; causal attention counts half. All branches of a choice count. Of the tokens that
-    a group of experts' owners gathers, each owner computes its share, as if all experts were chosen alike.
+    The body of a scan counts once per iteration, a `shard_map` once per device, a kernel once per position of
+    its grid. Causal attention counts half. All branches of a conditional count. Each device of an expert
+    group computes an equal share of the group's tokens, as if all experts were chosen equally often.
 
     Args:
-      program: the traced program.
-      open_loops: rounds of an outermost loop whose end is known at run time; one inside it counts once.
-      expert_shards: devices that share the experts, inside the part of one of them.
+      program: traced program.
+      open_loops: rounds of an outermost loop whose end depends on data; such a loop inside it counts once.
+      expert_shards: number of devices that share the experts, inside the `shard_map` over them.
     """
     total = 0
     for eqn in program.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if name in _PRODUCTS:
-            total += _PRODUCTS[name](eqn)
+        if name in _MATMULS:
+            total += _MATMULS[name](eqn)
         elif name == "ragged_dot_general":
-            total += _grouped_product(eqn) // expert_shards
+            total += _grouped_matmul(eqn) // expert_shards
         of_experts = params.get("name") == EXPERT_TILES
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
         if name == "shard_map" and "expert" in params["newly_manual_axes"]:
             shards = params["mesh"].shape["expert"]
-        inside = sum(
-            product_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)
-        )
+        inside = sum(matmul_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn))
         total += times * inside // (expert_shards if of_experts else 1)
     return total
 
 
 def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
-    """How often what is inside an equation runs."""
+    """The number of runs of an equation's inner programs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return params["length"]
@@ -180,20 +179,20 @@ def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
         return math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"])
     if name == "pallas_call":
         places = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-        # It skips what lies above the diagonal, which is half of it.
+        # The kernel skips positions above the diagonal, half of all.
         return places // 2 if "splash" in str(params.get("name")) else places
     return 1
 
 
-def _product(eqn: jax_core.JaxprEqn) -> int:
+def _matmul(eqn: jax_core.JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
 
 
-def _grouped_product(eqn: jax_core.JaxprEqn) -> int:
-    """Of `ragged_dot`: each row with one group; or, the gradient of the groups, each in one group's sum."""
+def _grouped_matmul(eqn: jax_core.JaxprEqn) -> int:
+    """Of `ragged_dot`: each row is multiplied with one group; in its gradient each row adds to one group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     left: Any = eqn.invars[0].aval
@@ -204,21 +203,29 @@ def _grouped_product(eqn: jax_core.JaxprEqn) -> int:
     return one // groups.size if summed else one
 
 
-def _fused_attention(eqn: jax_core.JaxprEqn, products: int) -> int:
-    """A cuDNN kernel's `products` of queries [B, T, Q, H] and keys [B, S, K, H], half of them causal."""
+def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
+    """A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H]."""
     query: Any = eqn.invars[0].aval
     key: Any = eqn.invars[1].aval
-    return products * query.size * key.shape[1]
+    return matmuls * query.size * key.shape[1]
 
 
-_PRODUCTS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
-    "dot_general": _product,
-    # Scores and mixed values; their gradients, with the scores once more.
-    "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, products=2),
-    "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, products=5),
+_MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
+    "dot_general": _matmul,
+    # Forward: scores, weighted values. Backward: four gradients, and the scores again.
+    "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, matmuls=2),
+    "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, matmuls=5),
 }
 
 
 def nbytes_of(aval: Any) -> int:
     """Bytes of a shape, over the whole mesh."""
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes per device of a tree of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,6 +1,6 @@
-"""What a compiled program moves between devices, by the axes of their mesh.
+"""Sums the traffic between devices of a compiled program, by mesh axes.
 
-Bytes are those that a device receives at least, by the best algorithm, loops multiplied out.
+Bytes are a lower bound of what a device receives, with the best algorithm, times the rounds of loops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl.planner.compiled.hlo import Collective
 
-# Kind, axes, across hosts.
+# (kind, axes, across hosts).
 _Key: TypeAlias = tuple[str, tuple[str, ...], bool]
 
 
@@ -24,11 +24,11 @@ class Traffic:
     """Collectives of one kind along the same axes.
 
     Attributes:
-      kind: as XLA calls it, "all-gather" and so on.
-      axes: of the mesh, along which devices exchange.
-      across_hosts: some of them are in different hosts.
-      calls: how often a device takes part.
-      nbytes: that the device receives which receives most.
+      kind: XLA's name, such as "all-gather".
+      axes: mesh axes along which devices exchange data.
+      across_hosts: whether some groups span several hosts.
+      calls: number of collectives.
+      nbytes: bytes received by the device that receives most.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Traffic:
     nbytes: float
 
     def times(self, factor: float) -> Traffic:
-        """So many times of it."""
+        """The traffic of `factor` repetitions."""
         return dataclasses.replace(self, calls=self.calls * factor, nbytes=self.nbytes * factor)
 
 
@@ -48,9 +48,9 @@ def traffic_of(
     """Sums collectives by kind and axes, those with the most bytes first.
 
     Args:
-      found: (how often, what), devices numbered as in the mesh, flattened.
-      mesh: they run on.
-      devices_per_host: whose devices have consecutive ids.
+      found: (number of runs, collective); devices are numbered in the order of the flattened mesh.
+      mesh: mesh of the program.
+      devices_per_host: number of devices of a host; they have consecutive ids.
     """
     hosts = np.array([d.id // devices_per_host for d in mesh.devices.flat])
     calls: dict[_Key, float] = collections.defaultdict(float)
@@ -68,7 +68,7 @@ def traffic_of(
 
 
 def merged(parts: Iterable[Traffic]) -> list[Traffic]:
-    """The same kinds and axes of several programs, added."""
+    """Adds up the traffic of several functions by kind and axes, most bytes first."""
     sums: dict[tuple, Traffic] = {}
     for part in parts:
         key = part.kind, part.axes, part.across_hosts
@@ -80,7 +80,7 @@ def merged(parts: Iterable[Traffic]) -> list[Traffic]:
 
 
 def axes_of(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
-    """Axes along which the devices of a collective's groups differ."""
+    """Mesh axes along which the devices of a collective's groups differ."""
     sizes = tuple(mesh.shape.values())
     places = np.stack(np.unravel_index(np.arange(mesh.size), sizes), axis=-1)
     differ = np.zeros(len(sizes), bool)

@@ -27,12 +27,16 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
-    parser.add_argument("--name", default="here", help="of the kind (default: %(default)s)")
+    parser.add_argument("--name", default="here", help="name of the kind (default: %(default)s)")
     parser.add_argument(
-        "--side", type=int, default=1024, help="of the matrices; 8192 keeps a GPU busy"
+        "--side", type=int, default=1024, help="side of the square matrices; 8192 keeps a GPU busy"
     )
-    parser.add_argument("--megabytes", type=int, default=64, help="of the sweep; beyond the caches")
-    parser.add_argument("--simulated-devices", type=int, default=0, help="that share this CPU")
+    parser.add_argument(
+        "--megabytes", type=int, default=64, help="size of the sweep; must exceed the caches"
+    )
+    parser.add_argument(
+        "--simulated-devices", type=int, default=0, help="number of simulated devices on this CPU"
+    )
     args = parser.parse_args(arguments)
     try:
         check_path("--out", args.out)

@@ -11,7 +11,6 @@ are not measured; they get the vendor's rate or the caller's.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.devices import host_memory_bytes
 from jaxrl.mesh.hardware import Accelerator, Roof, accelerator_of
 
 _REPEATS = 10
@@ -47,7 +47,7 @@ def calibrate(
     """
     devices = jax.local_devices()
     device, sharing = devices[0], _num_sharing(devices)
-    products = {dtype: _tera_operations(dtype, side) / sharing for dtype in _PRODUCTS}
+    matmuls = {dtype: _tera_operations(dtype, side) / sharing for dtype in _MATMULS}
     sweep = _memory_gbs(megabytes) / sharing
     link = _link_gbs(devices, megabytes) if len(devices) > 1 else sweep
     known = accelerator_of(device.device_kind)
@@ -56,9 +56,9 @@ def calibrate(
         device_kinds=(device.device_kind,),
         arrangement="hosts",
         memory_gb=_memory_gb(device, sharing),
-        bfloat16_tflops=products["bfloat16"],
-        float32_tflops=products["float32"],
-        int8_tops=products["int8"],
+        bfloat16_tflops=matmuls["bfloat16"],
+        float32_tflops=matmuls["float32"],
+        int8_tops=matmuls["int8"],
         memory_gbs=sweep,
         link_gbs=link,
         host_gbs=host_gbs or (known.host_gbs if known else link),
@@ -79,7 +79,7 @@ def measured_roof(dtype: str) -> Roof:
     return Roof(tflops, tflops, _memory_gbs(67))
 
 
-_PRODUCTS = ("bfloat16", "float32", "int8")
+_MATMULS = ("bfloat16", "float32", "int8")
 
 
 def _num_sharing(devices: list[Any]) -> int:
@@ -92,11 +92,11 @@ def _tera_operations(dtype: str, side: int) -> float:
     accumulate = jnp.int32 if dtype == "int8" else jnp.float32
 
     @jax.jit
-    def product(x):
+    def matmul(x):
         return jax.lax.dot(x, x, preferred_element_type=accumulate)
 
     x = jnp.ones((side, side), dtype)
-    return 2 * side**3 / _fastest_s(lambda: product(x)) / 1e12
+    return 2 * side**3 / _fastest_s(lambda: matmul(x)) / 1e12
 
 
 def _memory_gbs(megabytes: int) -> float:
@@ -125,7 +125,7 @@ def _memory_gb(device: Any, sharing: int) -> float:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = host_memory_bytes()
     return limit / sharing / 1e9
 
 

@@ -1,15 +1,15 @@
-"""What XLA has to know of a GPU to compile for it without one: its GpuTargetConfig, from public sources.
+"""XLA's GpuTargetConfig of GPUs, from public sources: enough to compile for a GPU that is not present.
 
 Sources: NVIDIA's data sheets and white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches,
 bandwidth), and the table of features by compute capability in the CUDA programming guide (shared memory,
-registers, threads). Not covered: what XLA would tune by trying on a device; it takes its defaults.
+registers, threads). Not covered: autotuning, which needs a device; XLA uses its defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-# The oldest cuDNN that JAX's plugins of today ask for.
+# The oldest cuDNN version that current JAX plugins accept.
 _CUDNN = (9, 12)
 
 
@@ -18,15 +18,15 @@ class GpuTarget:
     """One kind of GPU.
 
     Attributes:
-      description: as its driver names it.
+      description: the driver's name of it.
       capability: CUDA compute capability, major and minor.
-      cores: streaming multiprocessors.
-      fpus_per_core: float32 units of one.
-      clock_ghz: at most.
-      memory_bytes: as its driver reports them.
-      bandwidth: of the memory, bytes/s.
-      l2_bytes: of the second-level cache.
-      shared_bytes: shared memory of a multiprocessor; a block may have 1 KiB less.
+      cores: number of streaming multiprocessors.
+      fpus_per_core: number of float32 units of a multiprocessor.
+      clock_ghz: maximum clock rate.
+      memory_bytes: bytes of memory that the driver reports.
+      bandwidth: memory bandwidth in bytes/s.
+      l2_bytes: bytes of the L2 cache.
+      shared_bytes: bytes of shared memory of a multiprocessor; a block may use 1 KiB less.
     """
 
     description: str
@@ -40,7 +40,7 @@ class GpuTarget:
     shared_bytes: int
 
     def text(self) -> str:
-        """The GpuTargetConfig, as text."""
+        """The GpuTargetConfig in protobuf text format."""
         major, minor = self.capability
         return f"""gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048

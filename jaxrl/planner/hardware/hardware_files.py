@@ -1,10 +1,10 @@
-"""Entries of the hardware table in JSON files: one that a user writes, or that a calibration has written.
+"""Reads and writes entries of the hardware table as JSON files, written by a user or by `jaxrl calibrate`.
 
     {"name": "mine", "device_kinds": ["NVIDIA L40S"], "arrangement": "hosts", "memory_gb": 48,
      "bfloat16_tflops": 362, "float32_tflops": 183, "memory_gbs": 864, "link_gbs": 32, "host_gbs": 50,
      "devices_per_host": 8}
 
-The fields are those of `hardware.Accelerator`; what has a default there may be left out.
+The fields are those of `hardware.Accelerator`; fields with defaults may be omitted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FIELDS = {f.name: f for f in dataclasses.fields(Accelerator)}
 
 
 def find_accelerator(name_or_path: str) -> Accelerator:
-    """The entry of a name of the table, or of a JSON file.
+    """Finds an entry by its name in the table, or reads it from a JSON file.
 
     Args:
-      name_or_path: a name, or a path, which ends in .json.
+      name_or_path: name of an entry, or path that ends in .json.
 
     Raises:
       UserError: the name is unknown, or the file is not an entry.
@@ -37,10 +37,10 @@ def find_accelerator(name_or_path: str) -> Accelerator:
 
 
 def read_accelerator(path: str | pathlib.Path) -> Accelerator:
-    """The entry in a file.
+    """Reads an entry from a file.
 
     Raises:
-      UserError: there is no such file, a field is missing, unknown or out of its range.
+      UserError: the file does not exist, or a field is missing, unknown or out of range.
     """
     values = read_json_object(path, absent="write one, or calibrate the machine (docs/planner.md)")
     _check_names(path, values)
@@ -51,7 +51,7 @@ def read_accelerator(path: str | pathlib.Path) -> Accelerator:
 
 
 def write_accelerator(entry: Accelerator, path: str | pathlib.Path) -> None:
-    """Writes an entry so that `read_accelerator` gives it back."""
+    """Writes an entry for `read_accelerator`; raises UserError if the file cannot be written."""
     text = json.dumps(dataclasses.asdict(entry), indent=2) + "\n"
     try:
         pathlib.Path(path).write_text(text, encoding="utf-8")

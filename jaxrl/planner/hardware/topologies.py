@@ -1,10 +1,10 @@
-"""Accelerators that are not here, by name: what to compile for, and what one of them has.
+"""Topologies by name: accelerators to compile for, which need not be present.
 
-    v5p:4x4x8     a TPU slice, by generation and shape; compiled for by the package libtpu
-    h100:16x8     16 hosts of 8 GPUs; compiled for by jax's CUDA plugin, without a GPU or a driver
+    v5p:4x4x8     a TPU slice, by generation and shape; the package libtpu compiles for it
+    h100:16x8     16 hosts of 8 GPUs; JAX's CUDA plugin compiles for it, without a GPU or a driver
 
-Neither opens a device. What a kind of device has is in `hardware.py`, or in a file of the user's in the place
-of its name (`hardware_files.py`), which can be planned for and not compiled for.
+Neither opens a device. Figures of a kind of device come from `mesh.hardware`, or from a JSON file whose path
+takes the place of the kind (`hardware_files.py`). One cannot compile for a kind from a file.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from jaxrl.mesh.hardware import Accelerator
 from jaxrl.planner.hardware.gpu_targets import GPU_TARGETS
 from jaxrl.planner.hardware.hardware_files import find_accelerator
 
-# libtpu calls some generations otherwise.
+# Names of generations that differ in libtpu.
 _LIBTPU_NAMES = {"7x": "tpu7x"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices to compile for, none of which is here.
+    """Devices to compile for.
 
     Attributes:
-      name: as it was given.
-      accelerator: what each of them is.
-      devices: of all hosts.
-      devices_per_host: whose links are the fast ones; all of a TPU slice.
+      name: name that the user gave.
+      accelerator: kind of the devices.
+      devices: devices of all hosts.
+      devices_per_host: number of devices joined by fast links; all devices of a TPU slice.
     """
 
     name: str
@@ -46,23 +46,23 @@ class Topology:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device; of a GPU as its driver reports it, which is what the compiler goes by."""
+        """Bytes of memory of a device; for a GPU the driver's figure, which the compiler also uses."""
         target = GPU_TARGETS.get(self.accelerator.name)
         return target.memory_bytes if target else int(self.accelerator.memory_gb * 1e9)
 
     @property
     def kind(self) -> str:
-        """As JAX names a device."""
+        """JAX's name of the kind of device."""
         return self.devices[0].device_kind
 
     @property
     def platform(self) -> str:
-        """As of `jax.Device.platform`."""
+        """Platform of the devices, as `jax.Device.platform`."""
         return self.devices[0].platform
 
 
 def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
-    """Kind and shape of a topology's name, "KIND:AxBxC"; nothing is loaded.
+    """Parses and checks the name of a topology, "KIND:AxBxC", into kind and shape. Loads no compiler.
 
     Raises:
       UserError: the text, the kind or the shape is wrong.
@@ -80,7 +80,7 @@ def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
 
 
 def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
-    """Raises UserError, which says what there is, where devices of a kind do not come in a shape."""
+    """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
     if not kind.exists(shape):
         raise UserError(
             f"{kind.name}:{shape_text(shape)} is no topology that exists; {_existing(kind, shape)}"
@@ -88,7 +88,7 @@ def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
 
 
 def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
-    """The smallest topologies that exist of so many devices or more, for the end of "use ..."."""
+    """The two smallest topologies with at least `devices` devices, to complete the message "use ..."."""
     enough = [s for s in kind.growing_shapes() if kind.num_devices(s) >= devices]
     if not enough:
         return f"a kind with more memory ({kind.name} comes with at most {kind.largest:,} devices)"
@@ -97,7 +97,7 @@ def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """As in a topology's name."""
+    """The shape in the format of a topology's name, such as "4x4x8"."""
     return "x".join(map(str, shape))
 
 
@@ -115,10 +115,10 @@ def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
 
 
 def read_topology(name: str) -> Topology:
-    """The devices of a name such as "v5p:4x4x8" or "h100:16x8", to compile for.
+    """The topology of a name such as "v5p:4x4x8" or "h100:16x8".
 
     Raises:
-      UserError: it is none, or the package that compiles for it is not installed.
+      UserError: there is no such topology, or the package that compiles for it is not installed.
     """
     kind, shape = check_topology(name)
     if kind.arrangement == "torus":
@@ -128,22 +128,17 @@ def read_topology(name: str) -> Topology:
     return Topology(name, kind, tuple(_gpu_devices(kind.name, shape)), shape[1])
 
 
-def topology_devices(name: str) -> Sequence[Any]:
-    """The devices of `read_topology`."""
-    return read_topology(name).devices
-
-
 def _tpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {name} needs the package libtpu, which is not installed; run "
             "pip install -e '.[aot]' in jaxrl's folder"
         )
-    # Without these libtpu looks for the metadata of a real TPU host, and complains that there is none.
+    # Without these variables libtpu queries the metadata of a real TPU host, and logs errors.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
-    # No TPU is opened, so a lock on it, or one that a killed process left behind, is no hindrance.
+    # Compiling opens no TPU, so it can ignore the lock of another process.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices

@@ -1,13 +1,13 @@
-"""What a move between two layouts costs a device: bytes received, peak, redundant.
+"""Costs of resharding between two layouts on a device: received, peak and redundant bytes.
 
-Three sources, for any two spec tables:
+Three sources, for any two sets of sharding rules:
 
     table_2         the paper's closed forms, for weights that split evenly
-    from_shardings  exact: which part of every array each device has before and needs after
-    of_resharding,  the compiled programs: collectives of their text, memory of their analysis
+    from_shardings  exact: the part of every array that each device has before and needs after
+    of_resharding,  compiled programs: collectives from their text, memory from their analysis
     of_gather_and_keep
 
-Received bytes are those of the device that receives most; so are the others. M is the whole model.
+All figures are maxima over the devices. M is the size of the whole model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jaxrl.planner.compiled.hlo import Collective, collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class CostBreakdown:
-    """Bytes on one device.
+class ReshardingCosts:
+    """Maximum bytes on one device.
 
     Attributes:
-      received: from other devices.
-      peak: of weights, at the worst moment.
-      redundant: of training weights kept beside the generation copy.
+      received: bytes received from other devices.
+      peak: peak bytes of weights.
+      redundant: bytes of training weights kept in addition to the generation copy.
     """
 
     received: Fraction | int
@@ -47,49 +47,49 @@ class CostBreakdown:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Costs read from compiled programs, and their collectives: (how often it runs, what)."""
+    """Costs read from compiled programs, and their collectives as (number of runs, collective)."""
 
-    costs: CostBreakdown
+    costs: ReshardingCosts
     collectives: tuple[tuple[int, Collective], ...]
 
 
-def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, CostBreakdown]:
-    """HybridFlow Table 2 by name of grouping.
+def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCosts]:
+    """HybridFlow's Table 2, by name of the sharding strategy.
 
-    With ZeRO or FSDP on top (`layout.fsdp`) a device also receives what it does not hold of its own
-    training shard, which the paper does not count.
+    With ZeRO or FSDP (`layout.fsdp`) a device also receives the missing parts of its own training shard,
+    which the paper does not count.
     """
     M, one = Fraction(model_bytes), Fraction(1)
     devices, tp, generate = layout.num_devices, layout.t * layout.p, layout.t_g * layout.p_g
     return {
-        "gather_all": CostBreakdown((one - one / devices) * M, M, M / devices),
-        "vanilla": CostBreakdown((one - one / tp) * M, M, M / tp),
-        "hybrid": CostBreakdown(Fraction(tp - generate, generate * tp) * M, M / generate, 0),
+        "gather_all": ReshardingCosts((one - one / devices) * M, M, M / devices),
+        "vanilla": ReshardingCosts((one - one / tp) * M, M, M / tp),
+        "hybrid": ReshardingCosts(Fraction(tp - generate, generate * tp) * M, M / generate, 0),
     }
 
 
-def from_shardings(weights: list[Weight]) -> CostBreakdown:
-    """The least that any procedure costs, from shapes and shardings alone.
+def from_shardings(weights: list[Weight]) -> ReshardingCosts:
+    """Lower bound of the costs of any procedure, from shapes and shardings alone.
 
-    A device receives what it needs and does not hold, keeps what generation does not use, and has both
-    copies at the peak, their common part once. Parts of leaves are compared, not of their bytes, so the
-    type of generation counts everywhere.
+    A device receives the parts that it needs and does not hold, keeps the parts that generation does not use,
+    and holds both copies at the peak, with their common part once. All bytes are in the data type of
+    generation.
     """
     received, peak, redundant = (0 for _ in range(3))
     for weight in weights:
         before, after = (boxes(s, weight.shape) for s in (weight.train, weight.generate))
-        common = _volume(_intersection(before, after))
+        common = _volume(intersection(before, after))
         size = weight.generate_dtype.itemsize
         received = received + (_volume(after) - common) * size
         redundant = redundant + (_volume(before) - common) * size
         peak = peak + (_volume(before) + _volume(after) - common) * size
-    return CostBreakdown(*(int(np.max(x)) for x in (received, peak, redundant)))
+    return ReshardingCosts(*(int(np.max(x)) for x in (received, peak, redundant)))
 
 
 def boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Which part of an array every device holds: [device, dimension, (first, last + 1)].
+    """The part of an array that every device holds: [device, dimension, (first, last + 1)].
 
-    Devices are numbered as in the mesh, flattened.
+    Devices are numbered in the order of the flattened mesh.
     """
     sizes = dict(sharding.mesh.shape)
     place = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
@@ -105,7 +105,8 @@ def boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     return result
 
 
-def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The common parts of two results of `boxes`."""
     return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
 
 
@@ -114,12 +115,12 @@ def _volume(box: np.ndarray) -> np.ndarray:
 
 
 def of_resharding(resharding: Resharding) -> Measured:
-    """Compiles a resharding's way to generation and reads its costs from the programs.
+    """Compiles the programs of a resharding to generation, and reads their costs.
 
-    The peak is that of `Resharding.peak_bytes`, with the temporaries that the compiler reports.
+    The peak is `Resharding.peak_bytes` with the compiler's figures for temporaries.
     """
     weights = resharding.weights
-    programs: dict[Any, Any] = {}  # of leaves of equal shape and layout there is one
+    programs: dict[Any, Any] = {}  # leaves with equal shapes and layouts share one
     found: list[tuple[int, Collective]] = []
     own_bytes = []
     for bucket in resharding.buckets:
@@ -129,15 +130,15 @@ def of_resharding(resharding: Resharding) -> Measured:
         found += [(bucket.num_slices, c) for c in _collectives(programs[key], weights)]
         own_bytes.append(programs[key].memory_analysis().temp_size_in_bytes)
     kept = 0 if resharding.donate else sum(w.train_bytes for w in weights if w.moves)
-    costs = CostBreakdown(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
+    costs = ReshardingCosts(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
     return Measured(costs, tuple(found))
 
 
 def of_gather_and_keep(weights: list[Weight]) -> Measured:
-    """Compiles the procedure that Table 2 counts for DeepSpeed-Chat and HybridFlow-V, and reads it.
+    """Compiles the procedure of DeepSpeed-Chat and HybridFlow-V in Table 2, and reads its costs.
 
-    Every device gathers the whole model, leaf by leaf, keeps what it generates with, and its training shard
-    beside that. The peak is of weights, as in the paper: the gathered model, no temporaries of programs.
+    Every device gathers the whole model leaf by leaf, and keeps its generation shard and its training shard.
+    As in the paper the peak is the gathered model, without temporaries of programs.
     """
     found: list[tuple[int, Collective]] = []
     gathered = kept = 0
@@ -150,19 +151,19 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
         memory: Any = gather.memory_analysis()
         gathered += count * memory.output_size_in_bytes
         kept += count * memory.argument_size_in_bytes
-    return Measured(CostBreakdown(_received(found, weights), gathered, kept), tuple(found))
+    return Measured(ReshardingCosts(_received(found, weights), gathered, kept), tuple(found))
 
 
 def gather_everything(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """A function that gathers an array of a sharding whole onto every device, axis by axis of the mesh."""
+    """A function that gathers a sharded array onto every device, one mesh axis at a time."""
 
     def gather(shard: jax.Array) -> jax.Array:
         for dim, axes in enumerate(sharding.spec):
-            # One axis at a time: a gather over a whole slice XLA's TPU backend makes an all-reduce of
-            # shards padded with zeros, which moves twice the bytes.
+            # One axis at a time: XLA's TPU backend turns a gather over a whole slice into an all-reduce of
+            # zero-padded shards, which moves twice the bytes.
             for axis in reversed((axes,) if isinstance(axes, str) else axes or ()):
                 shard = jax.lax.all_gather(shard, axis, axis=dim, tiled=True)
-        # An array that is whole already would be handed through and missing from the memory analysis.
+        # Without the copy, an array that is already whole would be missing from the memory analysis.
         return jnp.copy(shard)
 
     return jax.shard_map(
@@ -186,7 +187,7 @@ def _num_devices(weights: list[Weight]) -> int:
 
 
 def state_bytes(shapes: Any, shardings: Any, bytes_per_value: int) -> int:
-    """Bytes on a device of one part of a training state: weights, gradients or moments."""
+    """Bytes per device of one part of a training state: weights, gradients or moments."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     values = sum(int(np.prod(s.shard_shape(leaf.shape), dtype=np.int64)) for leaf, s in pairs)
     return values * bytes_per_value

@@ -1,4 +1,4 @@
-"""Device groups of a layout, as text and as a picture.
+"""Draws the device groups and shards of a layout, as text and as a picture.
 
 Devices are G1, G2, ... in the order of the mesh, as in the figures of the HybridFlow paper.
 """
@@ -21,12 +21,12 @@ from matplotlib.patches import Rectangle
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, ShardingStrategy
-from jaxrl.planner.layouts.accounting import boxes
+from jaxrl.planner.layouts.accounting import boxes, intersection
 
 _MAX_GROUPS, _MAX_IDS, _MAX_DEVICES = 8, 24, 16
 
 _TENSOR, _STAGE = ("tensor_gen", "tensor_micro"), ("stage_gen", "stage_micro")
-# What a grouping by tensor and stage calls its groups of devices, and the axes they differ along.
+# Names of the device groups of a tensor- and pipeline-parallel strategy, and the mesh axes inside a group.
 _TRAIN_GROUPS = {"tensor": _TENSOR, "pipeline": _STAGE}
 _GENERATE_GROUPS = {
     "tensor": ("tensor_gen",),
@@ -39,7 +39,7 @@ _TRAIN_COLOR, _GENERATE_COLOR, _REDUNDANT_COLOR = "#2b5f8a", "#bcd7ee", "#c8553d
 
 
 def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...]]:
-    """Groups of devices that differ only along `axes`, numbered from 0 in the order of the mesh."""
+    """Groups of devices that differ only along `axes`; devices are numbered in the order of the mesh."""
     axes = set(axes)
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     names = list(sizes)
@@ -49,10 +49,10 @@ def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...
     return sorted(map(tuple, ids.transpose(*kept, *moved).reshape(-1, size).tolist()))
 
 
-def phase_groups(grouping: ShardingStrategy, mesh: Mesh) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """(phase and kind, groups) of both phases, groups of one device left out."""
+def phase_groups(strategy: ShardingStrategy, mesh: Mesh) -> list[tuple[str, list[tuple[int, ...]]]]:
+    """(phase and kind, groups) of both phases, without groups of one device."""
     sizes = dict(mesh.shape)
-    split_by_model = grouping is not GATHER_ALL
+    split_by_model = strategy is not GATHER_ALL
     train = _TRAIN_GROUPS | _SHARES if split_by_model else {"ZeRO-3": tuple(sizes)}
     named = [(f"training {kind}", groups(sizes, axes)) for kind, axes in train.items()]
     named += [
@@ -62,7 +62,7 @@ def phase_groups(grouping: ShardingStrategy, mesh: Mesh) -> list[tuple[str, list
 
 
 def in_words(found: Sequence[tuple[int, ...]]) -> str:
-    """Groups as the paper writes them, as many as fit in a line: [G1,G3] [G2,G4]."""
+    """Groups in the notation of the paper, as many as fit in a line: [G1,G3] [G2,G4]."""
     limit = max(2, min(_MAX_GROUPS, _MAX_IDS // len(found[0])))
     shown = [f"[{_ids(group)}]" for group in found[:limit]]
     rest = [f"... {len(found)} in all"] if len(found) > limit else []
@@ -71,7 +71,7 @@ def in_words(found: Sequence[tuple[int, ...]]) -> str:
 
 def _ids(group: tuple[int, ...]) -> str:
     steps = {b - a for a, b in itertools.pairwise(group)}
-    # Long groups at one interval, such as those of 128 devices, fit in a line.
+    # Long groups with a constant interval are abbreviated, to fit in a line.
     if len(group) > _MAX_GROUPS and len(steps) == 1:
         step = steps.pop()
         return f"G{group[0] + 1}..G{group[-1] + 1}" + (f" by {step}" if step > 1 else "")
@@ -79,30 +79,30 @@ def _ids(group: tuple[int, ...]) -> str:
 
 
 def holdings(
-    grouping: ShardingStrategy, layout: ParallelLayout, mesh: Mesh
+    strategy: ShardingStrategy, layout: ParallelLayout, mesh: Mesh
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which part of the model each device has in training and in generation.
+    """The part of the model that each device has in training and in generation.
 
-    The model stands for one weight of p layers, N = devices parts of its width, and t heads.
+    The model is drawn as one weight of p layers, width N (the number of devices), and t heads.
 
     Returns:
-      two arrays [N, 3, (first, last + 1)]: layers, width, heads.
+      Two arrays [N, 3, (first, last + 1)]: layers, width, heads.
     """
     shape = jax.ShapeDtypeStruct((layout.p, layout.num_devices, layout.t), np.float32)
     axes = ("layers", "embed", "mlp")
     train, generate = (
         boxes(shardings(axes, shape, rules, mesh), shape.shape)
-        for rules in (grouping.train, grouping.generate)
+        for rules in (strategy.train, strategy.generate)
     )
     return train, generate
 
 
-def strips(grouping: ShardingStrategy, layout: ParallelLayout, mesh: Mesh) -> list[str]:
-    """One line for each device of the first replica: what it holds of the model, before and after.
+def strips(strategy: ShardingStrategy, layout: ParallelLayout, mesh: Mesh) -> list[str]:
+    """Lines for the devices of the first replica: their shards in training and in generation.
 
-    A cell is one stage's share of one tensor part: # held, + held in part, . not held.
+    A cell is one tensor shard of one stage: "#" held, "+" held in part, "." not held.
     """
-    train, generate = holdings(grouping, layout, mesh)
+    train, generate = holdings(strategy, layout, mesh)
     count = min(layout.p * layout.t, _MAX_DEVICES)
     lines = []
     for device in range(count):
@@ -129,24 +129,24 @@ def draw(
     layout: ParallelLayout,
     paths: Sequence[pathlib.Path],
 ) -> None:
-    """Draws what every device of the first replica holds, a row for each grouping, to picture files.
+    """Draws the shards of the devices of the first replica, one row per strategy, to picture files.
 
-    A square is the model: heads from left to right, layers from top to bottom.
+    A square stands for the model: heads from left to right, layers from top to bottom.
 
     Args:
-      cases: groupings and their meshes.
-      layout: of all of them.
-      paths: where to; the ending says the format.
+      cases: strategies and their meshes.
+      layout: layout of all cases.
+      paths: picture files; the suffix selects the format.
     """
     count = min(layout.p * layout.t, _MAX_DEVICES)
     figure = Figure(figsize=(1.2 * count + 1.8, 1.75 * len(cases) + 1.2), layout="constrained")
     grid = figure.subplots(len(cases), count, squeeze=False)
-    for row, (grouping, mesh) in zip(grid, cases, strict=True):
-        train, generate = holdings(grouping, layout, mesh)
+    for row, (strategy, mesh) in zip(grid, cases, strict=True):
+        train, generate = holdings(strategy, layout, mesh)
         for device, axes in enumerate(row):
             _draw_device(axes, train[device], generate[device], layout)
             axes.set_title(f"G{device + 1}", fontsize=9)
-        row[0].set_ylabel(f"{grouping.name}\n({grouping.system})", fontsize=9)
+        row[0].set_ylabel(f"{strategy.name}\n({strategy.system})", fontsize=9)
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, label=label)
         for color, label in (
@@ -167,7 +167,7 @@ def draw(
     figure.suptitle(
         f"{layout.name}: {replicas}{shown}heads across, layers down", fontsize=10, ha="center"
     )
-    # Ids that do not change from run to run.
+    # A fixed salt keeps the ids in SVG files equal from run to run.
     with matplotlib.rc_context({"svg.hashsalt": "jaxrl", "svg.fonttype": "none"}):
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -178,9 +178,7 @@ def _draw_device(
     axes: Axes, train: np.ndarray, generate: np.ndarray, layout: ParallelLayout
 ) -> None:
     axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect="equal")
-    common = np.stack(
-        [np.maximum(train[:, 0], generate[:, 0]), np.minimum(train[:, 1], generate[:, 1])], axis=-1
-    )
+    common = intersection(train, generate)
     for box, color in (
         (generate, _GENERATE_COLOR),
         (train, _REDUNDANT_COLOR),
@@ -191,7 +189,7 @@ def _draw_device(
 
 
 def _place(box: np.ndarray, layout: ParallelLayout) -> tuple[tuple[float, float], float, float]:
-    """Corner, width and height of a box; the split of the width is drawn inside the layers."""
+    """Corner, width and height of a box. The FSDP split of the width is drawn inside the layers."""
     (layer, last_layer), (part, last_part), (head, last_head) = box.tolist()
     height = (last_layer - layer) / layout.p
     parts = layout.num_devices

@@ -33,7 +33,7 @@ from jaxrl.mesh.sharding_strategies import STRATEGIES
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
-from jaxrl.planner.hardware.topologies import topology_devices
+from jaxrl.planner.hardware.topologies import read_topology
 from jaxrl.planner.layouts.drawing import draw
 from jaxrl.planner.layouts.mesh_report import compare, show
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     show(cases, model, layout, console)
     if args.out:
         paths = [_folder(args.out) / f"mesh.{ending}" for ending in ("png", "svg")]
-        draw([(case.grouping, case.mesh) for case in cases], layout, paths)
+        draw([(case.strategy, case.mesh) for case in cases], layout, paths)
         console.print(f"drawn to {' and '.join(map(str, paths))}", markup=False)
 
 
@@ -114,7 +114,7 @@ def _devices(layout: ParallelLayout, train: str, topology: str) -> Sequence[Any]
     if not topology:
         simulate(layout.num_devices)
         return jax.devices()[: layout.num_devices]
-    devices = topology_devices(topology)
+    devices = read_topology(topology).devices
     if len(devices) != layout.num_devices:
         raise UserError(
             f"--train {train} has p*t*d = {layout.num_devices} devices, --topology {topology} has "

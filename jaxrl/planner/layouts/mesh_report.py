@@ -1,9 +1,9 @@
-"""What resharding between a training and a generation layout takes, in each grouping, as tables and lines.
+"""Reports the costs of resharding between two layouts, for several sharding strategies.
 
-    model, layout, grouping --> Resharding, compiled --> bytes, collectives --> tables
+    model, layout, strategy --> Resharding, compiled --> bytes, collectives --> tables
                             +-> Table 2 of the paper, sharding specs ---------------^
 
-Everything is compiled, nothing is allocated.
+Everything is compiled; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxrl.mesh.sharding_strategies import HYBRID, ZERO, ShardingStrategy
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.layouts.accounting import (
-    CostBreakdown,
     Measured,
+    ReshardingCosts,
     from_shardings,
     of_gather_and_keep,
     of_resharding,
@@ -43,53 +43,52 @@ _MAX_COLLECTIVES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One grouping of one layout, and what it costs.
+    """A sharding strategy and its costs.
 
     Attributes:
-      grouping, mesh: of what.
-      formula: Table 2 of the paper.
-      least: from the sharding specs.
-      procedure: the paper's procedure, compiled.
-      tables: what the compiler writes when it is given the two rule tables.
-
-    The last two are None where a program does not fit into the memory of a device.
+      strategy, mesh: the strategy, and the mesh in its order of devices.
+      formula: costs by Table 2 of the paper.
+      least: lower bound of the costs, from the shardings.
+      procedure: costs of the paper's procedure, compiled; None if a program does not fit into a device.
+      rules: costs of the programs that the compiler derives from the two sets of sharding rules; None if a
+        program does not fit into a device.
     """
 
-    grouping: ShardingStrategy
+    strategy: ShardingStrategy
     mesh: Mesh
-    formula: CostBreakdown
-    least: CostBreakdown
+    formula: ReshardingCosts
+    least: ReshardingCosts
     procedure: Measured | None
-    tables: Measured | None
+    rules: Measured | None
 
 
 def compare(
     model: ModelConfig,
     layout: ParallelLayout,
-    groupings: Sequence[ShardingStrategy],
+    strategies: Sequence[ShardingStrategy],
     devices: Sequence[Any],
 ) -> list[Case]:
-    """Compiles the resharding of a bfloat16 model in every grouping."""
+    """Compiles the resharding of a bfloat16 model in every strategy."""
     _, shapes, axes = decoder_graph(model)
-    # Collectives of XLA's CPU backend have no bfloat16 and would send float32.
+    # XLA's CPU backend has no bfloat16 collectives and would send float32.
     dtype = jnp.dtype(jnp.uint16 if devices[0].platform == "cpu" else jnp.bfloat16)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
     model_bytes = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
     formulas = table_2(layout, model_bytes)
     cases = []
-    for grouping in groupings:
-        mesh = build_mesh(layout, devices, grouping.axes)
+    for strategy in strategies:
+        mesh = build_mesh(layout, devices, strategy.axes)
         train, generate = (
-            shardings(axes, shapes, rules, mesh) for rules in (grouping.train, grouping.generate)
+            shardings(axes, shapes, rules, mesh) for rules in (strategy.train, strategy.generate)
         )
-        # Only HybridFlow's training shards lie inside the generation shards of their devices.
-        resharding = Resharding(shapes, train, generate, dtype, donate=grouping is HYBRID)
-        tables = _if_it_fits(of_resharding, resharding)
+        # Only with HybridFlow is the training shard of a device a part of its generation shard.
+        resharding = Resharding(shapes, train, generate, dtype, donate=strategy is HYBRID)
+        by_rules = _if_it_fits(of_resharding, resharding)
         procedure = (
-            tables if grouping is HYBRID else _if_it_fits(of_gather_and_keep, resharding.weights)
+            by_rules if strategy is HYBRID else _if_it_fits(of_gather_and_keep, resharding.weights)
         )
         least = from_shardings(resharding.weights)
-        cases.append(Case(grouping, mesh, formulas[grouping.name], least, procedure, tables))
+        cases.append(Case(strategy, mesh, formulas[strategy.name], least, procedure, by_rules))
     return cases
 
 
@@ -105,9 +104,9 @@ def _if_it_fits(measure: Callable[[Any], Measured], what: Any) -> Measured | Non
 def show(
     cases: Sequence[Case], model: ModelConfig, layout: ParallelLayout, console: Console
 ) -> None:
-    """Prints what `compare` found: groups and collectives of each case, then the tables."""
+    """Prints the result of `compare`: device groups and collectives of each case, then the tables."""
     for case in cases:
-        console.print(f"{case.grouping.name} ({case.grouping.system})", markup=False)
+        console.print(f"{case.strategy.name} ({case.strategy.system})", markup=False)
         for line in _layout_lines(case, layout):
             console.print(line, markup=False)
         for line in _compiled_lines(case):
@@ -118,17 +117,17 @@ def show(
 
 
 def _layout_lines(case: Case, layout: ParallelLayout) -> Iterator[str]:
-    """Device groups of both phases, and what each device holds."""
-    for name, found in phase_groups(case.grouping, case.mesh):
+    """Device groups of both phases, and the shards of each device."""
+    for name, found in phase_groups(case.strategy, case.mesh):
         yield f"  {name:22} {in_words(found)}"
-    for line in strips(case.grouping, layout, case.mesh):
+    for line in strips(case.strategy, layout, case.mesh):
         yield f"  {line}"
 
 
 def _compiled_lines(case: Case) -> Iterator[str]:
     """The first collectives of a case."""
     yield "  the compiler wrote"
-    lines = collective_lines(case.tables) if case.tables else ["    what does not fit"]
+    lines = collective_lines(case.rules) if case.rules else ["    what does not fit"]
     for line in lines[:_MAX_COLLECTIVES] or ["    nothing: no weight moves"]:
         yield f"  {line}"
     if len(lines) > _MAX_COLLECTIVES:
@@ -136,7 +135,7 @@ def _compiled_lines(case: Case) -> Iterator[str]:
 
 
 def costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
-    """Received, peak and redundant bytes of every case from all sources."""
+    """A table of received, peak and redundant bytes of every case, from all sources."""
     table = Table(
         title=f"Bytes of one device, of M = {_size(model_bytes)}",
         title_justify="left",
@@ -145,14 +144,14 @@ def costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
     table.add_column("")
     table.add_column("source")
     for case in cases:
-        table.add_column(case.grouping.system, justify="right", no_wrap=True)
+        table.add_column(case.strategy.system, justify="right", no_wrap=True)
     sources = {
         "Table 2": lambda case: case.formula,
         "specs, at least": lambda case: case.least,
         "compiled: as in the paper": lambda case: case.procedure and case.procedure.costs,
-        "compiled: from two tables": lambda case: case.tables and case.tables.costs,
+        "compiled: from two tables": lambda case: case.rules and case.rules.costs,
     }
-    for field in dataclasses.fields(CostBreakdown):
+    for field in dataclasses.fields(ReshardingCosts):
         for number, (source, costs_of) in enumerate(sources.items()):
             shown = []
             for case in cases:
@@ -166,7 +165,7 @@ def costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
 
 
 def state_table(model: ModelConfig, layout: ParallelLayout, mesh: Mesh) -> Table:
-    """What a device holds of the training state, by where weights, gradients and moments are shared."""
+    """A table of the training state's bytes per device, by sharding of weights, gradients and moments."""
     _, shapes, axes = decoder_graph(model)
     table = Table(
         title="Training state of a device, float32 with Adam", title_justify="left", box=box.ASCII2
@@ -185,7 +184,7 @@ def state_table(model: ModelConfig, layout: ParallelLayout, mesh: Mesh) -> Table
 
 
 def collective_lines(measured: Measured) -> list[str]:
-    """The collectives of a case, those of one kind between the same devices in one line."""
+    """Lines of text, one per kind of collective and device groups."""
     merged: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
     for count, collective in measured.collectives:
         entry = merged[collective.kind, collective.groups]
@@ -193,7 +192,7 @@ def collective_lines(measured: Measured) -> list[str]:
         entry[1] += count * collective.result_bytes
     lines = []
     for (kind, groups), (count, nbytes) in merged.items():
-        # A permute also lists the devices that keep what they have.
+        # A permute also lists devices that send to themselves.
         found = [group for group in groups if len(set(group)) > 1]
         where = "from, to" if kind == "collective-permute" else "in"
         lines.append(f"{count:5} x {kind}, {_size(nbytes)} a device, {where} {in_words(found)}")

@@ -1,6 +1,6 @@
-"""The best generation of an actor in the memory that its pool leaves: p_g, t_g and slots.
+"""Chooses p_g, t_g and slots of an actor's generation, in the memory that is free in its pool.
 
-free memory  --less the weights of generation-->  slots that fit  -->  seconds of the best number of them
+free memory  --minus the weights of generation-->  slots that fit  -->  seconds of the best number of them
                                                                         + resharding from training
 """
 
@@ -19,28 +19,28 @@ from jaxrl.planner.simulation.workload import GenerationStrategy
 
 @dataclasses.dataclass(frozen=True)
 class BestGeneration:
-    """The best generation of each training option beside each of J combinations of other roles.
+    """The best generation for K training options of the actor and J combinations of other roles.
 
     Attributes:
-      seconds: resharding included: float64 [K, J], infinite where not one slot fits.
-      chosen: p_g, t_g and slots: int64 [K, J, 3].
+      seconds: float64 [K, J], seconds with resharding; infinite if no slot fits.
+      chosen: int64 [K, J, 3], p_g, t_g and slots.
     """
 
     seconds: np.ndarray
     chosen: np.ndarray
 
     def strategy(self, option: int, others: int) -> GenerationStrategy:
-        """What was chosen for a training option beside a combination."""
+        """The choice for a training option and a combination of other roles."""
         return GenerationStrategy(*self.chosen[option, others].tolist())
 
 
 class GenerationChoice:
-    """Chooses generation for an actor; what a number of devices takes is simulated once."""
+    """Chooses generation for an actor; simulates each number of devices only once."""
 
     def __init__(
         self, simulator: GenerationSimulator, model: ModelConfig, *, budget: float, greedy: bool
     ):
-        """Args: the simulator, the actor's model, bytes of a device, and whether it answers greedily too."""
+        """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
         self._simulator = simulator
         self._model = model
         self._budget = budget
@@ -52,9 +52,9 @@ class GenerationChoice:
         """The fastest p_g, t_g and slots of each pair.
 
         Args:
-          options: K ways to split the actor for training on n devices.
-          devices: n.
-          free: bytes that the residents of a pool leave: float64 [K, J].
+          options: K training options of the actor on n devices.
+          devices: n, number of devices.
+          free: float64 [K, J], bytes per device besides resident buffers.
         """
         seconds = np.full(free.shape, np.inf)
         chosen = np.zeros((*free.shape, 3), np.int64)
@@ -69,7 +69,7 @@ class GenerationChoice:
     def _with_sizes(
         self, options: RoleOptions, devices: int, p_g: int, t_g: int, free: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [K, J], slots [K, J]) of one p_g and t_g; infinite where not one slot fits."""
+        """(seconds [K, J], slots [K, J]) of one p_g and t_g; infinite seconds if no slot fits."""
         simulator, model = self._simulator, self._model
         times = self._times_of(devices, p_g, t_g)
         if not len(times.room):
@@ -90,7 +90,7 @@ class GenerationChoice:
         return self._times[key]
 
     def _resharding_of(self, options: RoleOptions, devices: int, p_g: int, t_g: int) -> np.ndarray:
-        """Seconds of each option's resharding: float64 [K], infinite where p_g or t_g does not divide."""
+        """Seconds of each option's resharding: float64 [K], infinite if p_g or t_g does not divide p or t."""
         key = (devices, p_g, t_g)
         if key not in self._resharding:
             self._resharding[key] = np.array(

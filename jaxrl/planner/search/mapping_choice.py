@@ -30,9 +30,9 @@ from jaxrl.planner.simulation.step_tasks import TASKS
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 from jaxrl.planner.step_load import load_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.role_models import role_models
+from jaxrl.trainer.roles import check_role_batches
 
 # Two moments per trained weight: int8 values with one scale per block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}

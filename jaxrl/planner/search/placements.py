@@ -1,4 +1,4 @@
-"""Placements: every partition of a set of roles into pools that share devices, and common names of some."""
+"""Placements: all partitions of a set of roles into pools that share devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Placement = tuple[tuple[str, ...], ...]
 
 
 def placements_of(names: Sequence[str]) -> Iterator[Placement]:
-    """Every set partition of the roles, as many as the Bell number says: 15 of four, 203 of six.
+    """All set partitions of the roles: 15 for four roles, 203 for six (Bell numbers).
 
-    The first has all roles in one pool, the last each in its own. Pools are in the order of their first
+    The first has all roles in one pool, the last has one pool per role. Pools are in the order of their first
     roles, and roles in the order given.
     """
     if not names:
@@ -43,5 +43,5 @@ def checked_placement(placement: Sequence[Sequence[str]], names: Sequence[str]) 
 
 
 def placement_name(placement: Sequence[Sequence[str]]) -> str:
-    """actor + reference | critic + reward."""
+    """The placement as text, such as "actor + reference | critic + reward"."""
     return " | ".join(" + ".join(pool) for pool in placement)

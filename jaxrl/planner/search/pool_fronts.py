@@ -1,11 +1,11 @@
-"""The Pareto front of a pool: what n devices can do with the roles that share them, stage by stage.
+"""The Pareto front of a pool: seconds of each stage, for roles that share n devices.
 
 Roles of a pool take turns, so their seconds add up in each stage, and they share its memory:
 
     all residents + the largest transient of a task                      <= memory
     all residents + weights of generation + slots x cache of a slot      <= memory
 
-An example. An actor and a critic on 8 devices of 20 GB; weights of generation take 2 GB, a slot 0.5 GB:
+Example: an actor and a critic on 8 devices of 20 GB; weights of generation take 2 GB, a slot 0.5 GB:
 
                  resident   transient   preparation   training
     actor   a0      6 GB       2 GB          1 s          4 s
@@ -17,9 +17,8 @@ An example. An actor and a critic on 8 devices of 20 GB; weights of generation t
 
     front, seconds of (generation, preparation, training):   (10, 2, 6) and (16, 2, 5)
 
-Neither beats the other, so both stay: which is better depends on the pools beside this one. What is beaten in
-memory and in time at once is in no optimal mapping, since fewer bytes never mean fewer slots, and more slots
-never mean more seconds.
+Neither beats the other, so both are kept: the better one depends on the other pools. An option that is beaten
+in both memory and time is never needed: less memory in use never means fewer slots, nor more slots more time.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 
 @dataclasses.dataclass(frozen=True)
 class PoolChoice:
-    """What a pool's roles do at one point of its front."""
+    """Strategies of a pool's roles at one point of its front; generation is None without the actor."""
 
     strategies: Mapping[str, Strategy]
     generation: GenerationStrategy | None
@@ -49,11 +48,11 @@ class PoolChoice:
 
 @dataclasses.dataclass(frozen=True)
 class PoolFront:
-    """Trade-offs of some roles on n devices.
+    """Trade-offs of roles that share n devices.
 
     Attributes:
-      seconds: of generation, preparation and training: float64 [F, 3].
-      choices: what makes each, F of them.
+      seconds: float64 [F, 3], seconds of generation, preparation and training.
+      choices: strategies of each point, F of them.
     """
 
     seconds: np.ndarray
@@ -61,10 +60,10 @@ class PoolFront:
 
 
 class PoolSolver:
-    """Finds the fronts of pools for one problem."""
+    """Finds the fronts of pools for one problem, and caches what it simulates."""
 
     def __init__(self, problem: MappingProblem):
-        """Simulates nothing yet."""
+        """Builds the simulators; nothing is simulated yet."""
         self._problem = problem
         self.passes = PassSimulator(problem.cluster, problem.workload, problem.assumptions)
         self.generating = GenerationSimulator(
@@ -78,7 +77,7 @@ class PoolSolver:
             budget=problem.budget_bytes,
             greedy=actor.greedy,
         )
-        # Roles that do the same with models of one shape have the same options.
+        # Roles with the same tasks and the same model shape share their options.
         self._alike = {
             role.name: (
                 dataclasses.replace(role, name="", optional=False),
@@ -94,9 +93,9 @@ class PoolSolver:
         """The front of a pool.
 
         Args:
-          names: of its roles, in the order of the dataflow.
-          devices: n.
-          most_passes_s: points whose preparation and training take longer are of no interest.
+          names: names of its roles, in the order of the dataflow.
+          devices: n, number of devices.
+          most_passes_s: maximum seconds of preparation and training; slower points may be left out.
         """
         others = [name for name in names if name != self._actor]
         if self._actor not in names:
@@ -105,12 +104,12 @@ class PoolSolver:
         return self._with_actor(others, self._turns(others, devices, most_s), devices)
 
     def least_passes_s(self, names: Sequence[str], devices: int) -> float:
-        """A lower bound of preparation and training by these roles on so many devices."""
+        """Lower bound of the seconds of preparation and training of these roles on n devices."""
         costs = [self._options_of(name, devices).costs for name in names]
         return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
 
     def quick_seconds(self, names: Sequence[str], devices: int) -> float:
-        """Of a good mapping of a pool with the actor, not the best one; infinite where none was found."""
+        """Seconds of a good mapping of a pool with the actor, not always the best; infinite if none."""
         others = [name for name in names if name != self._actor]
         costs = [self._options_of(name, devices).costs for name in others]
         turns = quick_turns(costs, self._problem.budget_bytes)
@@ -118,10 +117,10 @@ class PoolSolver:
         return float(found.seconds.sum(axis=1).min(initial=np.inf))
 
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
-        """Combinations of roles that do not generate and compute for at most so many seconds."""
-        found, budget = Turns.of_nobody(), self._problem.budget_bytes
+        """Combinations of roles that do not generate, within `most_s` seconds of preparation and training."""
+        found, budget = Turns.of_no_roles(), self._problem.budget_bytes
         for i, name in enumerate(names):
-            # What the roles that follow take at least is left to them.
+            # Reserve the least seconds that the later roles need.
             later_s = self.least_passes_s(names[i + 1 :], devices)
             costs = self._options_of(name, devices).costs
             found = found.with_role(costs, budget=budget, most_s=most_s - later_s)
@@ -137,10 +136,10 @@ class PoolSolver:
         return PoolFront(seconds[kept], tuple(choices))
 
     def _with_actor(self, others: Sequence[str], turns: Turns, devices: int) -> PoolFront:
-        """Each option of the actor beside each combination of the others, with its best generation."""
+        """Pairs each option of the actor with each combination of the others, with its best generation."""
         budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
         pairs = own.costs.in_turn(turns.costs)
-        # Negative where the pair does not fit: then no slot does either.
+        # Negative if the pair does not fit, so that no slot fits either.
         free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
         generation = self._generation.best(own, devices, free)
         i, j = np.nonzero(np.isfinite(generation.seconds))
@@ -164,7 +163,7 @@ class PoolSolver:
     def _strategies(
         self, names: Sequence[str], turns: Turns, i: int, devices: int
     ) -> dict[str, Strategy]:
-        """How each role is split in combination i."""
+        """The strategy of each role in combination i."""
         picked = zip(names, turns.options[i].tolist(), strict=True)
         return {name: self._options_of(name, devices).strategies[k] for name, k in picked}
 

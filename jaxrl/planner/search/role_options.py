@@ -1,8 +1,8 @@
-"""Every way to split a role's model over n devices, and its cost: HybridFlow's Algorithm 2 (auto_parallel).
+"""All strategies of a role's model on n devices, with their costs: HybridFlow's Algorithm 2 (auto_parallel).
 
-The algorithm as printed ends its loop over p at n / U, U being the devices of a machine: empty for fewer
-than U devices, and too short where t is below U; and n / (p t) need not be whole. Here p, t, d and the share
-of FSDP run over the divisors of n, and over what divides the model.
+The printed algorithm ends its loop over p at n / U, for U devices per machine. This loop is empty for fewer
+than U devices and too short for t below U, and n / (p t) may not be an integer. Here p, t, d and the size of
+FSDP run over divisors of n that also divide the model.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxrl.planner.simulation.workload import Strategy
 
 @functools.cache
 def divisors(n: int) -> tuple[int, ...]:
-    """All of them, growing."""
+    """All divisors of n, ascending."""
     return tuple(k for k in range(1, n + 1) if n % k == 0)
 
 
 def strategies_of(
     model: ModelConfig, devices: int, domain: int, limits: SearchLimits
 ) -> Iterator[Strategy]:
-    """All strategies on exactly so many devices that divide the model.
+    """All strategies on exactly `devices` devices that divide the model.
 
-    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP; key-value heads
-    that do not are on every device (mesh.rules).
+    Heads, feed-forward width and vocabulary divide over t, layers over p, and width over FSDP. Key-value
+    heads that do not divide are replicated (mesh.rules).
     """
     for t in divisors(devices):
         if t > min(limits.max_tensor, domain) or any(
@@ -52,7 +52,7 @@ def strategies_of(
 
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
-    """Strategies of a role on n devices that are worth a look, and what each costs."""
+    """The Pareto-optimal strategies of a role on n devices, and their costs."""
 
     strategies: tuple[Strategy, ...]
     costs: ChoiceCosts
@@ -71,35 +71,31 @@ def role_options(
     limits: SearchLimits,
     budget: float,
 ) -> RoleOptions:
-    """Strategies that fit by themselves and that no other beats in memory and time at once.
+    """Strategies that fit alone and that no other strategy beats in both memory and time.
 
     Args:
-      role, model: whose.
-      devices: n.
-      passes: the simulator.
-      domain: devices among which links are fast.
-      limits: which strategies to look at.
-      budget: bytes of a device that there are.
+      role, model: tasks and model of the role.
+      devices: n, number of devices.
+      passes: simulator of forward passes and updates.
+      domain: number of devices joined by fast links.
+      limits: limits of the strategies.
+      budget: available bytes per device.
     """
     strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
     rows = [_costs(role, model, strategy, passes) for strategy in strategies]
     costs = ChoiceCosts.from_rows(np.array(rows).reshape(-1, 4))
     fitting = np.flatnonzero(costs.fits(budget)).tolist()
-    compare = _not_beaten_actors if role.generates else _not_beaten
-    kept = compare(fitting, strategies, costs)
+    if role.generates:
+        kept = _best_of_each_shape(fitting, strategies, costs)
+    else:
+        kept = [fitting[i] for i in pareto_front(costs[fitting].rows())]
     return RoleOptions(tuple(strategies[i] for i in kept), costs[kept])
 
 
-def _not_beaten(choices: list[int], strategies: list[Strategy], costs: ChoiceCosts) -> list[int]:
-    """Those of `choices` that no other beats in bytes and seconds."""
-    del strategies
-    return [choices[i] for i in pareto_front(costs[choices].rows())]
-
-
-def _not_beaten_actors(
+def _best_of_each_shape(
     choices: list[int], strategies: list[Strategy], costs: ChoiceCosts
 ) -> list[int]:
-    """As `_not_beaten`, each compared with strategies of the same p and t only, and by FSDP too.
+    """An actor's Pareto-optimal choices among strategies with the same p and t; FSDP counts as a cost.
 
     Generation splits p and t further, and resharding takes longer the more replicas share the weights.
     """
@@ -117,7 +113,7 @@ def _not_beaten_actors(
 def _costs(
     role: RoleTasks, model: ModelConfig, strategy: Strategy, passes: PassSimulator
 ) -> tuple[float, float, float, float]:
-    """Resident and transient bytes, seconds of preparation and of training."""
+    """Resident bytes, transient bytes, seconds of preparation, seconds of training."""
     preparation, transient, resident = 0.0, 0.0, 0.0
     if role.forwards:
         forward = passes.inference(model, strategy, share=passes.share_of(role))

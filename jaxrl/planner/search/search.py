@@ -1,4 +1,4 @@
-"""The mapping search: which roles share devices, how many each pool gets, and how each model is split there.
+"""The mapping search: finds which roles share devices, the size of each pool, and each role's strategy.
 
 HybridFlow's Algorithm 1 (section 6): the latency of a stage is the sum over the roles of a pool, and of these
 the maximum over pools; a step is the sum of its stages.
@@ -8,15 +8,14 @@ the maximum over pools; a step is the sum of its stages.
         every strategy of each role          role_options.py (Algorithm 2), turns.py, pool_fronts.py
           every p_g, t_g, slots of an actor  generation_choice.py
 
-An example: PPO on two hosts of 8 devices. Suppose that the first placement, all four roles on all 16 devices,
-takes 31 s a step. With the critic apart, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
-max(training) = 14 + 3 + 9 = 26 s: 26 s is the new bound. A pool whose critic trains for 20 s, on 4 devices,
-is then ruled out at once if the fastest generation takes 8 s, whatever the other pools do.
+Example: PPO on two hosts of 8 devices. Suppose the first placement, all roles on all 16 devices, takes 31 s
+per step. With the critic in its own pool, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
+max(training) = 14 + 3 + 9 = 26 s, which is the new bound. If the fastest generation takes 8 s, a pool of 4
+devices whose critic trains for 20 s is then ruled out without looking at other pools.
 
-The paper enumerates allocations that use all N devices. Here a pool may leave some idle, where a number that
-divides well is faster than a larger one. What is left out is beaten by another choice in devices and in every
-stage at once (pareto.py), or slower than a mapping already found (bounds.py): the optimum of the simulation
-is never lost.
+The paper enumerates allocations that use all N devices. Here devices may be idle, because a number that
+divides well can be faster than a larger one. The search drops only choices that are beaten in devices and in
+every stage (pareto.py), or slower than a known mapping (bounds.py). The optimum is never lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pools side by side: their devices add up, and each stage lasts as long as the slowest pool (Algorithm 1).
+"""Combines pools side by side: devices add up, each stage takes as long as its slowest pool (Algorithm 1).
 
                 devices   generation   preparation   training
 actor pool         8         10 s           2 s          6 s
@@ -21,11 +21,11 @@ DEVICES, GENERATION, PREPARATION, TRAINING = range(4)
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """Trade-offs of some pools together.
+    """Trade-offs of several pools together.
 
     Attributes:
       points: float64 [K, 4], columns DEVICES, GENERATION, PREPARATION, TRAINING.
-      picks: which point of each pool makes them: int64 [K, pools].
+      picks: int64 [K, pools], index of each pool's point.
     """
 
     points: np.ndarray
@@ -33,7 +33,7 @@ class SideBySide:
 
     @staticmethod
     def of_no_pools() -> SideBySide:
-        """No devices and no seconds."""
+        """The start: no devices, no seconds."""
         return SideBySide(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
     def with_pool(
@@ -43,12 +43,12 @@ class SideBySide:
         most_devices: int,
         interesting: Callable[[np.ndarray], np.ndarray],
     ) -> SideBySide:
-        """Each trade-off beside each point of a further pool, the beaten ones left out.
+        """Combines each trade-off with each point of another pool, and keeps the Pareto front.
 
         Args:
-          pool: points of the pool: float64 [J, 4].
-          most_devices: that all of them may have together.
-          interesting: which of some points, float64 [..., 4], are worth keeping.
+          pool: float64 [J, 4], points of the pool.
+          most_devices: maximum number of devices of all pools together.
+          interesting: mask of the points to keep, from points float64 [..., 4].
         """
         points = np.maximum(self.points[:, None], pool[None])
         points[..., DEVICES] = self.points[:, None, DEVICES] + pool[None, :, DEVICES]
@@ -60,9 +60,9 @@ class SideBySide:
     def best_with(
         self, pool: np.ndarray, *, most_devices: int, below_s: float
     ) -> tuple[float, tuple[int, ...]] | None:
-        """(seconds of a step, which point of each pool) of the fastest step with a last pool.
+        """(seconds, index of each pool's point) of the fastest step with a last pool.
 
-        None if none on so many devices takes less than `below_s`.
+        None if no step on at most `most_devices` takes less than `below_s` seconds.
         """
         best = None
         for j, point in enumerate(pool):

@@ -1,11 +1,11 @@
-"""Roles that share devices and take turns: combinations of their options that no other combination beats.
+"""The Pareto front of combinations of options, for roles that share devices and take turns.
 
     reference  2 options \\
-    critic     3 options  >  at most 12 combinations, of which those on the Pareto front go on
+    critic     3 options  >  at most 12 combinations; only their Pareto front is kept
     reward     2 options /
 
-Roles are added one after the other. Whatever a beaten combination could become with the roles that follow,
-the combination that beats it becomes something at least as good; so the best is never lost.
+Roles are added one after the other. A combination off the front can be dropped: with any later roles, the one
+that beats it is at least as good. So the best combination is never lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl.planner.search.choice_costs import ChoiceCosts
 from jaxrl.planner.search.pareto import pareto_front
 
-# Prices of a byte, in seconds of a role per budget, with which `quick_turns` trades memory for time.
+# Exchange rates of `quick_turns` between memory and time: seconds of a role per budget of bytes.
 _PRICES = np.concatenate([[0.0], np.geomspace(1e-4, 1e4, 81)])
 
 
@@ -27,25 +27,25 @@ class Turns:
     """Combinations of roles that do not generate.
 
     Attributes:
-      costs: of K combinations.
-      options: which option each role takes: int64 [K, roles].
+      costs: costs of K combinations.
+      options: int64 [K, roles], index of each role's option.
     """
 
     costs: ChoiceCosts
     options: np.ndarray
 
     @staticmethod
-    def of_nobody() -> Turns:
-        """The one combination of no roles, which costs nothing."""
+    def of_no_roles() -> Turns:
+        """The start: one combination of no roles, without costs."""
         return Turns(ChoiceCosts.from_rows(np.zeros((1, 4))), np.zeros((1, 0), np.int64))
 
     def with_role(self, own: ChoiceCosts, *, budget: float, most_s: float) -> Turns:
-        """Each combination with each option of a further role, the beaten ones left out.
+        """Combines each combination with each option of another role, and keeps the Pareto front.
 
         Args:
           own: costs of the role's options.
-          budget: bytes of a device.
-          most_s: seconds that the combination may compute for.
+          budget: available bytes per device.
+          most_s: maximum seconds of preparation and training.
         """
         pairs = self.costs.in_turn(own)
         i, j = np.nonzero(pairs.fits(budget) & (pairs.passes_s <= most_s))
@@ -55,13 +55,13 @@ class Turns:
 
 
 def quick_turns(roles: Sequence[ChoiceCosts], budget: float) -> Turns:
-    """A few good combinations, not the best ones: each role alone takes the cheapest of its options.
+    """A few good combinations, not always the best: each role takes its cheapest option.
 
-    What is cheapest depends on what a byte is worth beside a second; several prices are tried.
+    The cheapest option depends on the exchange rate of memory and time; several rates are tried.
 
     Args:
       roles: costs of the options of each role.
-      budget: bytes of a device.
+      budget: available bytes per device.
     """
     zeros = np.zeros((len(_PRICES), 4))
     found = Turns(ChoiceCosts.from_rows(zeros), np.zeros((len(_PRICES), 0), np.int64))

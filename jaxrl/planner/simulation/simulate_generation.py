@@ -1,19 +1,18 @@
-"""Time and memory of generation: bounded by memory bandwidth, as in HybridFlow's third simulator.
+"""Simulates seconds and bytes of generation, which memory bandwidth bounds (as in HybridFlow).
 
-    a step   = max(weights read, products) + max(cache read, scores) + all-reduces + what a step costs anyway
+    a step   = max(weights read, matmuls) + max(cache read, scores) + all-reduces + fixed overhead
     seconds  = resharding + prefill + all steps of the busiest replica + dispatches
-    bytes    = weights of generation + slots x what a slot holds
+    bytes    = weights of generation + slots x bytes of a slot
 
-Products and attention follow each other in a layer, so their maxima add up. Slots are those of a contiguous
-cache, each as long as the longest sample; a paged cache is another `SlotMemory`. Not covered: prefix sharing,
-speculative decoding, rewards that are graded meanwhile.
+Matmuls and attention of a layer run one after the other, so their maxima add up. The cache is contiguous:
+every slot has room for the longest sample. Not covered: prefix sharing,
+speculative decoding, concurrent grading.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,30 +26,13 @@ from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_n
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
 
 
-class SlotMemory(Protocol):
-    """How much cache a slot holds."""
-
-    def tokens(self, workload: Workload) -> float:
-        """Tokens that a slot takes memory for, on average."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ContiguousSlots:
-    """Every slot has room for the longest sample, allocated once."""
-
-    def tokens(self, workload: Workload) -> float:
-        """The longest prompt, the longest response, and a dispatch that runs over."""
-        return float(workload.longest_tokens + workload.tokens_per_dispatch)
-
-
 class SlotTimes(NamedTuple):
-    """Seconds of generation by the number of slots that there is memory for; not all of them need be taken.
+    """Seconds of generation by the number of slots that fit; fewer slots may be faster.
 
     Attributes:
-      room: slots that fit: int64 [K], growing.
-      slots: the best number of slots in that room: int64 [K].
-      seconds: what these take: float64 [K].
+      room: int64 [K], numbers of slots that fit, ascending.
+      slots: int64 [K], the best number of slots up to `room`.
+      seconds: float64 [K], seconds with the best number.
     """
 
     room: np.ndarray
@@ -59,7 +41,7 @@ class SlotTimes(NamedTuple):
 
 
 def slot_counts(most: int) -> tuple[int, ...]:
-    """Numbers of slots that are tried, growing, up to `most`: eight per doubling, and `most` itself."""
+    """Numbers of slots to try, ascending, up to `most`: eight per doubling, and `most` itself."""
     found, octave = {most} - {0}, 1
     while octave <= most:
         found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
@@ -68,20 +50,13 @@ def slot_counts(most: int) -> tuple[int, ...]:
 
 
 class GenerationSimulator:
-    """Generation of a step's samples, on one cluster."""
+    """Simulates the generation of a step's samples, on one cluster."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        workload: Workload,
-        assumptions: Assumptions,
-        slot_memory: SlotMemory | None = None,
-    ):
-        """Args: where, what, what is taken for granted, and what a slot holds (contiguous slots)."""
+    def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
+        """Args are the devices, the work of a step, and the assumptions."""
         self._cluster = cluster
         self._work = workload
         self._assume = assumptions
-        self._slot_memory = slot_memory or ContiguousSlots()
         self._collectives = Collectives(cluster, assumptions)
         kind = cluster.accelerator
         self._flops = kind.roof.tflops(assumptions.dtype) * 1e12 * assumptions.flops_rate
@@ -99,14 +74,14 @@ class GenerationSimulator:
         greedy: bool = False,
         replay: bool = False,
     ) -> CostBreakdown:
-        """All responses of a step.
+        """Cost of generating all responses of a step.
 
         Args:
-          model: of the actor.
-          strategy: how it is split for training.
-          generation: how it is split here.
-          greedy: each prompt gets a greedy answer besides (ReMax).
-          replay: with the engine's own scheduler, all replicas in lockstep, and not one for all.
+          model: model of the actor.
+          strategy: strategy of training.
+          generation: p_g, t_g and slots.
+          greedy: whether each prompt also gets a greedy answer (ReMax).
+          replay: whether to replay the engine's scheduler for all replicas; else one replica stands for all.
         """
         p_g, t_g = generation.p_g, generation.t_g
         devices = strategy.num_devices
@@ -131,17 +106,17 @@ class GenerationSimulator:
         budget: float,
         greedy: bool = False,
     ) -> SlotTimes:
-        """Seconds without resharding by the number of slots that there is memory for.
+        """Seconds without resharding, by the number of slots that fit.
 
         Args:
-          model: of the actor.
-          devices: n.
-          p_g, t_g: how it is split.
-          budget: bytes of a device for weights of generation and cache at most.
-          greedy: each prompt gets a greedy answer besides.
+          model: model of the actor.
+          devices: n, number of devices.
+          p_g, t_g: sizes of generation.
+          budget: maximum bytes per device for weights of generation and cache.
+          greedy: whether each prompt also gets a greedy answer.
 
         Returns:
-          K is 0 where not one slot fits.
+          The times; K is 0 if no slot fits.
         """
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
         left = budget - self.weight_bytes(model, p_g, t_g)
@@ -162,20 +137,22 @@ class GenerationSimulator:
         return SlotTimes(room, best, prefill + seconds)
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Of a device's copy to generate with."""
+        """Bytes per device of the weights of generation."""
         return model_numbers(model).params_of_shard(p_g, t_g) * self._assume.compute_bytes
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Of a slot's cache on a device."""
+        """Bytes per device of a slot's contiguous cache."""
         values = model_numbers(model).cache_values_of_shard(p_g, t_g)
-        return self._slot_memory.tokens(self._work) * values * self._assume.cache_bytes
+        # The last dispatch may run past the longest sample.
+        tokens = self._work.longest_tokens + self._work.tokens_per_dispatch
+        return tokens * values * self._assume.cache_bytes
 
     def resharding_s(self, model: ModelConfig, strategy: Strategy, p_g: int, t_g: int) -> float:
-        """From the training to the generation layout.
+        """Seconds of resharding from the training to the generation layout.
 
-        HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model and gathers it inside
-        its micro data-parallel group, whose members are neighbours; with FSDP first its training shard,
-        inside the group that shares it.
+        HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
+        its micro data-parallel group, whose members are neighbours. With FSDP it first gathers its training
+        shard inside its FSDP group.
         """
         numbers, size = model_numbers(model), self._assume.compute_bytes
         shard = numbers.params_of_shard(strategy.p, strategy.t) * size
@@ -183,7 +160,7 @@ class GenerationSimulator:
         stride = strategy.p * strategy.t
         fsdp = self._collectives.gather_s(shard, strategy.fsdp, stride)
         members = stride // (p_g * t_g)
-        # Shards of a stage alone are a stage's devices apart.
+        # If only stages are gathered, members are one stage (t devices) apart.
         apart = 1 if strategy.t > t_g else strategy.t
         return fsdp + self._collectives.gather_s(whole, members, apart)
 
@@ -219,7 +196,7 @@ class GenerationSimulator:
         )
 
     def _prefill_s(self, model: ModelConfig, devices: int, p_g: int) -> float:
-        """Of each prompt once, shared out over all devices; stages idle as in training."""
+        """Seconds of prefilling each prompt once, spread over all devices, with a pipeline bubble."""
         lengths = self._work.prompt_lengths
         attention = mean_attention_flops(model, lengths.mean, lengths.mean_square)
         flops = lengths.mean * model_numbers(model).token_flops + attention
@@ -229,17 +206,17 @@ class GenerationSimulator:
     def _decoding_s(
         self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace
     ) -> dict[str, float]:
-        """Of all steps.
+        """Seconds of all decoding steps, by cause.
 
-        A pipeline decodes its slots in p_g parts: 2 p_g - 1 ticks, in each of which a stage reads all of
-        its weights for one part.
+        A pipeline decodes its slots in p_g parts, in 2 p_g - 1 ticks; in each tick a stage reads all of its
+        weights for one part.
         """
         assume, numbers = self._assume, model_numbers(model)
         ticks = 2 * p_g - 1
         slots, cached = trace.slots / p_g, trace.cached / p_g
         shard = numbers.params_of_shard(p_g, t_g)
         weights_s = shard * assume.compute_bytes / self._weights_rate
-        products_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
+        matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
         cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
         cache_s = cached * cache / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
@@ -248,7 +225,7 @@ class GenerationSimulator:
         attended = float((times * cache_s).sum())
         found = {
             "weights read": read,
-            "products beyond that": float((times * np.maximum(products_s - weights_s, 0)).sum()),
+            "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
             "a step anyway": float(trace.steps.sum()) * self._step_s,

@@ -1,13 +1,13 @@
-"""Time and memory of forward passes and of training: bounded by compute, as in HybridFlow's simulators.
+"""Simulates seconds and bytes of forward passes and updates, which compute bounds (as in HybridFlow).
 
     tokens of a replica --> microbatches --> flushes of m microbatches through p stages
-    seconds   products and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
-              weights gathered (FSDP), gradients summed, less what of these hides; the optimiser's traffic
-    bytes     weights, moments | gradients, cast weights, inputs of layers that are kept, and a layer at
-              work or the logits, whichever is more
+    seconds   matmuls and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
+              weights gathered (FSDP), gradients summed, minus the part hidden by compute; optimiser reads
+    bytes     weights, moments | gradients, cast weights, kept layer inputs, and the larger of one layer's
+              activations and the logits
 
-Tensor parallel groups are neighbours, then stages, then shares of FSDP, then replicas. Not covered: experts
-and contexts split over devices, offloading, imbalance between replicas, transfers between pools.
+Neighbouring devices form tensor groups, then stages, then FSDP groups, then replicas. Not covered: expert and
+context parallelism, offloading, imbalance between replicas, transfers between pools.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jaxrl.planner.simulation.workload import Strategy, Workload
 
 @dataclasses.dataclass(frozen=True)
 class _Flushes:
-    """How a replica's tokens go through its stages.
+    """The split of a replica's tokens into pipeline flushes.
 
     Attributes:
-      count: flushes of a pass over the tokens.
-      microbatches: m of each.
-      tokens: of the busiest replica, of a pass.
-      microbatch_tokens: of a microbatch.
+      count: number of flushes in a pass over the tokens.
+      microbatches: m, number of microbatches per flush.
+      tokens: tokens of the busiest replica in a pass.
+      microbatch_tokens: tokens of a microbatch.
     """
 
     count: int
@@ -43,10 +43,10 @@ class _Flushes:
 
 
 class PassSimulator:
-    """Passes over the sequences of a step, on one cluster."""
+    """Simulates passes over the sequences of a step, on one cluster."""
 
     def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
-        """Args: where, what, and what is taken for granted."""
+        """Args are the devices, the work of a step, and the assumptions."""
         self._cluster = cluster
         self._work = workload
         self._assume = assumptions
@@ -60,19 +60,19 @@ class PassSimulator:
         return self._work.microbatch_rows % strategy.row_parts == 0
 
     def share_of(self, role: RoleTasks) -> float:
-        """Sequences of a role's forward pass over those that are learned from."""
+        """Sequences in a role's forward pass, relative to the trained sequences."""
         samples = self._work.samples
         return (samples + 1) / samples if role.greedy and not role.generates else 1.0
 
     def inference(
         self, model: ModelConfig, strategy: Strategy, *, share: float = 1.0
     ) -> CostBreakdown:
-        """One forward pass over all sequences: values, log-probabilities or scores.
+        """Cost of one forward pass over all sequences: values, log-probabilities or scores.
 
         Args:
-          model: whose.
-          strategy: how it is split.
-          share: sequences over those that are learned from; 2 where a greedy answer is scored too.
+          model: model of the role.
+          strategy: its strategy.
+          share: number of sequences relative to the trained ones; above 1 if greedy answers are scored too.
         """
         sequences = math.ceil(self._work.sequences * share)
         flushes = self._flush(sequences, strategy, parts=1)
@@ -88,7 +88,7 @@ class PassSimulator:
         )
 
     def training(self, model: ModelConfig, strategy: Strategy) -> CostBreakdown:
-        """All updates of a step."""
+        """Cost of all updates of a step."""
         work, assume = self._work, self._assume
         flushes = self._flush(work.sequences, strategy, parts=work.updates)
         repeats = work.epochs
@@ -109,7 +109,7 @@ class PassSimulator:
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
         }
         resident = self._weights(model, strategy, trained=True)
-        # The ticks of a flush add to a sum of their own, and replicas get theirs back in another.
+        # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
         sums = 1 + (strategy.p > 1) + (strategy.d > strategy.fsdp)
         transient = {
             "gradients": sums * assume.gradient_bytes * values,
@@ -120,18 +120,18 @@ class PassSimulator:
 
     @property
     def _optimizer_bytes(self) -> float:
-        """Read and written for a value: weights and moments both, the gradient once."""
+        """Bytes of optimiser traffic per value: weights and moments are read and written, gradients read."""
         assume = self._assume
         return 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
 
     def _flush(self, sequences: int, strategy: Strategy, *, parts: int) -> _Flushes:
-        """Of a pass in `parts`, which replicas divide the sequences of; the busiest counts."""
+        """The flushes of the busiest replica, in a pass that is divided into `parts` minibatches."""
         work = self._work
         each = math.ceil(math.ceil(sequences / parts) / strategy.d)
         tokens = each * work.mean_tokens
         rows = max(1, work.microbatch_rows // strategy.row_parts)
         size = min(max(rows * work.microbatch_tokens, work.mean_tokens), tokens)
-        # A pipeline works on at least two microbatches or it is no faster than one stage.
+        # With one microbatch a pipeline is no faster than one stage.
         wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
         microbatches = max(1, min(wanted, each))
         if tokens / size < microbatches:
@@ -140,7 +140,7 @@ class PassSimulator:
         return _Flushes(count, microbatches, parts * tokens, size)
 
     def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
-        """Products and attention; with few tokens, the time in which weights are read."""
+        """Seconds of matmuls and attention; with few tokens those of reading the weights."""
         numbers, work = model_numbers(model), self._work
         sequences = flushes.tokens / work.mean_tokens
         attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
@@ -152,7 +152,7 @@ class PassSimulator:
     def _tensor_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int
     ) -> dict[str, float]:
-        """Two all-reduces a layer and pass, and what stages hand on."""
+        """Seconds of two all-reduces per layer and pass, and of activations sent between stages."""
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
@@ -175,7 +175,7 @@ class PassSimulator:
         compute_s: float,
         gradients: bool = False,
     ) -> dict[str, float]:
-        """What replicas exchange, and how much of it compute hides."""
+        """Seconds of exchanges between replicas, and the part that compute hides (negative)."""
         assume, shared = self._assume, self._collectives
         values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
         stride = strategy.p * strategy.t
@@ -204,9 +204,9 @@ class PassSimulator:
         }
 
     def _kept(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
-        """Bytes that the forward pass leaves to the backward pass, in all ticks of a flush."""
+        """Bytes that the forward pass keeps for the backward pass, in all ticks of a flush."""
         numbers, assume = model_numbers(model), self._assume
-        # Of all ticks; and twice those of the tick that is computed again, handed from one loop to another.
+        # Inputs of all ticks, plus two copies for the recomputed tick, which pass from one loop to another.
         ticks = flushes.microbatches + strategy.p - 1
         tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
         values = numbers.width
@@ -217,7 +217,7 @@ class PassSimulator:
     def _at_work(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, backward: bool = False
     ) -> dict[str, float]:
-        """Bytes of the weights that are cast, and of a layer or the logits, whichever are more."""
+        """Bytes of cast weights, and the larger of one layer's activations and the logits."""
         numbers, assume = model_numbers(model), self._assume
         tokens = flushes.microbatch_tokens
         values = numbers.kept_values + numbers.split_values / strategy.t
@@ -231,11 +231,11 @@ class PassSimulator:
         of_logits = arrays * logits * 4
         of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
         found = {}
-        # Compilers for GPUs cast a layer's when they need them.
+        # GPU compilers cast the weights of one layer at a time.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
             shard = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp)
-            found["layers' weights in the type of the products"] = shard * assume.compute_bytes
+            found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}
         return found | {"logits at work, and the weights beside them": of_logits}

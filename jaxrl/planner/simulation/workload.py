@@ -64,7 +64,7 @@ class LengthDistribution:
 
     @functools.cached_property
     def _median(self) -> float:
-        """Of the log-normal whose mean is right after the cut, by bisection."""
+        """Median of the log-normal with the given mean after truncation, by bisection."""
         low, high = 1e-3, 100.0 * self.longest
         spread = np.exp(self.sigma * _normals())
         for _ in range(60):
@@ -78,7 +78,7 @@ class LengthDistribution:
 
 @functools.cache
 def _normals() -> np.ndarray:
-    """Standard normal numbers, growing, the same ones always."""
+    """A fixed sample of standard normal numbers, ascending."""
     return np.sort(np.random.default_rng(7).normal(size=_QUANTILES))
 
 

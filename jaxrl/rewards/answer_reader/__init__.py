@@ -1,4 +1,18 @@
-from jaxrl.rewards.answer_reader.answer_markup import closing_brace, spelled, undressed
-from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS
+from jaxrl.rewards.answer_reader.answer_markup import (
+    BOX,
+    closing_brace,
+    spelled,
+    undressed,
+    without_spacing,
+)
+from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, SCIENTIFIC
 
-__all__ = ["MAX_CHARS", "closing_brace", "spelled", "undressed"]
+__all__ = [
+    "BOX",
+    "MAX_CHARS",
+    "SCIENTIFIC",
+    "closing_brace",
+    "spelled",
+    "undressed",
+    "without_spacing",
+]

@@ -1,4 +1,4 @@
-"""Whether two answers say the same thing, kind by kind: words, several answers, relations, sets, quantities.
+"""Compares two answers kind by kind: words, several answers, relations, sets, quantities.
 
 truth, said  ->  spelled alike?  ->  parsed (`answer_parser`)  ->  compared by kind
              ->  sets as intervals (`real_sets`), expressions by value (`quantity_equality`)
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mpmath
@@ -35,20 +36,20 @@ from jaxrl.rewards.answer_reader.answer_values import Undecided, exact, proporti
 from jaxrl.rewards.answer_reader.quantity_equality import is_numeral, same_quantity, same_value
 from jaxrl.rewards.answer_reader.real_sets import ORDERS, is_plain_name, same_set
 
-# An approximation beside the exact value: "1/3 \approx 0.33".
+# Relative error allowed in an approximation beside the exact value: "1/3 \approx 0.33".
 _NEAR = mpmath.mpf("0.01")
 
 
 def equal(truth: str, said: str) -> bool:
-    """The answer `said` is the ground truth `truth`, in another spelling at most."""
+    """Returns whether the answer `said` equals the ground truth `truth`."""
     canonical = spelled(said)
     if canonical and canonical == spelled(truth):
         return True
     truths, answers = _readings(truth), _readings(said)
     if not truths and r"\text" in truth:
-        # "October 30", "8:34 p.m.": letters and digits in their order.
+        # "October 30", "8:34 p.m.": compare letters and digits.
         return _bare(truth) == _bare(said) != ""
-    # "1,234" is a number where it is the truth; who answers "1, 234" gives two.
+    # The truth "1,234" is a number; the answer "1, 234" may be two.
     return any(_same(t, s) for t in truths[:1] for s in answers)
 
 
@@ -59,7 +60,7 @@ def _bare(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def _readings(text: str) -> tuple[Answer, ...]:
-    """With commas between thousands, and without."""
+    """Parses a text with commas as separators of thousands, and as separators of items."""
     found: list[Answer] = []
     for thousands in (True, False) if "," in text else (True,):
         try:
@@ -81,29 +82,23 @@ def _same(truth: Answer, said: Answer) -> bool:
     if isinstance(truth, Several) or isinstance(said, Several):
         return _same_items(truth, said)
     if isinstance(truth, Brackets) and isinstance(said, Brackets):
-        if (truth.opening, truth.closing) == (said.opening, said.closing):
-            return len(truth.items) == len(said.items) and all(map(_same, truth.items, said.items))
-        return False
+        brackets = (truth.opening, truth.closing) == (said.opening, said.closing)
+        return brackets and _all(_same, truth.items, said.items)
     if isinstance(truth, Matrix) and isinstance(said, Matrix):
-        return (
-            len(truth.rows) == len(said.rows)
-            and len(truth.rows[0]) == len(said.rows[0])
-            and all(
-                same_value(a, b)
-                for row, other in zip(truth.rows, said.rows, strict=True)
-                for a, b in zip(row, other, strict=True)
-            )
-        )
+        return _all(functools.partial(_all, same_value), truth.rows, said.rows)
     if isinstance(truth, Ratio) and isinstance(said, Ratio):
-        return len(truth.items) == len(said.items) and all(
-            same_value(Node("mul", (a, said.items[0])), Node("mul", (b, truth.items[0])))
-            for a, b in zip(truth.items, said.items, strict=True)
-        )
+        ours = [Node("mul", (item, said.items[0])) for item in truth.items]
+        theirs = [Node("mul", (item, truth.items[0])) for item in said.items]
+        return _all(same_value, ours, theirs)
     if isinstance(truth, Based) or isinstance(said, Based):
         return _same_digits(truth, said)
     if isinstance(truth, Quantity) and isinstance(said, Quantity):
         return same_quantity(truth, said)
     return same_set(truth, said)
+
+
+def _all(same: Callable[[Any, Any], bool], ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
 # Words and digits
@@ -118,7 +113,7 @@ def _same_words(truth: Answer, said: Answer) -> bool:
 
 
 def _product(node: Node) -> str | None:
-    """The letters that are multiplied, in their order; None for anything else."""
+    """Returns the letters of a product of letters; None for other expressions."""
     if node.kind in ("sym", "const"):
         return node.parts[0] if len(node.parts[0]) == 1 else None
     if node.kind != "mul":
@@ -170,7 +165,7 @@ def _same_items(truth: Answer, said: Answer) -> bool:
         return False
     labels = [_assigned(x) for x in truth.items]
     if len(set(labels)) > 1 and not any(isinstance(x, Relation) for x in said.items):
-        # x = 1, y = 2: without names the order counts.
+        # For the truth "x = 1, y = 2" an answer without names must keep the order.
         return all(map(_same, truth.items, said.items))
     rest = list(said.items)
     exacts = collections.Counter(_rational(x) for x in rest)
@@ -196,7 +191,7 @@ def _assigned(answer: Answer) -> str | None:
 
 
 def _same_coordinates(truth: Brackets, said: Several) -> bool:
-    """ "x = 1, y = 2" for the point (1, 2)."""
+    """Returns whether "x = 1, y = 2" gives the point (1, 2)."""
     labels = [_assigned(x) for x in said.items]
     named = [label for label in labels if label is not None and len(label) == 1]
     return (
@@ -211,7 +206,7 @@ def _same_coordinates(truth: Brackets, said: Several) -> bool:
 
 
 def _said_as_relation(truth: Answer, said: Relation) -> bool:
-    """ "x = 42", "x \\in [0, 1)", "84/2 = 42", "0 < x < 1" for an answer that is no relation."""
+    """Compares "x = 42", "x \\in [0, 1)", "84/2 = 42" or "0 < x < 1" with a truth that is no relation."""
     if said.operators == ("in",):
         right = said.sides[1]
         return is_plain_name(said.labels[0]) and right is not None and _same(truth, right)
@@ -229,7 +224,7 @@ def _said_as_relation(truth: Answer, said: Relation) -> bool:
         label = said.labels[0]
         first, *others = sides
         if label is None:
-            # Every side is claimed to be the answer.
+            # Without a name on the left, each side must equal the truth.
             if first is None or not _same_evaluated(truth, first):
                 return False
         elif not is_plain_name(label) and _is_zero(truth):
@@ -253,7 +248,7 @@ def _same_evaluated(truth: Answer, said: Answer) -> bool:
 
 
 def _without_approximations(said: Relation) -> list[Answer | None] | None:
-    """The sides of "... = exact \\approx decimal" up to the exact one; None if it is no such chain."""
+    """Returns the sides of "... = exact \\approx decimal" up to the exact one; None for other chains."""
     if "approx" not in said.operators:
         return list(said.sides) if set(said.operators) == {"="} else None
     place = said.operators.index("approx")
@@ -318,7 +313,7 @@ def _same_equation(truth: Relation, said: Answer) -> bool:
 
 
 def _moved(equation: Relation) -> Node | None:
-    """The left side minus the right one."""
+    """Returns the left side minus the right side."""
     left, right = equation.sides
     if not isinstance(left, Quantity) or not isinstance(right, Quantity):
         return None

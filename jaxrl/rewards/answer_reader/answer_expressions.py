@@ -1,16 +1,16 @@
-r"""Expressions of school and contest mathematics, read from tokens by recursive descent.
+r"""Parses expressions of school and contest mathematics by recursive descent.
 
     2\sin^2 x + 1\frac{1}{2}  ->  Node("add", (Node("mul", (2, Node("pow", ...))), 3/2))
 
-What has two readings has none here: two numbers side by side ("4 2"), a number after a letter ("x2"), a sign
-after a sign ("--42"), a command that is not known. "2\frac{1}{2}" is a mixed number, `i` the imaginary unit,
+Ambiguous texts are refused: two numbers side by side ("4 2"), a number after a letter ("x2"), a sign after a
+sign ("--42"), an unknown command. "2\frac{1}{2}" is a mixed number, `i` the imaginary unit,
 `e` Euler's number, \log the decimal logarithm.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
@@ -26,31 +26,30 @@ class Node:
     Attributes:
       kind: "num", "sym", "const", "add", "mul", "div", "pow", "neg", "mixed", "fact", "abs", "binom",
         "floor", "ceil", or a function's name.
-      parts: operands; of the first three, a value or a name.
+      parts: operands; for "num" a value, for "sym" and "const" a name.
     """
 
     kind: str
     parts: tuple
 
-    def kinds(self) -> set[str]:
-        """Those of all nodes in it."""
-        found = {self.kind}
+    def nodes(self) -> Iterator[Node]:
+        """Yields all nodes of the expression, this one first."""
+        yield self
         for part in self.parts:
             if isinstance(part, Node):
-                found |= part.kinds()
-        return found
+                yield from part.nodes()
 
 
 def num(value: Fraction | int) -> Node:
-    """A number."""
+    """Returns the expression of a number."""
     return Node("num", (Fraction(value),))
 
 
 def expression(tokens: Sequence[Token]) -> Node:
-    """What all tokens together mean.
+    """Parses tokens as one expression.
 
     Raises:
-      Unreadable: nothing, or more than one thing.
+      Unreadable: The tokens are no expression, or ambiguous.
     """
     parser = _Parser(tokens)
     node = parser.sum()
@@ -94,22 +93,18 @@ class _Parser:
             raise Unreadable("it is nested too deep")
         parts = [self._signed()]
         while self._is("+", "-"):
-            negative = self._take().text == "-"
-            if self._is("+", "-"):
-                raise Unreadable("two signs side by side")
-            term = self._product()
-            parts.append(Node("neg", (term,)) if negative else term)
+            parts.append(self._signed())
         self._depth -= 1
         return parts[0] if len(parts) == 1 else Node("add", tuple(parts))
 
     def _signed(self) -> Node:
+        negative = self._is("-")
         if self._is("+", "-"):
-            negative = self._take().text == "-"
+            self._take()
             if self._is("+", "-"):
                 raise Unreadable("two signs side by side")
-            term = self._product()
-            return Node("neg", (term,)) if negative else term
-        return self._product()
+        term = self._product()
+        return Node("neg", (term,)) if negative else term
 
     def _product(self) -> Node:
         node, plain = self._power(), self._place
@@ -118,8 +113,7 @@ class _Parser:
         while True:
             if self._is("*", "/"):
                 divides = self._take().text == "/"
-                negative = self._is("-")
-                if negative:
+                if self._is("-"):
                     raise Unreadable("a sign after an operator")
                 factor = self._power()
                 node = Node("div" if divides else "mul", (node, factor))
@@ -141,7 +135,7 @@ class _Parser:
                 return node
 
     def _mixed(self, whole: Node) -> Node:
-        """ "2 1/2", where nothing else can be meant."""
+        """Parses the fraction of "2 1/2"."""
         above, slash, below = self._take(), self.here, self._ahead(1)
         if (
             not above.spaced
@@ -257,11 +251,7 @@ class _Parser:
             name += "_" + self._subscript()
         while self._is("'"):
             name += self._take().text
-        if name == "e":
-            return Node("const", ("e",))
-        if name == "i":
-            return Node("const", ("i",))
-        return Node("sym", (name,))
+        return Node("const" if name in ("e", "i") else "sym", (name,))
 
     def _subscript(self) -> str:
         if not self._is("{"):
@@ -277,7 +267,7 @@ class _Parser:
         return name
 
     def _argument(self) -> Node:
-        """In braces, or one digit, letter or command, as TeX takes it."""
+        """Parses an argument as TeX does: in braces, or one digit, letter or command."""
         if self._is("{"):
             return self._group("{", "}")
         token = self.here
@@ -298,12 +288,9 @@ class _Parser:
         name = self._take().text
         if name in _CONSTANTS:
             return Node("const", (_CONSTANTS[name],))
-        if name == "frac":
+        if name in ("frac", "binom"):
             above = self._argument()
-            return Node("div", (above, self._argument()))
-        if name == "binom":
-            above = self._argument()
-            return Node("binom", (above, self._argument()))
+            return Node("div" if name == "frac" else name, (above, self._argument()))
         if name == "sqrt":
             return self._root()
         if name in FUNCTIONS:

@@ -1,4 +1,4 @@
-r"""The kinds of answers, as data: quantities, words, several answers, points, intervals, matrices, relations.
+r"""The kinds of answers as dataclasses: quantities, words, several answers, points, intervals, relations.
 
 "x = 3"                      Relation(("=",), (label x, 3))
 "1 \pm \sqrt{19}"            Several(two quantities)
@@ -15,7 +15,15 @@ from jaxrl.rewards.answer_reader.answer_expressions import Node
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """An expression; `degrees`, `percent` and `unit` say what stood behind it."""
+    """An expression with its unit.
+
+    Attributes:
+      node: expression without the unit.
+      unit: names of units; empty without one.
+      known_unit: whether all words of the unit are known units.
+      degrees: whether a degree sign follows.
+      percent: whether a percent sign follows.
+    """
 
     node: Node
     unit: tuple[str, ...] = ()
@@ -26,14 +34,14 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Lower-case words; a single letter is one of several choices."""
+    """Words in lower case; a single letter is the label of a choice."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-    """Answers side by side in no order; `braces` if a set is written."""
+    """Several answers in any order; `braces` marks a set in braces."""
 
     items: tuple[Answer, ...]
     braces: bool = False
@@ -50,7 +58,7 @@ class Brackets:
 
 @dataclasses.dataclass(frozen=True)
 class Union:
-    """Sets of real numbers put together; `without` are taken off."""
+    """The union of sets of real numbers, minus the sets of `without`."""
 
     items: tuple[Answer, ...]
     without: tuple[Answer, ...] = ()
@@ -75,10 +83,12 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """A chain: sides with one operator fewer between them, of = < > le ge ne in approx.
+    """A chain of equations or inequalities, such as 0 < x < 1.
 
     Attributes:
-      labels: of each side its text if it is a name of something, else None.
+      operators: operators between the sides: = < > le ge ne in approx.
+      sides: parsed sides, one more than operators; None if a side is missing or only a name.
+      labels: text of each side that is a name, else None.
     """
 
     operators: tuple[str, ...]
@@ -88,7 +98,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class Based:
-    """Digits in a base."""
+    """Digits in a base, such as 4210_5."""
 
     digits: str
     base: str
@@ -96,7 +106,7 @@ class Based:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """a : b : c."""
+    """A ratio a : b : c."""
 
     items: tuple[Node, ...]
 

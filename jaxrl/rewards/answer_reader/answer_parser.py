@@ -1,6 +1,6 @@
-"""The parser of answers: which kind of answer a text is (`answer_kinds`), by its outermost structure.
+"""Parses a text into a kind of answer (`answer_kinds`) by its outermost structure.
 
-Tried in this order, each on what the one before leaves:
+The first form that matches wins:
 
     fixed phrases           "all real numbers", "no solution"        Reals, Empty
     digits in a base        "4210_5", "110 base 2"                   Based
@@ -14,8 +14,7 @@ Tried in this order, each on what the one before leaves:
     colons                  "3 : 4"                                  Ratio
     everything else         "42", "\\frac12 cm"                      Quantity
 
-A text that is several things at once ("42 or 43"), or a negation ("\\ne 42"), is parsed as just that. It
-then equals no single number.
+Several answers ("42 or 43") and negations ("\\ne 42") are parsed as such, so they equal no single number.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
 
+_NAMING_COMMANDS = {"angle", "triangle", "overline", "vec", "hat", "bar", "measuredangle"}
 _RELATIONS = {"=", "<", ">", "le", "ge", "ne", "in", "approx", "equiv", "sim"}
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{(?P<name>[pbvBV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr| ]*\})?"
@@ -80,14 +80,14 @@ _NOTHING = re.compile(r"(?i)\A(?:no\s+(?:real\s+)?solutions?|none|empty\s+set)\Z
 
 
 def read_answer(text: str, *, thousands: bool = True) -> Answer:
-    """What an answer says.
+    """Parses an answer.
 
     Args:
-      text: without the sentence around it.
-      thousands: commas may separate thousands, outside of brackets.
+      text: answer without the sentence around it.
+      thousands: whether commas outside brackets may separate thousands.
 
     Raises:
-      Unreadable: nothing that is known here.
+      Unreadable: The text is no answer of a known kind.
     """
     if len(text) > MAX_CHARS:
         raise Unreadable("too long")
@@ -186,7 +186,7 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
 
 
 def _all_words(tokens: Sequence[Token]) -> bool:
-    """Words alone; "Evelyn", "LQSX" and "(C)" without \\text are meant so, too."""
+    """Returns whether there are only words: in \\text, or like "Evelyn", "LQSX" and "(C)"."""
     if all(t.kind == "word" or is_op(t, "(", ")", "-", "'", ".") for t in tokens):
         return any(t.kind == "word" for t in tokens) and not any(
             t.text.lower() in ("or", "and", "not") and t.kind == "word" for t in tokens
@@ -198,7 +198,7 @@ def _all_words(tokens: Sequence[Token]) -> bool:
 
 
 def _split(tokens: Sequence[Token], at: Callable[[Token], bool]) -> list[list[Token]]:
-    """Parts between the tokens that `at` takes, outside of brackets."""
+    """Splits at the tokens outside brackets for which `at` is true."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:
@@ -221,7 +221,7 @@ def _opens(token: Token) -> int:
 
 
 def _several(parts: list[list[Token]], depth: int) -> Answer:
-    # "2, 3, and 4": nothing stands between a comma and its "and".
+    # In "2, 3, and 4" the part between the comma and "and" is empty.
     kept = [part for part in parts if part]
     if len(kept) > MAX_ITEMS:
         raise Unreadable("too many answers")
@@ -237,7 +237,7 @@ def _several(parts: list[list[Token]], depth: int) -> Answer:
 
 
 def _with_units(items: list[Answer]) -> list[Answer]:
-    """ "10, 50 and 54 degrees" has degrees in all three."""
+    """Gives the unit of the last item to all: "10, 50 and 54 degrees"."""
     last = items[-1]
     if not isinstance(last, Quantity) or not (last.unit or last.degrees):
         return items
@@ -286,47 +286,30 @@ def _relation(tokens: list[Token], depth: int) -> Answer | None:
 
 
 def _label(tokens: Sequence[Token]) -> str | None:
-    """The name of something: "x", "AB", "f(x)", "\\angle ABC", "Area", "a + b"; it has no number."""
+    """Returns a name such as "x", "AB", "f(x)", "\\angle ABC", "Area" or "a + b"; None if it has a number."""
     if not tokens or len(tokens) > 30:
         return None
     named = False
     inside = 0
-    for token in tokens:
+    for n, token in enumerate(tokens):
         inside += _opens(token)
         if token.kind == "num":
             # f(3) and x_1 are names.
-            if not inside and not _follows(tokens, token, "_"):
+            if not inside and not (n and tokens[n - 1].text == "_"):
                 return None
         elif token.kind in ("sym", "word"):
             if token.kind == "word" and token.text.lower() in WORDS:
                 return None
             named = True
-        elif (
-            token.kind == "cmd"
-            and token.text
-            not in (
-                "angle",
-                "triangle",
-                "overline",
-                "vec",
-                "hat",
-                "bar",
-                "measuredangle",
-            )
-        ) or (token.kind == "op" and token.text not in "(){}[]_',|+-*/^"):
+        elif token.text not in (_NAMING_COMMANDS if token.kind == "cmd" else "(){}[]_',|+-*/^"):
             return None
     if not named:
         return None
     return "".join(t.text for t in tokens if not (t.kind == "op" and t.text in "{}"))
 
 
-def _follows(tokens: Sequence[Token], token: Token, text: str) -> bool:
-    place = next(n for n, t in enumerate(tokens) if t is token)
-    return place > 0 and tokens[place - 1].text == text
-
-
 def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
-    """What stands in one pair of brackets; None if it is an expression after all."""
+    """Parses a pair of brackets around everything; None if there is none or it belongs to an expression."""
     first, last = tokens[0], tokens[-1]
     pair = (first.text, last.text)
     if len(tokens) < 2:
@@ -368,13 +351,13 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
 
 
 def _is_bound(tokens: Sequence[Token]) -> bool:
-    """What stands before the bar in {x | x > 0} and {x \\in R : x > 0}."""
+    """Returns whether tokens are the left part of {x | x > 0} or {x \\in R : x > 0}."""
     kinds = [t.kind for t in tokens[:1]]
     return kinds == ["sym"] and [t.text for t in tokens[1:]] in ([], ["in", "reals"])
 
 
 def _whole(tokens: Sequence[Token]) -> bool:
-    """The first bracket closes with the last token."""
+    """Returns whether the first bracket closes with the last token."""
     depth = 0
     for n, token in enumerate(tokens):
         depth += _opens(token)
@@ -392,7 +375,7 @@ def _plus_minus(tokens: Sequence[Token]) -> list[list[Token]]:
         branches = [
             [*b[:place], Token("op", sign), *b[place + 1 :]] for b in branches for sign in "+-"
         ]
-    # 1 \pm 2 \pm 3 has two branches with equal signs or four; who writes one of them means one thing.
+    # 1 \pm 2 \pm 3 may mean two branches, with equal signs, or four.
     if len(places) == 2:
         raise Unreadable("two signs that may go together or not")
     return branches

@@ -1,12 +1,10 @@
-r"""LaTeX and plain text of answers, cut into tokens: dress taken off, one token for each way to write a
-thing.
+r"""Splits answers in LaTeX or plain text into tokens; different notations of one thing give the same token.
 
     "$x = 10,\!080\text{ cm}^2$."  ->  sym x, op =, num 10080, word cm, op ^, num 2
 
-What is written in `\text{...}` becomes words, never variables; letters that touch each other become
-variables,
-unless they are a function's name, a unit after a number, or "or" and "and". A comma between groups of three
-digits belongs to the number, outside of brackets, if `thousands` says so.
+The content of `\text{...}` becomes words. Other letters become one variable each, except names of functions,
+units after a number, "or" and "and". Outside brackets a comma between groups of three digits belongs to the
+number, if `thousands` is set.
 """
 
 from __future__ import annotations
@@ -15,24 +13,24 @@ import dataclasses
 import re
 from fractions import Fraction
 
-# Bounds all that comes after.
+# These bound the work of parsing and comparing.
 MAX_CHARS = 2000
 MAX_TOKENS = 800
 MAX_DIGITS = 400
 
 
 class Unreadable(Exception):
-    """Not a text that has one meaning here."""
+    """A text has no meaning for the parser, or several."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """One of them.
+    """A token of an answer.
 
     Attributes:
       kind: "num", "sym", "word", "cmd" or "op".
-      text: as written, commands without their backslash.
-      spaced: something stands between it and the token before.
+      text: text as written; commands have no backslash.
+      spaced: whether there is space before the token.
     """
 
     kind: str
@@ -57,14 +55,34 @@ _TEXT_COMMANDS = (
 )
 _TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
 
-# Between these stands what was written in \text{...}.
+# Marks around the content of \text{...}.
 _OPEN, _CLOSE = "\x01", "\x02"
 
 _DRESS = "left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|hfill|strut"
+# Commands of one meaning.
+_SYNONYMS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("leq", "leqslant"), r"\le "),
+    **dict.fromkeys(("geq", "geqslant"), r"\ge "),
+    **dict.fromkeys(("backslash", "smallsetminus", "setminus"), r"\setminus "),
+    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
+    **dict.fromkeys(("ast", "cdot", "times"), "*"),
+    **dict.fromkeys(("ldots", "cdots"), r"\dots "),
+    **dict.fromkeys(("R", "Reals"), r"\reals "),
+    "neq": r"\ne ", "lt": "<", "gt": ">", "varnothing": r"\emptyset ", "lbrace": r"\{", "rbrace": r"\}",
+    "lbrack": "[", "rbrack": "]", "degrees": r"\degree ", "div": "/", "infin": r"\infty ", "mp": r"\pm ",
+}  # fmt: skip
+
+
+def _one_command(command: re.Match[str]) -> str:
+    return _SYNONYMS.get(command[1]) or command[0]
+
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\{,\}(?=\s*[0-9])|,\\!\s*(?=[0-9])", "\x03"),  # a separator of thousands, for certain
+        (r"\{,\}(?=\s*[0-9])|,\\!\s*(?=[0-9])", "\x03"),  # always a separator of thousands
         (r"(?<=[0-9])\\[,;:!]\s*(?=[0-9]{3}(?![0-9]))", "\x03"),
         (rf"\\(?:{_DRESS})(?![A-Za-z])\.?", " "),
         (r"\\(?:q?quad|enspace|thinspace|hspace\s*\{[^{}]*\})(?![A-Za-z])", " "),
@@ -72,50 +90,20 @@ _REWRITES = tuple(
         (r"\\[()\[\]]", " "),
         (r"\\(?:boxed|fbox)(?![A-Za-z])", " "),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
-        (r"\\(?:R|Reals)(?![A-Za-z])", r"\\reals "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\(?:leq|leqslant)(?![A-Za-z])|<=", r"\\le "),
-        (r"\\(?:geq|geqslant)(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\(?:neq|not\s*=)(?![A-Za-z])|!=|\\ne(?![A-Za-z])", r"\\ne "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:backslash|smallsetminus|setminus)(?![A-Za-z])", r"\\setminus "),
-        (r"\\(?:varnothing)(?![A-Za-z])", r"\\emptyset "),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\(?:lbrack)(?![A-Za-z])", "["),
-        (r"\\(?:rbrack)(?![A-Za-z])", "]"),
-        (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
-        (r"\\degrees?(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
-        (r"\\(?:div)(?![A-Za-z])", "/"),
-        (r"\\(?:ast)(?![A-Za-z])|\\cdot(?![A-Za-z])|\\times(?![A-Za-z])", "*"),
+        (r"\\([A-Za-z]+)(?![A-Za-z])", _one_command),
+        (r"\\degree(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"!=|\\not\s*=", r"\\ne "),
         (r"\*\*", "^"),
-        (r"\\(?:infin)(?![A-Za-z])", r"\\infty "),
-        (r"\\(?:mp)(?![A-Za-z])", r"\\pm "),
-        (r"\\(?:dots|ldots|cdots)(?![A-Za-z])|\.\.\.|\u2026", r"\\dots "),
+        (r"\.\.\.|\u2026", r"\\dots "),
     )
 )
 
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "exp",
-    ]
-)
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
+    "ln", "log", "exp",
+})  # fmt: skip
 _ASCII = {
     **{name: name for name in FUNCTIONS},
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "sqrt": "sqrt", "pi": "pi", "infinity": "infty",
@@ -124,48 +112,15 @@ _ASCII = {
     "degree": "degree",
     "percent": "%", "deg": "degree",
 }  # fmt: skip
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-        "hbar",
-    ]
-)
+_GREEK = frozenset({
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
+    "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
+    "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega",
+    "ell", "hbar",
+})  # fmt: skip
 WORDS = frozenset(("or", "and", "in", "not"))
 
-# Units of what is counted: one name for one unit. Whole words only, after a number.
+# Units and counted things. The first name of each group stands for all. Whole words after a number only.
 _UNIT_NAMES = """
 cm centimeter centimeters centimetre centimetres; mm millimeter millimeters; km kilometer kilometers
 kilometre kilometres; meter meters metre metres; mile miles mi; foot feet ft; inch inches; yard yards yd
@@ -197,11 +152,17 @@ guests; chocolate chocolates; gift gifts
 UNITS: dict[str, str] = {
     name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()
 }
-# May stand before or between units.
+# Words allowed before or between units.
 UNIT_WORDS = frozenset(("square", "sq", "cubic", "per", "total", "distinct", "different", "of"))
 
+SCIENTIFIC = (
+    r"(?<![0-9.,])[1-9](?:[eE](?:[0-9]{1,2}|[+-]0[0-9])|\.[0-9]+[eE][+-]?[0-9]{1,2})"
+    r"(?![0-9A-Za-z.^_!])"
+)
+"""Matches 1.5e3, 2e6 and 1e-05. With a sign it needs a point or a 0, as "2e-1" is also 2 times e minus 1."""
+
 _TOKEN = re.compile(
-    r"(?P<num>[0-9]+(?:\x03[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
+    rf"(?P<num>{SCIENTIFIC}|[0-9]+(?:\x03[0-9]{{3}})*(?:\.[0-9]+)?|\.[0-9]+)"
     r"|\\(?P<cmd>[A-Za-z]+|[{}%$&#_|\\])"
     r"|(?P<letters>[A-Za-z]+)"
     r"|(?P<op>[-+*/^_!=<>()\[\]{},;:|&%'?.])"
@@ -213,14 +174,14 @@ _DEPTH = re.compile(r"\\\{|\\\}|[()\[\]]")
 
 
 def tokens_of(text: str, *, thousands: bool = True) -> list[Token]:
-    """The tokens of an answer.
+    """Returns the tokens of an answer.
 
     Args:
-      text: of at most `MAX_CHARS`.
-      thousands: a comma may separate thousands.
+      text: answer of at most `MAX_CHARS` characters.
+      thousands: whether a comma may separate thousands.
 
     Raises:
-      Unreadable: the text is too long, or holds a sign that has no meaning here.
+      Unreadable: The text is too long or contains an unknown character.
     """
     if len(text) > MAX_CHARS:
         raise Unreadable("too long")
@@ -274,7 +235,7 @@ def _clean(text: str, *, thousands: bool) -> str:
 
 
 def _joined(match: re.Match[str], text: str) -> str:
-    """A number without its commas, unless brackets around it make them a list's."""
+    """Removes the commas of a number; keeps them inside brackets, where they separate items."""
     depth = 0
     for bracket in _DEPTH.finditer(text, 0, match.start()):
         depth += 1 if bracket[0] in (r"\{", "(", "[") else -1
@@ -282,7 +243,7 @@ def _joined(match: re.Match[str], text: str) -> str:
 
 
 def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) -> list[Token]:
-    """Variables, or one word."""
+    """Returns one token per variable, or one for a word or a function."""
     lower = letters.lower()
     after_number = bool(before) and before[-1].text not in ("*", "/", "+", "-", "=", "^", "_")
     if words:
@@ -301,10 +262,10 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
 
 
 def is_op(token: Token, *texts: str) -> bool:
-    """Whether a token is one of these operators."""
+    """Returns whether a token is one of these operators."""
     return token.kind == "op" and token.text in texts
 
 
 def number_of(token: Token) -> Fraction:
-    """The value of a number's token."""
+    """Returns the value of a number's token."""
     return Fraction(token.text)

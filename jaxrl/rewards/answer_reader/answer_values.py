@@ -1,8 +1,8 @@
-"""What an expression is worth: exactly where it is rational, else in many digits at chosen points.
+"""Evaluates expressions: exactly if they are rational, else to 50 digits at fixed points.
 
-Two expressions are equal if they agree to 30 digits at eight points, negative ones among them. 30 digits tell
-e^(pi sqrt(163)) from the integer next to it. A computer algebra system, asked about the pairs that agree,
-never contradicted it and took most of the time.
+Two expressions are equal if they agree to 30 digits at eight points, two of them negative. 30 digits separate
+e^(pi sqrt(163)) from the nearest integer. A computer algebra system, tried on all pairs that agree, never
+disagreed and took most of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mpmath
 
 from jaxrl.rewards.answer_reader.answer_expressions import Node
 
-# Exact arithmetic above these would take longer than an answer is worth.
+# Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
 _MAX_FACTORIAL = 2000
 _DIGITS = 50
@@ -26,12 +26,12 @@ _LARGEST = mpmath.mpf(10) ** 100_000
 
 
 class Undecided(Exception):
-    """There is no number, or it would take too much to find it."""
+    """An expression has no value, or computing it would take too long."""
 
 
 @functools.lru_cache(maxsize=4096)
 def exact(node: Node) -> Fraction | None:
-    """The rational number that an expression is; None if it is none, or too long."""
+    """Returns the value of a rational expression; None if it is not rational or too long."""
     parts = node.parts
     match node.kind:
         case "num":
@@ -94,14 +94,8 @@ def _bits(value: Fraction) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def symbols(node: Node) -> frozenset[str]:
-    """The variables of an expression."""
-    if node.kind == "sym":
-        return frozenset(node.parts)
-    found: frozenset[str] = frozenset()
-    for part in node.parts:
-        if isinstance(part, Node):
-            found |= symbols(part)
-    return found
+    """Returns the names of the variables."""
+    return frozenset(part.parts[0] for part in node.nodes() if part.kind == "sym")
 
 
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -116,15 +110,15 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def value(node: Node, at: Mapping[str, Any], *, real: bool = False) -> Any:
-    """The number that an expression is where its variables have these values, to 50 digits.
+    """Evaluates an expression to 50 digits.
 
     Args:
-      node: the expression.
-      at: values by name.
-      real: no part of it may be anything but a real number, as in the root of a variable below 0.
+      node: expression.
+      at: values of its variables by name.
+      real: whether each part must be real; the root of a negative variable is not.
 
     Raises:
-      Undecided: there is none.
+      Undecided: The expression has no such value, or it is too large.
     """
     with mpmath.workdps(_DIGITS):
         try:
@@ -188,7 +182,7 @@ def _operation(kind: str, parts: list[Any]) -> Any:
             return _FUNCTIONS[kind](parts[0])
 
 
-# Of each variable, as many values; the last ones are negative. Chosen so that no two are in a simple ratio.
+# Values of a variable at the points; two are negative. No two have a simple ratio.
 _POINTS = tuple(
     mpmath.mpf(x) / 100_003
     for x in (137_449, 59_273, 331_777, 211_811, 87_433, -73_471, -190_807, 449_003)
@@ -196,7 +190,7 @@ _POINTS = tuple(
 
 
 def points(names: frozenset[str]) -> list[dict[str, Any]]:
-    """Values of the variables to try, 8 of them; of negative ones are those of the sixth and seventh."""
+    """Returns eight points: values of the variables by name, negative at the sixth and seventh point."""
     ordered = sorted(names)
     return [
         {
@@ -208,22 +202,23 @@ def points(names: frozenset[str]) -> list[dict[str, Any]]:
 
 
 def close(one: Any, other: Any) -> bool:
-    """Equal but for rounding."""
+    """Returns whether two numbers are equal except for rounding."""
     return abs(one - other) <= _TOLERANCE * (1 + max(abs(one), abs(other)))
 
 
 def agree(one: Node, other: Node) -> bool:
-    """The expressions have one value wherever both have one.
+    """Returns whether two expressions have equal values at all points where both have one.
 
     Raises:
-      Undecided: they have not, at enough points.
+      Undecided: Both have a value at too few points.
     """
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
         return first == second
     names = symbols(one) | symbols(other)
-    # Roots and logarithms of variables are those of what is taken to be positive.
-    real = bool(names) and "i" not in _constants(one) | _constants(other)
+    # Without i, points where a root or logarithm is not real do not count.
+    imaginary = Node("const", ("i",))
+    real = bool(names) and not any(imaginary in node.nodes() for node in (one, other))
     decided = 0
     for at in points(names) if names else [{}]:
         try:
@@ -238,14 +233,8 @@ def agree(one: Node, other: Node) -> bool:
     return True
 
 
-def _constants(node: Node) -> set[str]:
-    if node.kind == "const":
-        return set(node.parts)
-    return set().union(*(_constants(p) for p in node.parts if isinstance(p, Node)))
-
-
 def proportional(one: Node, other: Node) -> bool:
-    """The one is the other times a number that is not 0; so two equations "... = 0" say the same."""
+    """Returns whether the ratio is constant and not 0: then "a = 0" and "b = 0" are the same equation."""
     names = symbols(one) | symbols(other)
     if not names or symbols(one) != symbols(other):
         return False

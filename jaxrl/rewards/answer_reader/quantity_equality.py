@@ -1,4 +1,4 @@
-"""Whether two quantities are equal: value, unit, percent and degrees."""
+"""Compares quantities: value, unit, percent and degrees."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ARITHMETIC = {
 
 
 def same_quantity(truth: Quantity, said: Quantity, *, evaluated: bool = True) -> bool:
-    """Whether two quantities are equal.
+    """Returns whether two quantities are equal.
 
     Args:
-      truth: the ground truth.
-      said: the answer; without a unit it is taken in the truth's.
-      evaluated: a sum or a product left to the reader ("6 * 7") does not count as the number.
+      truth: ground truth.
+      said: answer; without a unit it has the unit of the truth.
+      evaluated: whether to reject an unevaluated sum or product ("6 * 7").
     """
     if not _same_unit(truth, said):
         return False
@@ -28,7 +28,7 @@ def same_quantity(truth: Quantity, said: Quantity, *, evaluated: bool = True) ->
     if evaluated and is_numeral(truth.node) and _is_unevaluated(said.node):
         return False
     if same_value(truth.node, said.node):
-        # Who says 42% to 42 has counted in percent; who says 0.2% to 0.2 has not.
+        # "42%" is right for the truth 42, which counts percents; "0.2%" is wrong for 0.2.
         share = said.percent and not truth.percent and _is_below_one(truth.node)
         return not share
     if truth.percent != said.percent:
@@ -44,7 +44,7 @@ def _is_below_one(node: Node) -> bool:
 
 
 def _scaled(truth: Quantity, said: Quantity, of_truth: bool, factor: Node) -> bool:
-    """Equal in value where one of the two has a sign that stands for a factor."""
+    """Compares values after multiplying the one with the sign (percent, degrees) by its factor."""
     first, second = truth.node, said.node
     if of_truth:
         first = Node("mul", (first, factor))
@@ -66,7 +66,7 @@ def _same_unit(truth: Quantity, said: Quantity) -> bool:
 
 
 def is_numeral(node: Node) -> bool:
-    """Whether an expression is a number or a fraction of two, with a sign or without."""
+    """Returns whether an expression is a number or a fraction of two numbers, signed or not."""
     if node.kind == "neg":
         node = node.parts[0]
     if node.kind == "div":
@@ -75,18 +75,18 @@ def is_numeral(node: Node) -> bool:
 
 
 def _is_unevaluated(node: Node) -> bool:
-    """A sum or a product that is left to the reader: "6 * 7", "40 + 2"; "5 * 10^3" is none."""
-    kinds = node.kinds()
+    """Returns whether a sum or product is unevaluated: "6 * 7", "40 + 2", but not "5 * 10^3"."""
+    kinds = {part.kind for part in node.nodes()}
     if not kinds <= _ARITHMETIC:
         return False
-    # A power beside a factor is how large numbers are written.
+    # Large numbers are written as a factor and a power.
     return "add" in kinds or (
         not kinds & {"pow", "fact", "binom"} and bool(kinds & {"mul", "abs", "floor", "ceil"})
     )
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Whether two expressions are equal for all values of their variables."""
+    """Returns whether two expressions are equal for all values of their variables."""
     if one == other:
         return True
     infinite = [_infinite(x) for x in (one, other)]

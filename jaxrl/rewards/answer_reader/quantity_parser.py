@@ -1,4 +1,4 @@
-"""A number or an expression with what surrounds it: currency, unit, degrees, percent."""
+"""Parses a number or an expression with its currency, unit, degrees or percent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantity(tokens: list[Token]) -> Quantity:
     """Parses a number or an expression with its unit.
 
     Raises:
-      Unreadable: the expression cannot be parsed, or words follow it that are no unit.
+      Unreadable: The expression cannot be parsed, or "or", "and", "in" or "not" follows it.
     """
     unit: list[str] = []
     known, degrees, percent = True, False, False
@@ -74,7 +74,7 @@ def _ends_with_power(tokens: Sequence[Token]) -> bool:
 
 
 def _unit(words: Sequence[str], power: str) -> tuple[list[str], bool]:
-    """The unit's name, and whether all of it is known."""
+    """Returns the names in the unit, and whether all of them are known."""
     if any(word in WORDS for word in words):
         raise Unreadable("words after a number")
     names, known = [], True

@@ -1,4 +1,4 @@
-"""Sets of real numbers as intervals: whether "x > 2", "(2, \\infty)" and "{x | x > 2}" are the same set."""
+"""Compares sets of real numbers as intervals: "x > 2", "(2, \\infty)" and "{x | x > 2}" are equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Piece = tuple[Any, bool, Any, bool]
 
 
 def same_set(truth: Answer, said: Answer) -> bool:
-    """Whether two answers are the same set of real numbers; False if one is no such set."""
+    """Returns whether two answers are the same set of real numbers; False if one is no such set."""
     try:
         one, other = _pieces(truth), _pieces(said)
     except (Undecided, KeyError):
@@ -45,7 +45,7 @@ def _same_end(one: Any, other: Any) -> bool:
 
 
 def _pieces(answer: Answer) -> tuple[list[_Piece], str] | None:
-    """The intervals of a set and the name of its variable; None if the answer is no set of real numbers."""
+    """Returns the intervals of a set and its variable's name; None if it is no set of real numbers."""
     match answer:
         case Reals():
             return [(-_INFINITY, False, _INFINITY, False)], ""
@@ -81,7 +81,7 @@ def _joined(items: tuple[Answer, ...]) -> tuple[list[_Piece], str] | None:
     if len(names) > 1:
         return None
     pieces = [piece for one in found if one is not None for piece in one[0]]
-    # "x > 2, x < 5" may mean both at once: only what is apart is put together.
+    # "x > 2, x < 5" may mean a union or an intersection, so relations that overlap are refused.
     if isinstance(items[0], Relation) and len(_merged(pieces)) != len(pieces):
         return None
     return pieces, next(iter(names), "")
@@ -163,5 +163,5 @@ def _minus(pieces: list[_Piece], holes: list[_Piece]) -> list[_Piece]:
 
 
 def is_plain_name(label: str | None) -> bool:
-    """Whether a label names one thing, not a sum or product of several."""
+    """Returns whether a label is one name, not a sum or product."""
     return label is not None and not any(sign in label for sign in "+-*/^|")

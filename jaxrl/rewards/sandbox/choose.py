@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Literal
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.sandbox.bubblewrap import Bubblewrap
 from jaxrl.rewards.sandbox.landlock import Landlock
+from jaxrl.rewards.sandbox.native import Unconfined
 from jaxrl.rewards.sandbox.sandbox_interface import Sandbox, SandboxUnavailable
-from jaxrl.rewards.sandbox.unconfined import Unconfined
 from jaxrl.rewards.sandbox.webassembly import WebAssembly
 
 SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
@@ -19,7 +18,7 @@ SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
 SANDBOXES: dict[str, type[Sandbox]] = {
     kind.name: kind for kind in (Bubblewrap, WebAssembly, Landlock, Unconfined)
 }
-"""By name, those that `auto` tries first at the front; it never takes `none`."""
+"""Sandboxes by name, in the order in which `auto` tries them; it never tries `none`."""
 
 
 def choose_sandbox(choice: str) -> Sandbox:
@@ -32,17 +31,13 @@ def choose_sandbox(choice: str) -> Sandbox:
       UserError: the named sandbox does not work, or none does.
     """
     names = [name for name in SANDBOXES if name != "none"] if choice == "auto" else [choice]
-    return _first_that_works(choice, [SANDBOXES[name] for name in names])
-
-
-def _first_that_works(choice: str, kinds: Sequence[type[Sandbox]]) -> Sandbox:
     reasons = []
-    for kind in kinds:
-        sandbox = kind()
+    for name in names:
+        sandbox = SANDBOXES[name]()
         try:
             sandbox.check()
         except SandboxUnavailable as reason:
-            reasons.append(f"{kind.name}: {reason}")
+            reasons.append(f"{name}: {reason}")
         else:
             return sandbox
     raise UserError(
@@ -54,5 +49,5 @@ def _first_that_works(choice: str, kinds: Sequence[type[Sandbox]]) -> Sandbox:
 
 @functools.cache
 def sandbox_called(name: str) -> Sandbox:
-    """The sandbox of this process with a name of `SANDBOXES`; it has been checked before."""
+    """Returns this process's sandbox of a name in `SANDBOXES`, without checking it."""
     return SANDBOXES[name]()

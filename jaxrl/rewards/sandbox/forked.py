@@ -39,13 +39,18 @@ def run_forked(
     Returns:
       The first megabyte; empty if the function failed; None if it ran out of time.
     """
+    try:
+        # Before the fork: libseccomp writes a temporary file, and the child may write none.
+        syscalls = syscall_filter()
+    except SandboxUnavailable:
+        syscalls = b""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # JAX warns that its threads do not survive a fork; the child needs none of them.
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid == 0:
-        _child(function, limits, [*READABLE, *readable], writing)
+        _child(function, limits, [*READABLE, *readable], syscalls, writing)
     os.close(writing)
     until = time.monotonic() + CLOCK_FACTOR * limits.seconds
     found = None
@@ -75,7 +80,11 @@ def _read(pipe: int, until: float) -> bytes | None:
 
 
 def _child(
-    function: Callable[[], bytes], limits: SandboxLimits, readable: list[str], writing: int
+    function: Callable[[], bytes],
+    limits: SandboxLimits,
+    readable: list[str],
+    syscalls: bytes,
+    writing: int,
 ) -> None:
     """The forked process; it never returns."""
     try:
@@ -88,10 +97,6 @@ def _child(
         with open("/proc/self/statm", encoding="ascii") as numbers:
             held = int(numbers.read().split()[0]) * resource.getpagesize()
         lockdown.limit_resources(max(1, round(limits.seconds)), held + limits.memory_bytes)
-        try:
-            syscalls = syscall_filter()
-        except SandboxUnavailable:
-            syscalls = b""
         lockdown.restrict(readable, syscalls, landlock=lockdown.landlock_version() > 0)
         content = function()
         while content:

@@ -48,7 +48,7 @@ READABLE = (
 )
 """Files and folders that a Python and its packages need; programs can read them."""
 
-# One thread per library: stacks of others count as address space, and the machine's cores are taken.
+# One thread per library, because stacks count as address space and other programs need the cores.
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
@@ -59,16 +59,21 @@ _ENVIRONMENT = {
 # in a second. RLIMIT_NPROC counts all processes of a user and does not hold for root, so they are watched.
 _MAX_THREADS = 128
 _LOOK_EVERY_S = 0.05
-# Of a limit that a machine with a load of a hundred does not reach, for a program of a few milliseconds.
+# The test program takes milliseconds. The wide limit holds on a machine with a load of a hundred.
 CHECK_LIMITS = SandboxLimits(seconds=10.0)
 
 
 class NativeSandbox(Sandbox):
-    """What the sandboxes that start a Python process have in common."""
+    """Base class of the sandboxes that start a Python process.
+
+    Attributes:
+      landlock: whether Landlock limits files.
+      seccomp: whether a filter limits system calls.
+      direct: whether Python is a child of this process, and not of a program that ends Python with itself.
+    """
 
     landlock = False
     seccomp = True
-    # Python is a child of this process, and not of a program that ends it.
     direct = True
 
     def command(self, python: Sequence[str]) -> list[str]:
@@ -96,6 +101,17 @@ class NativeSandbox(Sandbox):
         if outcome.stdout != b"ready\n":
             lines = outcome.stderr.decode(errors="replace").strip().splitlines()
             raise SandboxUnavailable(lines[-1] if lines else f"status {outcome.status}")
+
+
+class Unconfined(NativeSandbox):
+    """A process with limits; `reward.code_sandbox="none"` selects it."""
+
+    name = "none"
+    gaps = (
+        "programs can do all that this user can: read and change files, use the network, start processes "
+        "with limits of their own",
+    )
+    seccomp = False
 
 
 @functools.cache
@@ -145,8 +161,11 @@ def _supervised(
 def _followed(
     process: subprocess.Popen[bytes], until: float
 ) -> tuple[tuple[bytes, bytes], int | None]:
-    """Both outputs and the status of a process; None if it must be ended: its time is over, it has too many
-    threads, or it prints too much, which would take the time of whoever reads it."""
+    """Returns both outputs of a process and its status.
+
+    The status is None if the process must be killed: its time is over, it has too many threads, or it
+    prints so much that reading takes too long.
+    """
     assert process.stdout is not None and process.stderr is not None, "both are pipes"
     output, errors = process.stdout.fileno(), process.stderr.fileno()
     found = {output: bytearray(), errors: bytearray()}
@@ -161,7 +180,7 @@ def _followed(
                 or _num_threads(process.pid) > _MAX_THREADS
             ):
                 break
-            # Once both are closed it ends within a millisecond, or goes on without them.
+            # With both pipes closed a process usually ends within a millisecond.
             for key, _ in selector.select(_LOOK_EVERY_S if selector.get_map() else 0.002):
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
@@ -172,13 +191,13 @@ def _followed(
 
 
 def _num_threads(pid: int) -> int:
-    """The threads of a process and of its children, as bwrap has one; what has ended has none."""
+    """Counts the threads of a process and its children (bwrap has one); 0 if it has ended."""
     count = 0
     with contextlib.suppress(OSError):
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             pids = [pid, *map(int, file.read().split())]
         for each in pids:
             with open(f"/proc/{each}/stat", encoding="utf-8", errors="replace") as file:
-                # The name stands in brackets and may have blanks; it is the second of the fields.
+                # The second field, the name in brackets, may contain blanks.
                 count += int(file.read().rpartition(")")[2].split()[17])
     return count

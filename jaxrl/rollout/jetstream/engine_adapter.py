@@ -120,7 +120,7 @@ class JetStreamEngine(engine_api.Engine):
           engine, params, tokenizer: engine, weights and tokenizer of the model.
           settings: sampling settings of all requests.
           samples_per_slot: number of our slots per JetStream slot; divides the number of our slots.
-          columns: names of float32 fields [n, W] of the decode state that accompany the tokens.
+          columns: names of float32 fields of `DecodedTokens` that accompany the tokens.
           lock: context manager that is held during each dispatch. It is needed if another driver uses the
             devices, and on a mesh because JetStream dispatches from several threads: all devices must get
             their programs in the same order.
@@ -201,12 +201,14 @@ class JetStreamEngine(engine_api.Engine):
 
     def _pack(self, state: DecodeState) -> jax.Array:
         """Joins tokens, validity and lengths to int32 [n, 2 * W * C + 1], for a single copy to the host."""
+        decoded = state.decoded
         bits = [
-            jax.lax.bitcast_convert_type(getattr(state, name), jnp.int32) for name in self._columns
+            jax.lax.bitcast_convert_type(getattr(decoded, name), jnp.int32)
+            for name in self._columns
         ]
-        token_nWC = jnp.stack([state.out_token, *bits], axis=-1)
+        token_nWC = jnp.stack([decoded.token, *bits], axis=-1)
         n, W, _ = token_nWC.shape
-        valid_nW1 = (jnp.arange(W)[None] < state.out_count[:, None])[..., None]
+        valid_nW1 = (jnp.arange(W)[None] < decoded.count[:, None])[..., None]
         valid_nWC = jnp.broadcast_to(valid_nW1, token_nWC.shape).astype(jnp.int32)
         parts = (token_nWC.reshape(n, -1), valid_nWC.reshape(n, -1), state.count[:, None])
         return jnp.concatenate(parts, axis=1)

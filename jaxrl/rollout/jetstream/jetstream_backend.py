@@ -31,7 +31,7 @@ from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
 # Fields of the decode state that accompany each token.
-FIELDS = ("out_logprob", "out_entropy")
+FIELDS = ("logprob", "entropy")
 _COLUMNS = 1 + len(FIELDS)
 
 

@@ -8,11 +8,14 @@ Log-probabilities are those of the tempered distribution before truncation, the 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from pydantic import BaseModel
 
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import Call
@@ -31,8 +34,6 @@ from jaxrl.serving.openai.protocol import (
     TokenLogprob,
     Usage,
 )
-
-Head = dict[str, Any]  # id, time and model, the same in all parts of an answer
 
 
 class Choice:
@@ -66,36 +67,32 @@ class Choice:
         return text, tokens, start
 
 
-class CompletionForm:
-    """Builds answers of POST /v1/completions."""
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The shape of an endpoint's answers.
 
-    prefix = "cmpl-"
+    Attributes:
+      prefix: start of the ids.
+      whole, event: types of a whole answer and of an event of a stream.
+      choice: (index, choice, with log-probabilities) -> the choice of a whole answer.
+      new_part: (index, choice, with log-probabilities, is the first) -> the choice of an event.
+    """
 
-    def whole(
-        self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
-    ) -> Completion:
-        """The answer with all choices, which must have ended."""
-        taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
-        return Completion(**head, choices=taken, usage=usage)
+    prefix: str
+    whole: Callable[..., BaseModel]
+    event: Callable[..., BaseModel]
+    choice: Callable[[int, Choice, bool], BaseModel]
+    new_part: Callable[[int, Choice, bool, bool], BaseModel]
 
-    def event(
-        self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
-    ) -> Completion:
-        """The event with the new part of a choice."""
-        return Completion(**head, choices=[self._choice(index, choice, logprobs)])
 
-    def usage_event(self, head: Head, usage: Usage) -> Completion:
-        """The event with the token counts."""
-        return Completion(**head, choices=[], usage=usage)
-
-    def _choice(self, index: int, choice: Choice, logprobs: bool) -> CompletionChoice:
-        text, tokens, start = choice.take()
-        return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=_completion_logprobs(tokens, start) if logprobs else None,
-            finish_reason=choice.finish,
-        )
+def _completion_choice(index: int, choice: Choice, logprobs: bool, _: bool = False) -> BaseModel:
+    text, tokens, start = choice.take()
+    return CompletionChoice(
+        index=index,
+        text=text,
+        logprobs=_completion_logprobs(tokens, start) if logprobs else None,
+        finish_reason=choice.finish,
+    )
 
 
 def _completion_logprobs(tokens: Sequence[tuple[str, float]], start: int) -> CompletionLogprobs:
@@ -107,43 +104,24 @@ def _completion_logprobs(tokens: Sequence[tuple[str, float]], start: int) -> Com
     )
 
 
-class ChatForm:
-    """Builds answers of POST /v1/chat/completions."""
+def _chat_choice(index: int, choice: Choice, logprobs: bool) -> BaseModel:
+    text, tokens, _ = choice.take()
+    return ChatChoice(
+        index=index,
+        message=AssistantMessage(content=text),
+        logprobs=_chat_logprobs(tokens) if logprobs else None,
+        finish_reason=choice.finish,
+    )
 
-    prefix = "chatcmpl-"
 
-    def whole(
-        self, head: Head, choices: Sequence[Choice], usage: Usage, *, logprobs: bool
-    ) -> ChatCompletion:
-        """The answer with all choices, which must have ended."""
-        taken = [self._choice(i, choice, logprobs) for i, choice in enumerate(choices)]
-        return ChatCompletion(**head, choices=taken, usage=usage)
-
-    def event(
-        self, head: Head, index: int, choice: Choice, *, first: bool, logprobs: bool
-    ) -> ChatCompletionChunk:
-        """The event with the new part of a choice."""
-        text, tokens, _ = choice.take()
-        new = ChatChunkChoice(
-            index=index,
-            delta=MessageDelta(role="assistant" if first else None, content=text),
-            logprobs=_chat_logprobs(tokens) if logprobs else None,
-            finish_reason=choice.finish,
-        )
-        return ChatCompletionChunk(**head, choices=[new])
-
-    def usage_event(self, head: Head, usage: Usage) -> ChatCompletionChunk:
-        """The event with the token counts."""
-        return ChatCompletionChunk(**head, choices=[], usage=usage)
-
-    def _choice(self, index: int, choice: Choice, logprobs: bool) -> ChatChoice:
-        text, tokens, _ = choice.take()
-        return ChatChoice(
-            index=index,
-            message=AssistantMessage(content=text),
-            logprobs=_chat_logprobs(tokens) if logprobs else None,
-            finish_reason=choice.finish,
-        )
+def _chat_delta(index: int, choice: Choice, logprobs: bool, first: bool) -> BaseModel:
+    text, tokens, _ = choice.take()
+    return ChatChunkChoice(
+        index=index,
+        delta=MessageDelta(role="assistant" if first else None, content=text),
+        logprobs=_chat_logprobs(tokens) if logprobs else None,
+        finish_reason=choice.finish,
+    )
 
 
 def _chat_logprobs(tokens: Sequence[tuple[str, float]]) -> ChatLogprobs:
@@ -155,7 +133,8 @@ def _chat_logprobs(tokens: Sequence[tuple[str, float]]) -> ChatLogprobs:
     )
 
 
-Form = CompletionForm | ChatForm
+COMPLETION = Form("cmpl-", Completion, Completion, _completion_choice, _completion_choice)
+CHAT = Form("chatcmpl-", ChatCompletion, ChatCompletionChunk, _chat_choice, _chat_delta)
 
 
 class Answer:
@@ -164,7 +143,7 @@ class Answer:
     def __init__(self, call: Call, form: Form, model: str):
         self._call = call
         self._form = form
-        self._head: Head = {
+        self._head = {
             "id": form.prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model,
@@ -184,20 +163,21 @@ class Answer:
     def whole(self) -> str:
         """The whole answer, once it is complete."""
         logprobs = self._call.logprobs
-        answer = self._form.whole(self._head, self._choices, self._usage(), logprobs=logprobs)
+        choices = [self._form.choice(i, x, logprobs) for i, x in enumerate(self._choices)]
+        answer = self._form.whole(**self._head, choices=choices, usage=self._usage())
         return answer.model_dump_json()
 
     def event(self, index: int) -> str:
         """The event with the new part of a choice."""
         first = index not in self._begun
         self._begun.add(index)
-        choice, logprobs = self._choices[index], self._call.logprobs
-        event = self._form.event(self._head, index, choice, first=first, logprobs=logprobs)
+        part = self._form.new_part(index, self._choices[index], self._call.logprobs, first)
+        event = self._form.event(**self._head, choices=[part])
         return event.model_dump_json(exclude=None if self._call.include_usage else {"usage"})
 
     def usage_event(self) -> str:
         """The event with the token counts."""
-        return self._form.usage_event(self._head, self._usage()).model_dump_json()
+        return self._form.event(**self._head, choices=[], usage=self._usage()).model_dump_json()
 
     def _usage(self) -> Usage:
         prompt = self._call.prompt_tokens

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxrl.errors import UserError
 from jaxrl.serving.online_driver import Delta, OnlineDriver
-from jaxrl.serving.openai.answers import Answer, ChatForm, CompletionForm, Form
+from jaxrl.serving.openai.answers import CHAT, COMPLETION, Answer, Form
 from jaxrl.serving.openai.calls import (
     ApiError,
     Call,
@@ -147,17 +147,13 @@ def build_app(
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/completions", endpoint(read_completion, CompletionForm()), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(read_chat, ChatForm()), methods=["POST"]),
+            Route("/v1/completions", endpoint(read_completion, COMPLETION), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(read_chat, CHAT), methods=["POST"]),
         ],
-        exception_handlers={
-            ApiError: _refuse,
-            UserError: _refuse,
-            ServingError: _refuse,
-            HTTPException: _refuse,
-            # Starlette logs such an exception with its traceback after sending the answer.
-            Exception: _refuse,
-        },
+        # Starlette logs an `Exception` with its traceback after sending the answer.
+        exception_handlers=dict.fromkeys(
+            (ApiError, UserError, ServingError, HTTPException, Exception), _refuse
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE, new_directory
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import checkpoint_dtype, load_params
-from jaxrl.models.huggingface.weight_table import dimension_sizes, weight_table
+from jaxrl.models.huggingface.weight_table import weight_table
 from jaxrl.models.model_config import ModelConfig
 
 TINY = ModelConfig(
@@ -112,10 +112,10 @@ def test_the_table_covers_every_weight_once(config):
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     }
-    table, sizes = weight_table(config), dimension_sizes(config)
-    assert {row.path: row.leaf_shape(sizes) for row in table} == found
+    table = weight_table(config)
+    assert {row.path: row.leaf_shape for row in table} == found
     assert len(table) == len(found)
-    names = [row.tensor_name(at) for row in table for at in row.positions(sizes)]
+    names = [row.tensor_name(at) for row in table for at in row.positions()]
     assert sorted(names) == sorted(random_tensors(config))
 
 

@@ -18,7 +18,7 @@ from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA, ZERO
 from jaxrl.planner.layouts.accounting import (
-    CostBreakdown,
+    ReshardingCosts,
     boxes,
     from_shardings,
     gather_everything,
@@ -37,14 +37,14 @@ def layout_of(train: str, generate: str = "", **shares: int) -> ParallelLayout:
 def test_the_paper_s_example():
     """1-8-2 to t_g 2, p_g 1, as worked out by hand from Table 2."""
     assert table_2(layout_of("1-8-2", "1-2-4-2"), M) == {
-        "gather_all": CostBreakdown(M * 15 // 16, M, M // 16),
-        "vanilla": CostBreakdown(M * 7 // 8, M, M // 8),
-        "hybrid": CostBreakdown(M * 3 // 8, M // 2, 0),
+        "gather_all": ReshardingCosts(M * 15 // 16, M, M // 16),
+        "vanilla": ReshardingCosts(M * 7 // 8, M, M // 8),
+        "hybrid": ReshardingCosts(M * 3 // 8, M // 2, 0),
     }
 
 
 def test_generation_as_in_training_costs_nothing():
-    assert table_2(layout_of("2-4-1"), M)["hybrid"] == CostBreakdown(0, M // 8, 0)
+    assert table_2(layout_of("2-4-1"), M)["hybrid"] == ReshardingCosts(0, M // 8, 0)
 
 
 def test_which_part_of_an_array_a_device_has():
@@ -66,10 +66,10 @@ def test_shards_that_do_not_fit_are_counted_in_vanilla_only():
     # Two leaves of 1 x 8 x 4 float32.
     M = 2 * 32 * 4
     costs = {name: from_shardings(move.weights) for name, move in found.items()}
-    assert costs["hybrid"] == CostBreakdown(M // 4, M // 2, 0)
-    assert costs["vanilla"] == CostBreakdown(M // 2, M * 3 // 4, M // 4)
+    assert costs["hybrid"] == ReshardingCosts(M // 4, M // 2, 0)
+    assert costs["vanilla"] == ReshardingCosts(M // 2, M * 3 // 4, M // 4)
     # One eighth of the model in training, half of which is in the half of generation.
-    assert costs["gather_all"] == CostBreakdown(M * 7 // 16, M * 9 // 16, M // 16)
+    assert costs["gather_all"] == ReshardingCosts(M * 7 // 16, M * 9 // 16, M // 16)
 
 
 @pytest.mark.slow

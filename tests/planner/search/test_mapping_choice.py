@@ -35,9 +35,9 @@ from jaxrl.planner.simulation.workload import (
     Workload,
 )
 from jaxrl.planner.trace_plan import trace_plan
-from jaxrl.trainer.batch_shapes import check_role_batches
 from jaxrl.trainer.cross_checks import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
+from jaxrl.trainer.roles import check_role_batches
 
 
 def recipe(**algorithm) -> Config:

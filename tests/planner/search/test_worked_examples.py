@@ -34,7 +34,7 @@ def test_roles_that_take_turns_add_up():
 
 
 def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
-    both = Turns.of_nobody().with_role(ACTOR, budget=20, most_s=math.inf)
+    both = Turns.of_no_roles().with_role(ACTOR, budget=20, most_s=math.inf)
     assert both.with_role(CRITIC, budget=20, most_s=math.inf).options.tolist() == [[0, 0], [1, 0]]
     assert both.with_role(CRITIC, budget=16, most_s=math.inf).options.tolist() == [[0, 0]]
     assert both.with_role(CRITIC, budget=20, most_s=7).options.tolist() == [[1, 0]]

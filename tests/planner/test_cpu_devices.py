@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.trainer import cpu_devices
-from jaxrl.trainer.cpu_devices import takes_two_devices, with_cpu_devices
+from jaxrl.planner import cpu_devices
+from jaxrl.planner.cpu_devices import takes_two_devices, with_cpu_devices
 
 WIDE = Config(model=ModelConfig(d_model=256, num_heads=8, num_kv_heads=4))
 

@@ -9,8 +9,8 @@ from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 
 
 @st.composite
-def family_batches(draw):
-    """Lengths, families and a shape that was made for any such lengths."""
+def grouped_batches(draw):
+    """Lengths, prefix groups, and a shape that holds any such lengths."""
     tokens = draw(st.integers(2, 40))
     longest = draw(st.integers(1, tokens))
     minibatches, kin, each = (draw(st.integers(1, 3)) for _ in range(3))
@@ -30,20 +30,20 @@ def family_batches(draw):
     return lengths, PrefixGroups(np.arange(count) // each, np.array(shared)), shape
 
 
-def values_of(lengths, families) -> list[np.ndarray]:
+def values_of(lengths, groups) -> list[np.ndarray]:
     """A number for each token, the same where tokens are shared."""
     return [
-        np.where(np.arange(n) < shared, 1000 * family, 1_000_000 * (i + 1)) + np.arange(n)
-        for i, (n, family, shared) in enumerate(
-            zip(lengths, families.family_B, families.shared_B, strict=True)
+        np.where(np.arange(n) < shared, 1000 * group, 1_000_000 * (i + 1)) + np.arange(n)
+        for i, (n, group, shared) in enumerate(
+            zip(lengths, groups.group_B, groups.shared_B, strict=True)
         )
     ]
 
 
 def test_by_hand():
     # Two answers to a prompt, of which two tokens are shared, and one to another.
-    families = PrefixGroups(np.array([0, 0, 1]), np.array([2, 2, 1]))
-    packing = plan_packing([5, 6, 3], PackedShape(1, 1, 1, 14), families=families)
+    groups = PrefixGroups(np.array([0, 0, 1]), np.array([2, 2, 1]))
+    packing = plan_packing([5, 6, 3], PackedShape(1, 1, 1, 14), prefix_groups=groups)
     np.testing.assert_array_equal(
         packing.segment_ids[0, 0, 0], [1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0]
     )
@@ -56,18 +56,18 @@ def test_by_hand():
 
 
 def test_an_answer_that_lies_alone_shares_nothing():
-    families = PrefixGroups(np.array([0, 0]), np.array([3, 3]))
-    packing = plan_packing([5, 5], PackedShape(1, 1, 2, 6), families=families)
+    groups = PrefixGroups(np.array([0, 0]), np.array([3, 3]))
+    packing = plan_packing([5, 5], PackedShape(1, 1, 2, 6), prefix_groups=groups)
     np.testing.assert_array_equal(packing.prefix_ids, 0)
     np.testing.assert_array_equal(packing.shared, 0)
     np.testing.assert_array_equal(packing.positions[0, 0, :, :5], [np.arange(5)] * 2)
 
 
-@given(family_batches())
+@given(grouped_batches())
 def test_every_token_sees_what_came_before_it(batch):
-    lengths, families, shape = batch
-    packing = plan_packing(lengths, shape, families=families)
-    values = values_of(lengths, families)
+    lengths, groups, shape = batch
+    packing = plan_packing(lengths, shape, prefix_groups=groups)
+    values = values_of(lengths, groups)
     packed = packing.pack(values, np.int64)
     for value, back in zip(values, packing.unpack(packed), strict=True):
         np.testing.assert_array_equal(back, value)
@@ -88,25 +88,25 @@ def test_every_token_sees_what_came_before_it(batch):
         ), "in its own minibatch"
 
 
-@given(family_batches())
+@given(grouped_batches())
 def test_sharing_never_takes_more_places(batch):
-    lengths, families, shape = batch
+    lengths, groups, shape = batch
     plain = plan_packing(lengths, shape)
-    shared = plan_packing(lengths, shape, families=families)
+    shared = plan_packing(lengths, shape, prefix_groups=groups)
     assert (shared.segment_ids > 0).sum() <= (plain.segment_ids > 0).sum()
 
 
 def test_a_long_prompt_is_laid_out_once_a_row():
-    lengths, families = [100] * 16, PrefixGroups(np.arange(16) // 8, np.full(16, 90))
+    lengths, groups = [100] * 16, PrefixGroups(np.arange(16) // 8, np.full(16, 90))
     shape = PackedShape.for_sequences(16, longest=100, minibatches=1, rows=1, tokens=200)
-    packing = plan_packing(lengths, shape, families=families)
+    packing = plan_packing(lengths, shape, prefix_groups=groups)
     # Eight answers of ten tokens and their prompt: a row each, of 16 rows without sharing 8.
     assert (packing.segment_ids > 0).sum() == 2 * (90 + 8 * 10)
     assert packing.num_micro_U[0] == 2
     assert plan_packing(lengths, shape).num_micro_U[0] == 8
 
 
-def test_families_and_exchanged_minibatches_do_not_go_together():
-    families = PrefixGroups(np.zeros(2, int), np.zeros(2, int))
-    with pytest.raises(AssertionError, match="parted by an exchange"):
-        plan_packing([1, 1], PackedShape(2, 1, 1, 4), fill_minibatches=True, families=families)
+def test_prefix_groups_and_exchanged_minibatches_exclude_each_other():
+    groups = PrefixGroups(np.zeros(2, int), np.zeros(2, int))
+    with pytest.raises(AssertionError, match="split prefix groups"):
+        plan_packing([1, 1], PackedShape(2, 1, 1, 4), fill_minibatches=True, prefix_groups=groups)

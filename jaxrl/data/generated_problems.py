@@ -1,51 +1,51 @@
-"""Problems that are made rather than read: number n from n alone, so that a place in them is a number.
+"""Generated problems: problem n depends on n alone, so the position in them is a number.
 
-    def make(index, rng):                    a function of yours, "puzzles.py:make": a row like those of files
+    def make(index, rng):                    a user's function, "puzzles.py:make"; returns a row as in a file
         a, b = rng.integers(100, size=2)
         return {"problem": f"{a} + {b} = ?", "answer": a + b}
 
     task = "chain_sum"                       or a task of reasoning-gym
 
-What makes them may be asked for the same number twice, by several processes, and again after a restart; it
-has to make the same problem every time. That is tried when a function is loaded.
+Every host asks for the same problem, and a resumed run asks again. So a function must return the same row
+whenever it gets the same index. This is checked for the first rows when the function is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from jaxrl.data.jsonl import object_of
 from jaxrl.data.records import Record
 from jaxrl.data.row_records import HELD_OUT, Unusable
+from jaxrl.data.rows import RowFile, object_of
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
 Check: TypeAlias = Callable[[Record], tuple[str, str] | None]
-"""Why a problem is left out, and what is said about it; None if it is not."""
+"""Returns (reason, message) if a problem is left out; None otherwise."""
 
 NUM_FIRST = 64
-"""Problems of an endless source that are made ahead: what the card shows, and a tokenizer is trained on."""
+"""Problems of an endless source that are generated in advance, for the data card and to train a tokenizer."""
 
 _TAKES = ("index", "rng")
 _EXAMPLE = '{"problem": ..., "answer": ...}'
 
 
-class FunctionRows:
-    """Rows that a user's function makes, read by index; a `RowFile`.
+class FunctionRows(RowFile):
+    """Rows that a user's function generates.
 
     Args:
-      path: of the function of (index, rng, **options).
-      size: how many rows there are; 0 says that there is no end, and no length.
-      seed: with the index, of the generator `rng`, a `numpy.random.Generator`.
-      options: the function's own.
+      path: The function of (index, rng, **options), as "file.py:name" or "package.module:name".
+      size: Number of rows; 0 for an endless source, which has no length.
+      seed: Seed of `rng`, together with the index; `rng` is a `numpy.random.Generator`.
+      options: Keyword arguments of the function.
 
     Raises:
-      UserError: there is no such function, or it does not make the same rows again.
+      UserError: The function does not exist, or returns another row for the same index.
     """
 
     kind = "made by a function"
@@ -64,22 +64,19 @@ class FunctionRows:
         return self._size
 
     def __getitem__(self, index: SupportsIndex, /) -> dict[str, Any]:
-        """The row of a number, JSON's types only.
+        """Generates a row, with JSON's types only.
 
         Raises:
-          UserError: the function raised, or returned something else than a row.
+          UserError: The function raised, or did not return a row.
         """
-        return object_of(self._made(int(index)))
-
-    def keys(self, fields: Sequence[str]) -> Iterator[Any] | None:
-        """None: a row has no fields before it is made."""
+        return object_of(self._json(int(index)))
 
     def place(self, index: int) -> str:
-        """Function and number."""
+        """Function and index."""
         return f"{self._path} index {index}"
 
-    def _made(self, index: int) -> bytes:
-        """The row's JSON; numbers and arrays of NumPy are written as Python's."""
+    def _json(self, index: int) -> bytes:
+        """The row as JSON; numbers and arrays of NumPy become Python's."""
         rng = np.random.default_rng((self._seed, index))
         row = None
         try:
@@ -99,7 +96,7 @@ class FunctionRows:
         return text.encode()
 
     def _check_repeats(self, index: int) -> None:
-        first, again = self._made(index), self._made(index)
+        first, again = self._json(index), self._json(index)
         if first != again:
             raise UserError(
                 f"{self.place(index)}: the function made {_cut(first.decode())} and, asked again, "
@@ -109,14 +106,14 @@ class FunctionRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeProblems:
-    """Problems without end.
+class GeneratedProblems:
+    """Endless problems by number.
 
     Attributes:
-      make: the problem of a number; it raises Unusable where that is none.
-      place: where a number's problem comes from, for messages.
-      checks: what else it has to pass.
-      refuse: one that cannot be used is an error; one of the evaluation is always left out.
+      make: Generates the problem of a number; raises Unusable if it cannot be used.
+      place: Describes the origin of the problem of a number, for messages.
+      checks: Further checks that a problem must pass.
+      refuse: Whether an unusable problem is an error. Problems of the evaluation are always left out instead.
     """
 
     make: Callable[[int], Record]
@@ -125,11 +122,11 @@ class MadeProblems:
     refuse: bool = False
 
     def problem(self, number: int) -> Record:
-        """The problem of a number.
+        """Generates and checks the problem of a number.
 
         Raises:
-          Unusable: it is left out.
-          UserError: what makes it has failed, or it is refused.
+          Unusable: The problem is left out.
+          UserError: The function failed, or the problem is refused.
         """
         try:
             return self._checked(number)
@@ -143,12 +140,12 @@ class MadeProblems:
         for check in self.checks:
             fault = check(record)
             if fault is not None:
-                reason, told = fault
-                raise Unusable(reason, f"{self.place(number)}: {told}")
+                reason, message = fault
+                raise Unusable(reason, f"{self.place(number)}: {message}")
         return record
 
     def first(self) -> tuple[dict[int, Record], list[Unusable]]:
-        """Those of the first numbers that can be used, by number, and what is left out among them."""
+        """The usable problems of the first `NUM_FIRST` numbers, and the faults of the others."""
         found, left_out = {}, []
         for number in range(NUM_FIRST):
             try:
@@ -158,7 +155,7 @@ class MadeProblems:
         return found, left_out
 
     def checked(self, check: Check) -> Self:
-        """The same with one check more."""
+        """The same problems with one more check."""
         return dataclasses.replace(self, checks=(*self.checks, check))
 
 

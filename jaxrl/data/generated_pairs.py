@@ -1,4 +1,4 @@
-"""Preference pairs made from problems with written solutions, for recipes that have no file of pairs."""
+"""Generates preference pairs from problems with worked solutions, for recipes without a file of pairs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxrl.errors import UserError
 
 
 def right_or_wrong(records: Sequence[Record]) -> tuple[Preference, ...]:
-    """The solution with the right answer is chosen over the same with a wrong one."""
+    """Pairs of a solution with the right answer (chosen) and the same with a wrong answer (rejected)."""
     pairs = []
     for row, record in enumerate(records):
         rng = random.Random(f"slip {row} {record.prompt}")
-        chosen, rejected = worked_sums.against_a_slip(_solution(record), record.answer, rng)
+        chosen, rejected = worked_sums.right_and_wrong(_solution(record), record.answer, rng)
         pairs.append(Preference(record.prompt, chosen, rejected, record.source))
     return tuple(pairs)
 
 
 def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
-    """A solution that shows its steps is chosen over the bare answer, which counts as harm."""
+    """Pairs of a solution with its steps, chosen, and the bare answer, rejected and marked as harmful."""
     pairs = []
     for record in records:
-        texts = worked_sums.against_a_guess(_solution(record), record.answer)
+        texts = worked_sums.worked_and_bare(_solution(record), record.answer)
         if texts is not None:
             pairs.append(
                 Preference(record.prompt, *texts, record.source, chosen_harm=-1, rejected_harm=1)
@@ -33,10 +33,11 @@ def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
     return tuple(pairs)
 
 
-MADE_PAIRS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]] = {
+PAIR_GENERATORS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]] = {
     "right_or_wrong": right_or_wrong,
     "worked_or_guessed": worked_or_guessed,
 }
+"""The choices of the setting `preference.pair_generator`."""
 
 
 def _solution(record: Record) -> str:

@@ -2,15 +2,14 @@
 
     train.rows 1000 x train.row_tokens 1,000,000 x 128 values x 4 layers x 4 bytes = 2 TB
 
-Each estimate counts one group of arrays that must exist at the same time, divided over all devices of its
-role. It is a lower bound, so a run that would fit is never refused. `jaxrl plan` predicts whether everything
-fits together.
+Each estimate counts one group of arrays that must exist at the same time, spread over all devices. It is a
+lower bound, so a run that would fit is never refused. `jaxrl plan` predicts whether everything fits together.
+Answers to evaluation problems are checked when the problems have been read (`evaluation.sampled_answers`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,15 +17,16 @@ import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import memory_bytes
+from jaxrl.mesh.devices import host_memory_bytes, memory_bytes
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import samples
+from jaxrl.trainer.model_shape import is_here, with_stored_shape
 
 ANY_DEVICE_BYTES = 2**40
-"""Of one device, where none is known: above what any has."""
+"""Memory of a device if none is known: more than any device has."""
 
 ANY_HOST_BYTES = 2**44
-"""Of a host's memory, where none is known."""
+"""Memory of a host if none is known: more than any host has."""
 
 # Per token of a training example: the token, its mask and its position in the row.
 _TOKEN_BYTES = 20
@@ -35,7 +35,7 @@ _FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory that a product of settings needs.
+    """Memory that one group of arrays needs.
 
     Attributes:
       settings: factors of the product, with their values.
@@ -59,7 +59,6 @@ def check_memory(
     num_devices: int,
     device_bytes: int = ANY_DEVICE_BYTES,
     host_bytes: int = ANY_HOST_BYTES,
-    num_evaluation_prompts: int = 1,
 ) -> None:
     """Raises UserError if one group of arrays alone exceeds the memory of all devices, or of a host.
 
@@ -68,9 +67,8 @@ def check_memory(
       model: model of the policy; its shape may come from the files of its weights.
       num_devices: number of devices of the run.
       device_bytes, host_bytes: memory of one device, and of one host.
-      num_evaluation_prompts: number of evaluation problems.
     """
-    for need in _needs(config, model, num_evaluation_prompts):
+    for need in _needs(config, model):
         there = host_bytes if need.on_host else device_bytes * num_devices
         if need.nbytes > there:
             where = (
@@ -82,30 +80,31 @@ def check_memory(
             )
 
 
-def check_memory_here(
-    config: Config, model: ModelConfig, devices: Sequence[Any], num_evaluation_prompts: int
-) -> None:
+def check_memory_here(config: Config, devices: Sequence[Any]) -> None:
     """Runs `check_memory` with the memory of these devices and of this machine.
 
+    It checks nothing if the model's files are not here, because the run is refused for that.
+
     Args:
-      config, model, num_evaluation_prompts: as in `check_memory`.
+      config: config of the run.
       devices: devices of the run, of all processes.
     """
+    if config.weights and not is_here(config.weights):
+        return
     check_memory(
         config,
-        model,
+        with_stored_shape(config).model,
         num_devices=len(devices),
         device_bytes=memory_bytes(jax.local_devices()[0]),
-        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        num_evaluation_prompts=num_evaluation_prompts,
+        host_bytes=host_memory_bytes(),
     )
 
 
-def _needs(config: Config, model: ModelConfig, num_evaluation_prompts: int) -> Iterator[Need]:
+def _needs(config: Config, model: ModelConfig) -> Iterator[Need]:
     yield from _of_weights(config, model)
     yield from _of_learning(config, model)
     yield from _of_sampling(config, model)
-    yield from _of_hosts(config, num_evaluation_prompts)
+    yield from _of_hosts(config)
 
 
 def _of_weights(config: Config, model: ModelConfig) -> Iterator[Need]:
@@ -166,7 +165,7 @@ def _of_sampling(config: Config, model: ModelConfig) -> Iterator[Need]:
     )
 
 
-def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
+def _of_hosts(config: Config) -> Iterator[Need]:
     rollout, length = config.rollout, config.rollout.max_response_tokens
     for name, prompts in (
         ("num_prompts", rollout.num_prompts),
@@ -180,15 +179,6 @@ def _of_hosts(config: Config, num_evaluation_prompts: int) -> Iterator[Need]:
             f"lower rollout.{name} or rollout.num_samples",
             on_host=True,
         )
-    answers = config.evaluation.num_samples * num_evaluation_prompts
-    yield Need(
-        f"evaluation.num_samples {config.evaluation.num_samples:,} x {num_evaluation_prompts:,} problems x "
-        f"rollout.max_response_tokens {length:,}",
-        f"{answers:,} samples of an evaluation",
-        samples.host_bytes(answers, length),
-        "lower evaluation.num_samples, or data.evaluation.limit",
-        on_host=True,
-    )
     tokens = config.train.row_tokens
     for name, examples in (
         ("sft.examples_per_step", config.sft.examples_per_step),

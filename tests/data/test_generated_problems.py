@@ -9,13 +9,14 @@ import pytest
 from extras import import_extra
 
 from jaxrl.data import PromptStream, encode_prompts, read_source, train_tokenizer
-from jaxrl.data.data_card import CardEntry, data_card
+from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.made_problems import NUM_FIRST
-from jaxrl.data.prompt_sources import MadePrompts
+from jaxrl.data.generated_problems import NUM_FIRST
+from jaxrl.data.problems import Problems
+from jaxrl.data.prompt_encoding import PromptEncoder
+from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.row_records import NO_TRUTH, UNREADABLE
 from jaxrl.data.sources import Source
-from jaxrl.data.stream import prompt_encoder
 from jaxrl.errors import UserError
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
@@ -52,9 +53,11 @@ def stream(*sources: Source, per_batch=4, max_prompt_tokens=30, **settings) -> P
     made = []
     for source in sources:
         first = encode_prompts(source.records, TOKENIZER, max_prompt_tokens=max_prompt_tokens)
-        encode = prompt_encoder(TOKENIZER, max_prompt_tokens=max_prompt_tokens)
-        assert source.made is not None
-        made.append(MadePrompts(source.made, encode, first=first.prompts, name=source.name))
+        encode = PromptEncoder(TOKENIZER, max_prompt_tokens).encode_one
+        assert source.generated is not None
+        made.append(
+            GeneratedPrompts(source.generated, encode, first=first.prompts, name=source.name)
+        )
     weights = [source.settings.weight for source in sources]
     return PromptStream(made, prompts_per_batch=per_batch, seed=0, weights=weights, **settings)
 
@@ -111,7 +114,7 @@ def test_a_stream_of_made_prompts_resumes_at_its_number():
 
 def test_a_size_makes_a_function_a_file_that_is_read_once():
     source = read(function(SUMS), size=10)
-    assert (source.made, len(source.records), source.num_rows) == (None, 10, 10)
+    assert (source.generated, len(source.records), source.num_rows) == (None, 10, 10)
     assert source.records == read(function(SUMS)).records[:10]
     assert source.places[7] == "puzzles.py:make index 7"
     assert len(read(function(SUMS), limit=3).records) == 3
@@ -218,7 +221,7 @@ def test_a_function_that_fails_late_is_named_with_its_index():
 
 def test_the_card_says_that_there_is_no_end():
     source = read(function(SUMS))
-    card = data_card([CardEntry(source, None)], ())
+    card = data_card(Problems((source,)))
     assert card.startswith(
         "data.train: puzzles.py:make (made by a function, layout problem/answer), without end; of the first "
         "64:\n  64 rows, 64 prompts"
@@ -238,16 +241,16 @@ def test_a_task_without_a_size_has_no_end():
         )
 
     source, fixed = task(), task(size=1200)
-    assert source.made is not None and fixed.made is None
+    assert source.generated is not None and fixed.generated is None
     # One problem for each number, whether it is asked for alone or among others, and in whichever order.
     for number in (1199, 0, 499, 500, 1000, 501):
-        made, record = source.made.problem(number), fixed.records[number]
+        made, record = source.generated.problem(number), fixed.records[number]
         assert (made.prompt, made.answer, made.solution) == (
             record.prompt,
             record.answer,
             record.solution,
         )
-    assert source.made.problem(1_000_005) == fixed.records[5]
+    assert source.generated.problem(1_000_005) == fixed.records[5]
     assert texts(stream(source, max_prompt_tokens=99), 2) == [
         record.prompt for record in fixed.records[:8]
     ]
