@@ -3,9 +3,10 @@
 import pathlib
 
 import pytest
+from extras import import_extra
 
-nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
+nbformat = import_extra("dev", "nbformat")
+nbclient = import_extra("dev", "nbclient")
 
 NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs" / "first_steps.ipynb"
 

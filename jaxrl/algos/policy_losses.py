@@ -427,3 +427,7 @@ def _kept(
     weight = masked(jnp.minimum(jnp.exp(log_ratio), max_ratio), keep)
     loss = -advantage * jax.lax.stop_gradient(weight) * logprob
     return loss, {"pg_clipfrac": flag(~keep, loss), "ppo_kl": -log_ratio}
+
+
+# Losses with a gradient where the advantage is 0.
+HAVE_OTHER_TERMS = frozenset({"dro", "kl_cov", "trpo"})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl.data.demonstrations import DemonstrationStream
 from jaxrl.data.packing import PackedShape
@@ -54,6 +55,7 @@ class ActorPhase:
         squared_probabilities: bool = False,
         pretraining: Pretraining | None = None,
         frozen_steps: int = 0,
+        needs_signal: bool = False,
         look: Callable[[Experience], None] | None = None,
     ):
         """Args.
@@ -70,6 +72,8 @@ class ActorPhase:
           vocabulary.
         pretraining: examples of the auxiliary loss; None for none.
         frozen_steps: number of first steps in which only critics learn.
+        needs_signal: whether the loss is only the policy loss, with no gradient where all advantages are 0.
+          Such a step is skipped: Adam's momentum and weight decay would move the weights all the same.
         look: called with the experience of every step, after its updates are dispatched.
         """
         self._actor = actor
@@ -82,6 +86,7 @@ class ActorPhase:
         self._squared_probabilities = squared_probabilities
         self._pretraining = pretraining
         self._frozen_steps = frozen_steps
+        self._needs_signal = needs_signal
         self._look = look
 
     def logprobs(self, experience: Experience) -> Experience:
@@ -120,6 +125,9 @@ class ActorPhase:
         if self._is_frozen:
             return self._metrics(experience)
         with self._timer.phase("update_actor", shown="update"):
+            if self._needs_signal and not bool(_has_signal(experience.batch)):
+                self._actor.skip_update()
+                return {"actor/skipped_updates": 1.0} | self._metrics(experience)
             metrics, experience = self._updated(experience)
             metrics = self._timer.when_done(prefixed("actor", metrics))
         # Reading metrics waits for the device, so the updates are dispatched first.
@@ -148,6 +156,13 @@ class ActorPhase:
         if self._reference is None or not self._objective.needs_reference:
             return None
         return self._reference.onloaded()
+
+
+@jax.jit
+def _has_signal(batch: TrainBatch) -> jax.Array:
+    trained = batch.loss_mask > 0
+    # A batch without trained tokens is the business of the update, which counts it.
+    return jnp.any((batch.advantage != 0) & trained) | ~jnp.any(trained)
 
 
 class CriticPhase:

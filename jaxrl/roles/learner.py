@@ -29,7 +29,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.eight_bit_moments import optimizer_shardings
 from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
 from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
+from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
@@ -83,7 +83,7 @@ class Learner(PackedModel, abc.ABC):
             check_host_memory(mesh, "optim.moments_on_host True", "False")
         self.moments_on_host = optim.moments_on_host
         self._optimizer = build_optimizer(optim, self.trained(self.axes))
-        self._learning_rate = learning_rate(optim)
+        self.schedule = Schedule.of(optim)
         self._gradient_shardings, self._moment_shardings = (
             shardings(self.axes, self.shapes, rules, mesh)
             for rules in (state_rules.gradients, state_rules.optimizer)
@@ -185,6 +185,12 @@ class Learner(PackedModel, abc.ABC):
         """Shapes and shardings of the gradients of what is trained, nothing allocated."""
         return with_shardings(self.trained(self.shapes), self.trained(self._gradient_shardings))
 
+    def skip_update(self) -> None:
+        """Counts a step without an update: its schedule goes on, weights and moments stay."""
+        state = self.for_training()
+        self._num_updates += 1
+        self.state = state.replace(step=state.step + 1)
+
     def _fresh_state(self, params: Params) -> TrainState:
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 
@@ -265,15 +271,18 @@ class Learner(PackedModel, abc.ABC):
         self._before_change()
         # Count first: an update that fails has consumed the state all the same.
         self._num_updates += 1
-        self.state, metrics, this_pass = update(state, batches, reference)
+        self.state, metrics, this_pass = update(state, batches, reference, self.schedule)
         return metrics, this_pass
 
     def update_program(self, objectives: tuple[Objective, ...], *, epochs: int = 1) -> Any:
-        """The compiled `(state, batches, reference) -> (state, metrics, this_pass)`; the state is donated."""
+        """The compiled `(state, batches, reference, schedule) -> (state, metrics, this_pass)`.
+
+        The state is donated.
+        """
         if (objectives, epochs) not in self._updates:
             self._updates[objectives, epochs] = jax.jit(
-                lambda state, batches, reference: self._update(
-                    state, batches, objectives, reference, epochs
+                lambda state, batches, reference, schedule: self._update(
+                    state, batches, objectives, reference, schedule, epochs
                 ),
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None, None),
@@ -288,9 +297,10 @@ class Learner(PackedModel, abc.ABC):
         batches: Sequence[Any],
         objectives: Sequence[Objective],
         reference: Params | None,
+        schedule: Schedule,
         epochs: int,
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
-        lr = self._learning_rate(state.step)
+        lr = learning_rate(schedule, state.step)
         trained, frozen = self._split(state.params)
         reference = frozen if self.model.lora.rank and reference is None else reference
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)

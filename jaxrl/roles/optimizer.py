@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import traverse_util
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
@@ -90,21 +90,46 @@ def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimen
     return MuonDimensionNumbers(dims[:num_ins], dims[num_ins:])
 
 
-def learning_rate(config: OptimConfig) -> Callable[[jax.Array], jax.Array]:
-    """The schedule: step (0 is the first) -> rate.
+class Schedule(NamedTuple):
+    """The numbers of a learning rate's schedule, float32.
+
+    They are arguments of the update's program, not constants in it: another rate compiles nothing.
+
+    Attributes:
+      lr: peak rate.
+      warmup_steps: steps of linear warm-up, at least 1.
+      stable_steps: step at which the decay begins.
+      decay_steps: step at which the decay ends; 0 for a constant rate.
+      final: rate after the decay, as a share of the peak.
+    """
+
+    lr: np.float32
+    warmup_steps: np.float32
+    stable_steps: np.float32
+    decay_steps: np.float32
+    final: np.float32
+
+    @classmethod
+    def of(cls, config: OptimConfig) -> Schedule:
+        """The schedule of an optimiser's settings."""
+        return cls(
+            np.float32(config.lr),
+            np.float32(max(1, config.lr_warmup_steps)),
+            np.float32(config.lr_stable_steps),
+            np.float32(config.lr_decay_steps),
+            np.float32(config.lr_final),
+        )
+
+
+def learning_rate(schedule: Schedule, step: jax.Array) -> jax.Array:
+    """The rate of a step, float32; the first step is 0.
 
     The step is the rollout step, so all updates of a step share a rate (DAPO section 4.1). Warm-up counts
-    from
-    1: with a rate of 0 the first step would train nothing.
+    from 1: with a rate of 0 the first step would train nothing.
     """
-    stable = config.lr_stable_steps
-
-    def rate(step: jax.Array) -> jax.Array:
-        warmup = jnp.minimum(1.0, (step + 1) / max(1, config.lr_warmup_steps))
-        if not config.lr_decay_steps:
-            return config.lr * warmup
-        done = jnp.clip((step - stable) / (config.lr_decay_steps - stable), 0.0, 1.0)
-        cosine = config.lr_final + (1 - config.lr_final) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-        return config.lr * warmup * cosine
-
-    return rate
+    step = jnp.asarray(step, jnp.float32)
+    warmup = jnp.minimum(1.0, (step + 1) / schedule.warmup_steps)
+    length = jnp.maximum(1.0, schedule.decay_steps - schedule.stable_steps)
+    done = jnp.clip((step - schedule.stable_steps) / length, 0.0, 1.0)
+    cosine = schedule.final + (1 - schedule.final) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+    return schedule.lr * warmup * jnp.where(schedule.decay_steps > 0, cosine, 1.0)

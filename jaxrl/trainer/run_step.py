@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.algos.policy_losses import HAVE_OTHER_TERMS
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
@@ -125,7 +126,20 @@ class StepBuilder:
             squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
             pretraining=self._state.pretraining,
             frozen_steps=config.critic.warmup_steps,
+            needs_signal=self._learns_from_advantages_only(),
             look=look,
+        )
+
+    def _learns_from_advantages_only(self) -> bool:
+        """Whether the actor's loss has no gradient where all advantages are 0."""
+        config = self._run.config
+        algorithm = config.algorithm
+        return not (
+            algorithm.loss in HAVE_OTHER_TERMS
+            or algorithm.entropy_coef
+            or algorithm.kl.loss_coef
+            or self._state.pretraining is not None
+            or (self._run.model.num_experts and config.train.load_balancing_coef)
         )
 
     def _advantages(self) -> Advantages:

@@ -14,7 +14,12 @@ from ragged import Ragged, packed_inputs
 
 from jaxrl.algos import kinks, kl
 from jaxrl.algos.kl import KL_ESTIMATES
-from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES, on_packed_rows
+from jaxrl.algos.policy_losses import (
+    HAVE_OTHER_TERMS,
+    POLICY_LOSSES,
+    SEQUENCE_LOSSES,
+    on_packed_rows,
+)
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES, on_pairs
 from jaxrl.algos.registry import array_names
 from jaxrl.algos.value_loss import clipped_value
@@ -87,6 +92,26 @@ def test_the_gradient_is_the_policy_gradient(name, settings):
     if name == "clip_cov":  # spares the selected
         expected = [-a * (1 - s) for a, s in ragged.trained(advantage, selected)]
     ragged.assert_equal(slope, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_which_losses_learn_without_an_advantage(name):
+    """Updates whose advantages are all 0 are skipped, except those of losses with other terms."""
+    settings = next(settings for other, settings in CASES if other == name)
+    ragged = Ragged.sample(5)
+    if name in ("clip_cov", "kl_cov"):
+        chosen = [np.ones(len(m), bool) for m in ragged.masks]
+        settings = settings | {"selected": ragged.pack(chosen, False, bool)}
+    old = ragged.spoiled(ragged.values(-3, -0.1))
+    nothing = ragged.spoiled([np.zeros(len(m), np.float32) for m in ragged.masks])
+
+    def total(logprob):
+        arrays = packed_inputs(logprob, old, nothing, *ragged.where)
+        loss, _ = on_packed_rows(POLICY_LOSSES[name], arrays, **settings)
+        return jnp.sum(ragged.mask * loss)
+
+    slope = np.asarray(jax.grad(total)(jnp.asarray(ragged.spoiled(ragged.values(-3, -0.1)))))
+    assert (slope != 0).any() == (name in HAVE_OTHER_TERMS)
 
 
 def test_a_step_off_the_kink_the_penalty_of_kl_cov_pulls_back():

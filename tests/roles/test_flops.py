@@ -86,7 +86,7 @@ def traced(model: ModelConfig, tokens: int = T) -> int:
     state, shape = actor.abstract_state(), PackedShape(1, 1, R, tokens)
     update = actor.update_program((SUPERVISED,))
     batches = (abstract_batch(actor, shape),)
-    return matmul_flops(jax.make_jaxpr(update)(state, batches, None).jaxpr)
+    return matmul_flops(jax.make_jaxpr(update)(state, batches, None, actor.schedule).jaxpr)
 
 
 def counted(model: ModelConfig, tokens: int = T) -> float:

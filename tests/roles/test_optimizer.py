@@ -25,7 +25,13 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.eight_bit_moments import BlockQuantized, block_of, dequantized, quantized
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate, matrix_dimensions
+from jaxrl.roles.optimizer import (
+    OptimConfig,
+    Schedule,
+    build_optimizer,
+    learning_rate,
+    matrix_dimensions,
+)
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import Checkpoints
@@ -463,9 +469,30 @@ def test_a_minibatch_that_is_skipped_leaves_the_moments(kind, moments):
 # The schedule
 
 
+def test_another_rate_compiles_nothing():
+    actor = fresh("adamw", "float32")
+    before = jax.device_get(actor.state.params)
+    stepped(actor, 0)
+    update = actor.update_program((SUPERVISED,))
+    compiled = update._cache_size()
+    rate = actor.schedule
+    try:
+        actor.schedule = Schedule.of(OptimConfig(lr=0.0, lr_decay_steps=7))
+        actor.state = jax.device_put(
+            alone_and_start(dataclasses.replace(CONFIG, kind="adamw", moments="float32"))[1],
+            actor.state_shardings(),
+        )
+        stepped(actor, 0)
+    finally:
+        actor.schedule = rate
+    assert update._cache_size() == compiled
+    # The new rate is the one that counts: 0 leaves the weights as they are.
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(actor.state.params), before)
+
+
 def rates(num_steps: int, **settings) -> np.ndarray:
-    schedule = learning_rate(OptimConfig(lr=1.0, **settings))
-    return np.array([float(schedule(jnp.int32(n))) for n in range(num_steps)])
+    schedule = Schedule.of(OptimConfig(lr=1.0, **settings))
+    return np.array([float(learning_rate(schedule, jnp.int32(n))) for n in range(num_steps)])
 
 
 def test_warm_up_stable_decay():

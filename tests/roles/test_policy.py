@@ -21,7 +21,7 @@ from jaxrl.roles.correction import CorrectionConfig, RejectionConfig, corrected
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.objective import Objective
-from jaxrl.roles.optimizer import OptimConfig, build_optimizer, learning_rate
+from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -563,8 +563,8 @@ def test_starting_from_weights_forgets_the_optimiser_and_the_step():
 
 
 def rates(num_steps: int, **settings) -> np.ndarray:
-    schedule = learning_rate(OptimConfig(lr=1.0, **settings))
-    return np.array([float(schedule(jnp.int32(n))) for n in range(num_steps)])
+    schedule = Schedule.of(OptimConfig(lr=1.0, **settings))
+    return np.array([float(learning_rate(schedule, jnp.int32(n))) for n in range(num_steps)])
 
 
 def test_warm_up_counts_from_one():

@@ -41,7 +41,9 @@ def test_the_loop_over_minibatches_takes_no_copy_of_the_state(tmp_path, monkeypa
     actor = Actor(MODEL, mesh, train=train, optim=OptimConfig(), temperature=1.0, seed=0)
     batch = abstract_batch(actor, PackedShape(minibatches=2, microbatches=2, rows=4, tokens=512))
     update = actor.update_program((CLIPPED,))
-    piece = compile_piece(update.lower(actor.abstract_state(), (batch,), None), topology)
+    piece = compile_piece(
+        update.lower(actor.abstract_state(), (batch,), None, actor.schedule), topology
+    )
     entry = piece.text[piece.text.index("\nENTRY") :]
     copied = [tuple(map(int, dims.split(","))) for dims in ARRAY.findall(entry)]
     assert not [dims for dims in copied if len(dims) == 3 and max(dims) >= MODEL.d_ff // 2]

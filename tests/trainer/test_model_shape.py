@@ -42,7 +42,7 @@ def test_a_directory_of_weights_alone_gives_the_shape(weights):
     assert model_of(config) == (STORED, str(weights))
     tokenizer = types.SimpleNamespace(vocab_size=290)
     check_policy(config, tokenizer)
-    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, None)
+    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
     assert models.actor == dataclasses.replace(STORED, num_tokens=290)
 
 

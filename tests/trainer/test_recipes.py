@@ -158,7 +158,7 @@ def test_ppo_reports_its_critic_and_its_reference(colocated):
     last = colocated[-1]
     assert last["critic/vf_loss"] > 0
     # A head of zeros explains nothing; after one update its values vary.
-    assert colocated[1]["critic/vf_explained_var"] == 0
+    assert colocated[1]["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-6)
     assert colocated[1]["critic/values/max"] == 0 and last["critic/vf_explained_var"] != 0
     for name in ("values", "returns"):
         spread = [last[f"critic/{name}/{x}"] for x in ("min", "mean", "max")]
@@ -343,6 +343,28 @@ def test_truncated_answers_can_be_left_out(folder, tmp_path):
     # Random weights seldom end an answer, and then early.
     assert 0.8 < row["response_length/clip_ratio"] < 1
     assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
+
+
+def equal_rewards(responses):
+    return [0.5] * len(responses.texts)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["nothing else", "a KL term"])
+def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
+    changes = {
+        "reward__functions": {"same": {"path": f"{__file__}:equal_rewards", "weight": 1.0}},
+        "reward__grader_weight": 0.0,
+        "reward__overlong_buffer_tokens": 0,
+        "algorithm__kl__loss_coef": kl,
+        "optim__weight_decay": 0.5,
+    }
+    config = make_config(folder, tmp_path, "grpo", **changes)
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    rows = curve(config)[1:]
+    skipped = [row["actor/skipped_updates"] for row in rows]
+    assert skipped == [0.0 if kl else 1.0] * len(rows)
+    # Neither weight decay nor momentum moves what has nothing to learn.
+    assert all(("actor/grad_norm" in row) == bool(kl) for row in rows)
 
 
 @pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])

@@ -269,7 +269,7 @@ def policy_programs(
         )
     update = Piece(
         actor.update_program((objective,), epochs=epochs),
-        (state, (batch,), reference),
+        (state, (batch,), reference, actor.schedule),
         open_loops=micro,
     )
     holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({f"{compared}, frozen"} if reference else set())
@@ -305,7 +305,7 @@ def critic_programs(
     batch = abstract_batch(critic, shape, ValueBatch)
     update = Piece(
         critic.update_program((objective,), epochs=epochs),
-        (state, (batch,), None),
+        (state, (batch,), None, critic.schedule),
         open_loops=micro,
     )
     yield Program(
