@@ -2,54 +2,66 @@
 
     make demo-lm
     python launch/train.py --config configs/grpo_smollm2.py
+
+Hardware: any two cores, 6 GB of memory, no accelerator; about ten minutes on two quiet cores. Score to expect:
+held-out accuracy (avg@4, temperature 1) from 8% to 70% and more; benchmarks/results/ has the record of three
+seeds.
+
+The weights are fetched from the Python package index at the first start (93 MB), and kept as a Hugging Face
+directory of 540 MB in ~/.cache/jaxrl/models (`jaxrl fetch` does only this).
 """
 
 from jaxrl.config.config_tree import to_config_dict
 from jaxrl.config.schema import Config
-
-PROBLEMS = "jaxrl.data.word_problems:make"
+from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
+from jaxrl.models.shapes import model_shapes
 
 
 def get_config():
     config = to_config_dict(Config())
     config.name = "grpo_smollm2"
     config.hardware = "two CPU cores, 6 GB of memory"
-    config.weights = "/tmp/lm/hf"
+    config.weights = str(PACKAGED_MODELS["smollm2-135m-instruct"].folder)
+    config.model = model_shapes("smollm2-135m")
 
-    config.data.train.path = PROBLEMS
-    config.data.train.seed = 1
-    config.data.train.source = "word_problems"
-    config.data.evaluation.path = PROBLEMS
-    config.data.evaluation.seed = 2
+    # One step of arithmetic in words, without end; the 64 evaluation problems are never trained on.
+    for split, seed in ((config.data.train, 1), (config.data.evaluation, 2)):
+        split.path = "jaxrl.data.word_problems:make"
+        split.source = "word_problems"
+        split.seed = seed
     config.data.evaluation.size = 64
-    config.data.evaluation.source = "word_problems"
     config.data.chat = True
-    config.data.system_prompt = "Reply with the number only."
+    config.data.system_prompt = "Answer in one short sentence."
     config.data.max_prompt_tokens = 64
+    # The last number of the answer counts.
     config.reward.grader = "regex"
     config.reward.grader_options = {"pattern": r"-?\d+"}
     config.reward.grader_workers = 1
-    config.reward.overlong_buffer_tokens = 0
+    # Soft overlong punishment: from 13 tokens on, fully at 16. The model learns to end its sentence.
+    config.reward.overlong_buffer_tokens = 4
 
+    # 8 prompts, 8 answers each, one update of 64 sequences: strictly on policy, no reference.
     config.algorithm.dataflow = "grpo"
     config.algorithm.updates_per_step = 1
     config.rollout.num_prompts = 8
     config.rollout.num_samples = 8
-    config.rollout.max_response_tokens = 12
+    config.rollout.max_response_tokens = 16
     config.rollout.slots = 64
     config.rollout.prefill_prompts = 8
+    # Late answers have few tokens: look often whether all have ended.
     config.rollout.tokens_per_dispatch = 4
 
+    # A row holds a prompt once and its eight answers.
     config.train.rows = 2
-    config.train.row_tokens = 160
-    config.train.logprob_chunk_tokens = 160
-    config.optim.lr = 1e-5
+    config.train.row_tokens = 192
+    config.train.logprob_chunk_tokens = 192
+    config.optim.lr = 2e-5
     config.optim.lr_warmup_steps = 3
     config.optim.weight_decay = 0.0
 
     config.evaluation.every = 10
     config.evaluation.num_samples = 4
     config.run.num_steps = 30
+    # A checkpoint has 1.6 GB.
     config.run.save_every = 30
-    config.run.rollouts_every = 10
     return config.lock()

