@@ -38,7 +38,7 @@ def get_config():
     config.reward.grader = "regex"
     config.reward.grader_options = {"pattern": r"-?\d+"}
     config.reward.grader_workers = 1
-    # A punishment for length outweighs correctness as long as few answers are right: length fell, accuracy too.
+    # A punishment for length outweighed correctness while few answers were right: both fell.
     config.reward.overlong_buffer_tokens = 0
 
     # 8 prompts, 8 answers each, one update of 64 sequences: strictly on policy, no reference.

