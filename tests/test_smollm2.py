@@ -31,12 +31,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 MODEL = PACKAGED_MODELS["smollm2-135m-instruct"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESPONSE_TOKENS = 24
+# No digit follows several spaces: the file says that digits are split off first, which Transformers does not
+# read from GGUF.
 TEXTS = [
     "In 2024 there were 365 + 1 days; the year before, 365.",
     "def add(a, b):\n    return a + b\n",
     "Der Fluß fließt nach Süden. 東京は大きい。 ¿Qué hora es?",
     "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
-    "x" * 50 + "  spaces \t tabs\n\n\n" + "3.14159265358979",
+    "x" * 50 + "  spaces \t tabs\n\n\nnumbers: 3.14159265358979",
 ]
 
 

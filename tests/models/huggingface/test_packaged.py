@@ -24,7 +24,7 @@ from jaxrl.models.shapes import SHAPES
 ROOT = pathlib.Path(__file__).parents[3]
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 32, 4, 2, 32
 CHARACTERS = sorted("abcdefghijklmnopqrstuvwxyz0123456789Ġ.")
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "he", "Ġhe"]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "he", "Ġhe", "ĠĠ"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
 
@@ -43,7 +43,7 @@ def write_gguf(path, *, change=lambda writer: None, architecture="llama", drop=(
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["h e", "Ġ he"])
+    writer.add_token_merges(["h e", "Ġ he", "Ġ Ġ"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
@@ -323,9 +323,10 @@ def test_the_tokenizer_of_a_gguf_file_is_read(tmp_path):
     write_gguf(tmp_path / "tiny.gguf")
     gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
     tokenizer = load_tokenizer(tmp_path / "hf")
-    ids = tokenizer.encode("he he 42<|im_end|>")
-    assert [TOKENS[i] for i in ids] == ["he", "Ġhe", "Ġ", "4", "2", "<|im_end|>"]
-    assert tokenizer.decode(ids) == "he he 42"
+    ids = tokenizer.encode("he he  42<|im_end|>")
+    # Digits are split off first. Otherwise the second space would belong to the number: "Ġ", "Ġ", "4".
+    assert [TOKENS[i] for i in ids] == ["he", "Ġhe", "ĠĠ", "4", "2", "<|im_end|>"]
+    assert tokenizer.decode(ids) == "he he  42"
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 2, len(TOKENS))
     assert tokenizer.render_chat([{"role": "user", "content": "he"}]) == "he<|im_end|>"
 
