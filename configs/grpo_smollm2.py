@@ -3,7 +3,7 @@
     make demo-lm
     python launch/train.py --config configs/grpo_smollm2.py
 
-Hardware: any two cores, 6 GB of memory, no accelerator; about six minutes on two quiet cores. Score to
+Hardware: any two cores, 6 GB of memory, no accelerator; about eight minutes on two quiet cores. Score to
 expect: held-out accuracy (avg@2, temperature 1) from 10% to 70%; benchmarks/results/ has the record of three
 seeds.
 
@@ -62,7 +62,7 @@ def get_config():
 
     config.evaluation.every = 5
     config.evaluation.num_samples = 2
-    config.run.num_steps = 20
+    config.run.num_steps = 30
     # A checkpoint has 1.6 GB.
-    config.run.save_every = 20
+    config.run.save_every = 30
     return config.lock()

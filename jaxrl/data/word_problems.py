@@ -55,19 +55,20 @@ def make(
       index: number of the problem; only `rng` decides what it is.
       rng: source of all choices.
       kinds: kinds to choose from, names of `KINDS`.
-      largest: largest of the two numbers that are added or multiplied, and of a loss's two parts.
+      largest: largest of the two numbers that are added or multiplied, and of a loss's two parts; the
+        smallest is 2.
 
     Raises:
-      UserError: there is no such kind, or `largest` is below 1.
+      UserError: there is no such kind, or `largest` is below 2.
     """
     del index
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
         raise UserError(f"kinds {list(kinds)} must be a choice of {', '.join(KINDS)}")
-    if largest < 1:
-        raise UserError(f"largest {largest} leaves no number to calculate with; use 1 or more")
+    if largest < 2:
+        raise UserError(f"largest {largest} leaves no number to calculate with; use 2 or more")
     kind = kinds[int(rng.integers(len(kinds)))]
-    a, b = (int(number) for number in rng.integers(1, largest + 1, size=2))
+    a, b = (int(number) for number in rng.integers(2, largest + 1, size=2))
     answer = {"gain": a + b, "loss": a, "bags": a * b}[kind]
     who, other = (_NAMES[i] for i in rng.choice(len(_NAMES), size=2, replace=False))
     story = _STORIES[kind][rng.integers(len(_STORIES[kind]))] + _QUESTION
