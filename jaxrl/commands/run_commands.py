@@ -7,8 +7,10 @@ from collections.abc import Callable
 import jax
 
 from jaxrl.config.schema import Config
+from jaxrl.mesh import hosts
 from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
+from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
@@ -20,7 +22,14 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     if dry_run:
         plan_tables.show(trace_plan(config))
         return 0
-    return _start(config, program.train, REINFORCEMENT)
+    return _start(config, _train, REINFORCEMENT)
+
+
+def _train(config: Config) -> int:
+    status = program.train(config)
+    if not status and hosts.is_first():
+        print(peak_memory_line(config))
+    return status
 
 
 def profile(config: Config) -> int:
