@@ -56,13 +56,16 @@ def get_config():
     config.train.rows = 2
     config.train.row_tokens = 192
     config.train.logprob_chunk_tokens = 192
+    # At a constant 3e-5 accuracy falls again after step 15, and answers get odd words after the number.
     config.optim.lr = 3e-5
     config.optim.lr_warmup_steps = 3
+    config.optim.lr_decay_steps = config.run.get_ref("num_steps")
+    config.optim.lr_final = 0.1
     config.optim.weight_decay = 0.0
 
-    config.evaluation.every = 5
+    config.evaluation.every = 6
     config.evaluation.num_samples = 2
-    config.run.num_steps = 30
+    config.run.num_steps = 24
     # A checkpoint has 1.6 GB.
-    config.run.save_every = 30
+    config.run.save_every = config.run.get_ref("num_steps")
     return config.lock()
