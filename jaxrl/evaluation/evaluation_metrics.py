@@ -5,6 +5,7 @@
     val-aux/<source>/acc/best@4/mean        of draws: their mean, and how far they scatter within a prompt
     val-aux/<source>/acc/best@4/std
     val-aux/<source>/acc/mean@8/stderr      standard error over prompts, from two prompts on
+    val-aux/<source>/without_answer         share of answers in which the grader found nothing to read
     val-aux/all/...                         the same of all sources together, if there are several
 
 verl calls the mean of best@n and maj@n of all n answers `val-core/...` too. Here `val-core` has the accuracy
@@ -54,6 +55,8 @@ def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
     metrics = _named(source, statistics_of_scored(scored))
     metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
     metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions)
+    unread = [prediction is None for prediction in scored.predictions]
+    metrics[f"val-aux/{source}/without_answer"] = float(np.mean(unread))
     return metrics
 
 

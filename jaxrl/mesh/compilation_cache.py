@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import pathlib
 import platform
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from typing import Any
 import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl.files import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,7 @@ def cache_folder() -> pathlib.Path:
 
     Machines may share a home directory, and a program compiled for one processor may crash on another.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(root) / "jaxrl" / "jax" / f"{platform.machine()}-{_processor()}"
+    return cache_root() / "jax" / f"{platform.machine()}-{_processor()}"
 
 
 def _processor() -> str:

@@ -94,6 +94,13 @@ SHAPES = {
         layer_pattern=("sliding",),
     ),
     "mistral-7b-v0.3": _mistral(32_768, 32, 4096, 32, 8, 128, 14336, rope_theta=1e6),
+    "smollm2-135m": _dense(
+        49_152,
+        *(30, 576, 9, 3, 64, 1536),
+        tied=True,
+        rope_theta=1e5,
+        rms_norm_eps=1e-5,
+    ),
     "gemma-3-1b": _gemma3(26, 1152, 4, 1, 256, 6912, window=512),
 }
 

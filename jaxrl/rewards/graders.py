@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 # Limit of a call's clock time, in multiples of its processor time. It ends calls that sleep.
 _PATIENCE = 6.0
 _MEMORY_BYTES = 1 << 30
+# Responses after which a hint is given if the grader has found no answer in most of them.
+_LOOKED_AT = 64
 
 GraderChoice = tuple[str, Mapping[str, Any]]
 """A name of `GRADERS` or the path of a user's function, and options."""
@@ -65,26 +67,36 @@ class GraderKind:
     Attributes:
       build: constructor. It takes the pool if the grader needs one, the name of the sandbox if it runs code,
         and options.
+      reads: the form in which a response must give its answer, for the hint to users.
       asks: name of its function in the pool; "" needs no pool.
       package: package that it needs; "" needs none.
       extra: extra of jaxrl that installs the package.
     """
 
     build: Callable[..., Grader]
+    reads: str
     asks: str = ""
     package: str = ""
     extra: str = ""
 
 
+_FINAL_ANSWER = r'a last line such as "Answer: 42" or "#### 42", or \boxed{42}'
+
 GRADERS: dict[str, GraderKind] = {
-    "answer": GraderKind(lambda: FunctionGrader(grade_answer)),
-    "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k)),
-    "math": GraderKind(MathGrader, EQUAL),
-    "choice": GraderKind(ChoiceGrader),
-    "exact": GraderKind(ExactGrader),
-    "regex": GraderKind(RegexGrader, SEARCH),
-    "code": GraderKind(CodeGrader, CODE),
-    "reasoning_gym": GraderKind(ReasoningGymGrader, TASK, "reasoning_gym", "demo"),
+    "answer": GraderKind(lambda: FunctionGrader(grade_answer), _FINAL_ANSWER),
+    "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k), _FINAL_ANSWER),
+    "math": GraderKind(MathGrader, _FINAL_ANSWER, EQUAL),
+    "choice": GraderKind(ChoiceGrader, 'a last line such as "Answer: C"'),
+    "exact": GraderKind(ExactGrader, _FINAL_ANSWER),
+    "regex": GraderKind(RegexGrader, "what reward.grader_options.pattern finds", SEARCH),
+    "code": GraderKind(CodeGrader, "a fenced block of Python code", CODE),
+    "reasoning_gym": GraderKind(
+        ReasoningGymGrader,
+        f"<answer>42</answer>, or {_FINAL_ANSWER}",
+        TASK,
+        "reasoning_gym",
+        "demo",
+    ),
 }
 
 
@@ -137,6 +149,9 @@ class Graders:
                 made[key] = _built(name, options, self._pool, self._sandbox)
             self._graders[source], self._names[source] = made[key], name
         self._shown: set[str] = set()
+        # Of each grader: the responses it has looked at, up to `_LOOKED_AT`, and those without an answer.
+        self._looked_at: collections.Counter[str] = collections.Counter()
+        self._without_answer: collections.Counter[str] = collections.Counter()
         self._aside: concurrent.futures.ThreadPoolExecutor | None = None
         self._waiting: collections.deque[
             tuple[Sequence[Response], concurrent.futures.Future[list[Verdict]]]
@@ -162,8 +177,9 @@ class Graders:
             if self._needs_truths or sample.row.answer:
                 groups.setdefault(id(self._grader_of(sample.row)), []).append(n)
         for indices in groups.values():
-            grader = self._grader_of(samples[indices[0]].row)
-            found = grader.grade([samples[n] for n in indices])
+            row = samples[indices[0]].row
+            found = self._grader_of(row).grade([samples[n] for n in indices])
+            self._look_for_answers(row, found)
             for n, verdict in zip(indices, found, strict=True):
                 verdicts[n] = verdict
         self._show_new_failures(samples, verdicts)
@@ -214,6 +230,31 @@ class Graders:
     def _grader_of(self, row: GradingTask) -> Grader:
         return self._graders.get(row.source, self._graders[""])
 
+    def _name_of(self, row: GradingTask) -> str:
+        return self._names.get(row.source, self._names[""])
+
+    def _look_for_answers(self, row: GradingTask, verdicts: Sequence[Verdict]) -> None:
+        """Warns once if a built-in grader finds no answer in most of the first responses."""
+        name = self._name_of(row)
+        # A grader of the user's need not tell what it has read.
+        if name not in GRADERS or self._looked_at[name] >= _LOOKED_AT:
+            return
+        self._looked_at[name] += len(verdicts)
+        self._without_answer[name] += sum(
+            verdict.prediction is None and verdict.failure is None for verdict in verdicts
+        )
+        looked_at, without = self._looked_at[name], self._without_answer[name]
+        if looked_at >= _LOOKED_AT and 2 * without > looked_at:
+            logger.warning(
+                "the grader %r found no answer in %d of the first %d responses; it reads %s. Ask for that in "
+                "data.template or data.system_prompt, allow longer responses, or choose another "
+                "reward.grader (docs/rewards.md)",
+                name,
+                without,
+                looked_at,
+                GRADERS[name].reads,
+            )
+
     def _show_new_failures(self, samples: Sequence[Response], verdicts: Sequence[Verdict]) -> None:
         for sample, verdict in zip(samples, verdicts, strict=True):
             failure = verdict.failure
@@ -223,7 +264,7 @@ class Graders:
             logger.warning(
                 "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
                 "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
-                self._names.get(sample.row.source, self._names[""]),
+                self._name_of(sample.row),
                 failure.kind,
                 failure.message,
                 sample.row.answer[:80],

@@ -99,13 +99,17 @@ def evaluation_lines(
         return [("evaluation", NO_EVALUATION)]
     lines = []
     for name in names:
-        key = f"val-core/{name}/acc/mean@{num_samples}"
+        accuracy = f"{name}/acc/mean@{num_samples}"
         of = "" if len(names) == 1 else f" on {name}"
-        found = {int(row["step"]): float(row[key]) for row in rows if key in row}
+        found = {int(row["step"]): row for row in rows if f"val-core/{accuracy}" in row}
         for step in dict.fromkeys([*found][:1] + [*found][-1:]):
             when = f"after step {step:,}" if step else "before training"
             last = int(rows[-1]["step"])
             if step and step == max(found) and step < last:
                 when += f" of {last:,}, where it was last evaluated"
-            lines.append((f"evaluation accuracy{of} {when}", f"{found[step]:.1%}"))
+            shown = f"{found[step][f'val-core/{accuracy}']:.1%}"
+            # One problem alone has no standard error.
+            if (stderr := found[step].get(f"val-aux/{accuracy}/stderr")) is not None:
+                shown += f" ± {stderr:.1%} (standard error)"
+            lines.append((f"evaluation accuracy{of} {when}", shown))
     return lines

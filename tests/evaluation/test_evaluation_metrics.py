@@ -38,6 +38,12 @@ def test_other_statistics_have_verls_names(metrics):
     }
 
 
+def test_answers_that_the_grader_cannot_read_are_counted(make_scored):
+    scored = make_scored([1, 3], num_samples=2)
+    metrics = evaluation_metrics(scored.replace(predictions=("1", None, None, None)))
+    assert metrics["val-aux/source 1/without_answer"] == 3 / 4
+
+
 def test_a_single_prompt_has_no_standard_error(metrics):
     assert not any(name.endswith("stderr") for name in metrics if "source 0" in name)
     assert all(math.isfinite(value) for value in metrics.values())

@@ -228,3 +228,29 @@ def test_no_process_is_started_for_those_that_need_none(graders):
     ours = graders(("answer", {}))
     ours.grade([sample("Answer: 1", "1")])
     assert not ours._pool._idle
+
+
+def test_a_hint_is_given_once_if_most_answers_cannot_be_read(graders, caplog):
+    ours = graders(("answer", {}))
+    unread = [sample("It is forty-two.", "42")]
+    ours.grade(unread * 40 + [sample("Answer: 41", "42")] * 20)
+    assert not caplog.records, "too few have been looked at"
+    ours.grade(unread * 8)
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert "the grader 'answer' found no answer in 48 of the first 68 responses; it reads" in told
+    assert 'a last line such as "Answer: 42" or "#### 42", or \\boxed{42}. Ask for that in' in told
+    ours.grade(unread * 200)
+    assert len(caplog.records) == 1
+
+
+def test_no_hint_is_given_if_half_of_the_answers_can_be_read(graders, caplog):
+    ours = graders(("answer", {}), {"own": (f"{__file__}:finds_nothing", {})})
+    ours.grade([sample("Answer: 41", "42"), sample("It is forty-two.", "42")] * 100)
+    # A grader of the user's need not say what it has read.
+    ours.grade([sample("yes", "42", "own")] * 100)
+    assert not caplog.records
+
+
+def finds_nothing(response: str, truth: str) -> Grade:
+    return Grade(correct=False, prediction=None)

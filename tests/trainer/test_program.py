@@ -177,6 +177,9 @@ def test_the_report_says_which_step_was_evaluated():
     assert evaluation_lines(rows[:2], ("sums",), num_samples=2) == [
         ("evaluation accuracy before training", "25.0%")
     ]
+    rows[2]["val-aux/sums/acc/mean@2/stderr"] = 0.0625
+    last = ("evaluation accuracy after step 2", "50.0% ± 6.2% (standard error)")
+    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1] == last
     both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
     assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2
 

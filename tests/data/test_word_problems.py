@@ -1,0 +1,61 @@
+"""Generated word problems with one step of arithmetic."""
+
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.sources import read_source
+from jaxrl.data.word_problems import KINDS, make
+from jaxrl.errors import UserError
+
+CALCULATED = {"gain": lambda a, b: a + b, "loss": lambda a, b: a - b, "bags": lambda a, b: a * b}
+
+
+def problem(index: int, **options) -> dict[str, str]:
+    return make(index, np.random.default_rng((1, index)), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answer_follows_from_the_numbers_of_the_story(kind):
+    for index in range(200):
+        made = problem(index, kinds=[kind], largest=9)
+        a, b = map(int, re.findall(r"\d+", made["problem"]))
+        assert int(made["answer"]) == CALCULATED[kind](a, b) >= 2
+        assert re.search(r"How many (\w+) does (\w+) have now\?$", made["problem"])
+
+
+def test_all_kinds_and_numbers_are_made():
+    made = [problem(index, largest=3) for index in range(500)]
+    numbers = {tuple(re.findall(r"\d", one["problem"])) for one in made}
+    assert {n for pair in numbers for n in pair} == {"2", "3", "4", "5", "6"}
+    assert any("gives" in one["problem"] for one in made)
+    assert any("each" in one["problem"] for one in made)
+
+
+def test_two_people_of_a_story_are_different():
+    for index in range(200):
+        text = problem(index, kinds=["gain", "loss"])["problem"]
+        if given := re.search(r"(\w+) gives (\w+) \d+ more|^(\w+) .* to (\w+)\.", text):
+            first, second = (name for name in given.groups() if name)
+            assert first != second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ["halves"]}, "must be a choice of gain, loss, bags"),
+        ({"kinds": []}, "must be a choice"),
+        ({"largest": 1}, "leaves no number"),
+    ],
+)
+def test_options_that_make_no_problem_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        problem(0, **options)
+
+
+def test_a_run_reads_them_by_name():
+    settings = SourceConfig(path="jaxrl.data.word_problems:make", size=20, seed=3)
+    source = read_source(settings, "data.train", refuse_bad_rows=True, may_be_endless=True)
+    assert len(source.records) == 20
