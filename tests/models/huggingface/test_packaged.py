@@ -18,7 +18,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 from jaxrl.models.huggingface.packaged import PACKAGED_MODELS, PackagedModel, fetch_if_packaged
-from jaxrl.models.huggingface.weight_table import dimension_sizes, weight_table
+from jaxrl.models.huggingface.weight_table import weight_table
 from jaxrl.models.shapes import SHAPES
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -304,7 +304,7 @@ def test_gguf_becomes_a_hugging_face_directory(tmp_path):
     assert set(tensors) == {
         row.tensor_name(position)
         for row in weight_table(config)
-        for position in row.positions(dimension_sizes(config))
+        for position in row.positions()
     }
     down = tensors["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(down, stored["blk.1.ffn_down"])
