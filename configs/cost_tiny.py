@@ -1,10 +1,10 @@
-"""A cost model on two CPU cores: an answer that shows no steps costs, one that does is free of harm.
+"""A cost model on two CPU cores: answers without steps cost, answers with steps do not.
 
     python launch/reward_model.py --config configs/cost_tiny.py
 
-Pairs are made of the demo's own solutions. It starts from the demo's SFT stage; a minute.
+The pairs are generated from the demo's solutions. Training starts from the demo's SFT stage.
 
-Hardware: any two cores; a minute after the demo's SFT stage. Score to expect: nearly all pairs in order.
+Hardware: any two cores; one minute after the demo's SFT stage. Score to expect: nearly all pairs in order.
 """
 
 import pathlib

@@ -1,20 +1,17 @@
-"""DAPO on Qwen2.5-1.5B and DAPO-Math-17k: the paper's recipe at the size of one accelerator.
+"""DAPO on Qwen2.5-1.5B and DAPO-Math-17k: the paper's recipe on one accelerator.
 
     python launch/train.py --config configs/dapo_qwen15b_math.py
-    python launch/train.py --config configs/dapo_qwen15b_math.py --dry_run   # what would it take?
+    python launch/train.py --config configs/dapo_qwen15b_math.py --dry_run   # what does it take?
 
 Hardware: one accelerator of 80 GB or more (A100, H100, H200, TPU v5p). Compiled ahead of time for a
 TPU, sampling takes 46.7 GB and learning 41.2 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
-measured. Score to expect: not run by us, and nobody's number is for these lengths.
+measured. Score to expect: not run by us, and there is no published score at these lengths.
 
-Files, relative to where the command is run (docs/data.md has the commands that fetch them):
+Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-1.5B,
+BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024.
 
-    models/Qwen2.5-1.5B/          config.json, model.safetensors, tokenizer.json, tokenizer_config.json
-    data/dapo-math-17k.parquet    as published: every problem 100 times, in the paper's prompt, as messages
-    data/aime-2024.parquet        as published beside it
-
-What differs from configs/dapo_qwen32b.py, and why: responses of 4,096 tokens, 64 prompts of 8 answers,
-and 2 updates a step, so that a step takes minutes on one device.
+Differences from configs/dapo_qwen32b.py: responses of 4,096 tokens, 64 prompts with 8 answers each, and 2
+updates per step. So a step takes minutes on one device.
 """
 
 from jaxrl.config.config_tree import to_config_dict
@@ -26,12 +23,12 @@ def get_config():
     config = to_config_dict(Config())
     config.name = "dapo_qwen15b_math"
     config.hardware = "one accelerator of 80 GB or more"
-    config.weights = "models/Qwen2.5-1.5B"
+    config.weights = "Qwen/Qwen2.5-1.5B"
     config.model = model_shapes("qwen2.5-1.5b")
-    config.tokenizer.path = "models/Qwen2.5-1.5B"
+    config.tokenizer.path = "Qwen/Qwen2.5-1.5B"
 
-    config.data.train.path = "data/dapo-math-17k.parquet"
-    config.data.evaluation.path = "data/aime-2024.parquet"
+    config.data.train.path = "BytedTsinghua-SIA/DAPO-Math-17k"
+    config.data.evaluation.path = "BytedTsinghua-SIA/AIME-2024"
     config.data.chat = True
     config.data.max_prompt_tokens = 1024
     config.reward.grader = "answer"

@@ -1,45 +1,42 @@
 """DAPO on Qwen2.5-32B: the recipe of the paper (arXiv 2503.14476), as verl runs it.
 
     python launch/train.py --config configs/dapo_qwen32b.py
-    python launch/train.py --config configs/dapo_qwen32b.py --dry_run   # on any laptop: what would it take?
-    python launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8    # and does it fit?
+    python launch/train.py --config configs/dapo_qwen32b.py --dry_run   # on a laptop: what does it take?
+    python launch/plan.py --config configs/dapo_qwen32b.py --topology v5p:4x4x8    # does it fit?
 
-Hardware: one of these, named after the recipe's file as in configs/dapo_qwen32b.py:h100-128; else the first.
+Hardware: one of these. Name it after the file, as in configs/dapo_qwen32b.py:h100-128. The default is the
+first.
 
     v5p-128    TPU v5p:4x4x8, 128 chips of 95 GB
     v6e-256    TPU v6e:16x16, 256 chips of 32 GB
     h100-128   16 hosts x 8 H100 of 80 GB
     h200-64    8 hosts x 8 H200 of 141 GB
 
-Compiled ahead of time for each: docs/planning.md has what they take. On GPUs start with
-XLA_PYTHON_CLIENT_MEM_FRACTION=.95, since JAX takes three quarters of the memory by default. Hours: not known.
+docs/planning.md has the memory of each, compiled ahead of time. On GPUs start with
+XLA_PYTHON_CLIENT_MEM_FRACTION=.95, because JAX takes three quarters of the memory by default. Hours: not
+known.
 
-Files, relative to where the command is run:
+Model and data are fetched from the Hugging Face hub (docs/hub.md): the base model Qwen/Qwen2.5-32B,
+BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024. Files of your own need the fields "problem"
+and "answer" (docs/data.md).
 
-    models/Qwen2.5-32B/        of the base model: config.json, *.safetensors (with their index),
-                               tokenizer.json, tokenizer_config.json
-    data/dapo_math_17k.jsonl   DAPO-Math-17k, a line {"problem": "In triangle ...", "answer": "34"} for each
-                               problem, without a prompt template; or as published, with
-                               --config.data.train.path=data/dapo-math-17k.parquet
-    data/aime_2024.jsonl       AIME 2024, 30 lines of the same fields; published Parquet does as well
-
-Score to expect: the paper has 50 on AIME 2024 (avg@32), with half the training steps of
+Score to expect: the paper reports 50 on AIME 2024 (avg@32), with half the training steps of
 DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; these are their numbers.
 
-What verl's script sets and jaxrl has no setting for, or a different one:
+Settings of verl's script without an equal in jaxrl:
 
-    gpu_memory_utilization .8     rollout.slots, as many as fit into nine tenths of a device; their number is
-                                  stated here, and "auto" finds it (rollout.memory_fraction)
+    gpu_memory_utilization .8     rollout.slots, as many as fit into nine tenths of a device; the recipe sets
+                                  their number, and "auto" finds it (rollout.memory_fraction)
     chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
-    parameter, optimizer offload  mesh.offload_training_state, not set: both are spread out, 3 GB a device
-    ulysses sequence parallel 8   mesh.context would be the counterpart; rows fit without
+    parameter, optimizer offload  mesh.offload_training_state, not set: both are split, 3 GB per device
+    ulysses sequence parallel 8   mesh.context is the counterpart; rows fit without it
     dynamic batch sizes           rows of a fixed length are packed instead, so nothing compiles twice
     remove_padding                the same packing
     total_epochs 1                run.num_steps; its 400 are our choice, the paper has no number. verl's file
                                   repeats every problem 100 times, so its epoch is longer than the run
 
-The paper warms up over 20 rollout steps, verl over 10 as here; here the first step already trains, at a
-tenth of the rate. Dual clip, weight decay and gradient clip are verl's, not the paper's.
+The paper warms up over 20 rollout steps. verl and this recipe use 10, and here the first step already
+trains, at a tenth of the rate. Dual clip, weight decay and gradient clip are verl's, not the paper's.
 """
 
 from jaxrl.config.config_tree import to_config_dict
@@ -54,7 +51,7 @@ _TEMPLATE = (
 )
 
 
-# Devices, what shares d, and slots on each replica of t_g = 8 devices.
+# Devices, number of replicas d, and slots on each replica of t_g = 8 devices.
 _LAYOUTS = {
     "v5p-128": ("TPU v5p:4x4x8, 128 chips of 95 GB", 16, 96),
     "v6e-256": ("TPU v6e:16x16, 256 chips of 32 GB", 32, 22),
@@ -70,19 +67,19 @@ def get_config(layout: str = "v5p-128"):
     config = to_config_dict(Config())
     config.name = "dapo_qwen32b"
     config.hardware = hardware
-    config.weights = "models/Qwen2.5-32B"
-    config.tokenizer.path = "models/Qwen2.5-32B"
+    config.weights = "Qwen/Qwen2.5-32B"
+    config.tokenizer.path = "Qwen/Qwen2.5-32B"
 
     config.data.train.source = "math_dapo"
-    config.data.train.path = "data/dapo_math_17k.jsonl"
+    config.data.train.path = "BytedTsinghua-SIA/DAPO-Math-17k"
     config.data.evaluation.source = "aime_2024"
-    config.data.evaluation.path = "data/aime_2024.jsonl"
+    config.data.evaluation.path = "BytedTsinghua-SIA/AIME-2024"
     config.data.template = _TEMPLATE
     config.data.chat = True
     config.data.max_prompt_tokens = 2048
     config.data.overlong = "left"
 
-    # The checkpoint and the tokenizer say both; these are for planning without them.
+    # The checkpoint and the tokenizer have both values; these allow planning without them.
     config.model = model_shapes("qwen2.5-32b")
     config.model.num_tokens = 151_665
 
@@ -99,7 +96,7 @@ def get_config(layout: str = "v5p-128"):
     # Lmax 16384 and Lcache 4096 in the paper.
     config.rollout.max_response_tokens = 16_384 + 4096
     config.rollout.temperature = 1.0
-    # Each with room for the longest sequence, .74 GB of a device, allocated once.
+    # Each slot has room for the longest sequence, .74 GB of a device, and is allocated once.
     config.rollout.slots = d * slots
     config.rollout.prefill_prompts = 32
     config.rollout.tokens_per_dispatch = 64
@@ -118,7 +115,7 @@ def get_config(layout: str = "v5p-128"):
     # One row for each of the d replicas, as long as the longest sequence.
     config.train.rows = d
     config.train.row_tokens = 2048 + 16_384 + 4096
-    # With 16 rows a minibatch is 7 to 8 microbatches: in order 94% of their places would be used, so 99%.
+    # With 16 rows a minibatch is 7 to 8 microbatches. This fills 99% of their places instead of 94%.
     config.train.fill_minibatches = True
     config.train.logprob_chunk_tokens = 2048
     config.train.dtype = "bfloat16"

@@ -1,11 +1,11 @@
-"""DAPO on Qwen3-30B-A3B: 128 experts in every layer, of which 8 run for a token.
+"""DAPO on Qwen3-30B-A3B: each layer has 128 experts and uses 8 of them per token.
 
     python launch/train.py --config configs/dapo_qwen3_30b_a3b.py
     python launch/plan.py --config configs/dapo_qwen3_30b_a3b.py --topology h100:4x8    # does it fit?
 
-Hardware: 32 accelerators of 80 GB (h100:4x8), compiled whole: sampling takes 76 of 85 GB, the update 32.
-Hours: not measured. Score to expect: not run by us. Files: as for configs/dapo_qwen32b.py, with
-models/Qwen3-30B-A3B/.
+Hardware: 32 accelerators of 80 GB (h100:4x8). Compiled ahead of time, sampling takes 76 of 85 GB, the
+update 32. Hours: not measured. Score to expect: not run by us. Model and data are fetched from the hub
+(docs/hub.md), as for configs/dapo_qwen32b.py.
 """
 
 import pathlib
@@ -18,8 +18,8 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "dapo_qwen32b.py")
     config.name = "dapo_qwen3_30b_a3b"
     config.hardware = "4 hosts x 8 H100 of 80 GB"
-    config.weights = "models/Qwen3-30B-A3B"
-    config.tokenizer.path = "models/Qwen3-30B-A3B"
+    config.weights = "Qwen/Qwen3-30B-A3B"
+    config.tokenizer.path = "Qwen/Qwen3-30B-A3B"
     config.model = model_shapes("qwen3-30b-a3b")
     config.model.num_tokens = 151_669
 

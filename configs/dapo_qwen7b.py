@@ -3,8 +3,8 @@
     python launch/train.py --config configs/dapo_qwen7b.py
     python launch/plan.py --config configs/dapo_qwen7b.py --topology h100:1x8    # does it fit?
 
-Hardware: 8 accelerators of 80 GB or more (h100:1x8, v5p:2x2x2). Hours: not measured. Score to expect: not run
-by us. Files: as for configs/dapo_qwen32b.py, with models/Qwen2.5-7B/.
+Hardware: 8 accelerators of 80 GB or more (h100:1x8, v5p:2x2x2). Hours: not measured. Score to expect: not
+run by us. Model and data are fetched from the hub (docs/hub.md), as for configs/dapo_qwen32b.py.
 """
 
 import pathlib
@@ -17,8 +17,8 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "dapo_qwen32b.py")
     config.name = "dapo_qwen7b"
     config.hardware = "8 accelerators of 80 GB or more: 8 x H100, or TPU v5p:2x2x2"
-    config.weights = "models/Qwen2.5-7B"
-    config.tokenizer.path = "models/Qwen2.5-7B"
+    config.weights = "Qwen/Qwen2.5-7B"
+    config.tokenizer.path = "Qwen/Qwen2.5-7B"
     config.model = model_shapes("qwen2.5-7b")
     config.model.num_tokens = 151_665
 

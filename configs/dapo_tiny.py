@@ -1,4 +1,4 @@
-"""DAPO on two CPU cores: a model of a few hundred thousand parameters learns to work out integer sums.
+"""DAPO on two CPU cores: a model of 0.6 million parameters learns to work out integer sums.
 
     python launch/train.py --config configs/dapo_tiny.py
 
@@ -34,7 +34,7 @@ def get_config():
     config.model.num_kv_heads = 2
     config.model.head_dim = 32
 
-    # Muon needs a third of AdamW's examples. What they learn to write: data/worked_sums.py.
+    # Muon needs a third of AdamW's examples. jaxrl/data/worked_sums.py writes the solutions.
     config.sft.num_steps = 1250
     config.sft.examples_per_step = 12
     config.sft.save_every = 250

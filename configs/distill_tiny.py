@@ -1,12 +1,13 @@
-"""Distillation on two CPU cores: a model of two layers learns from what the DAPO demo has trained.
+"""Distillation on two CPU cores: a model of two layers learns from the model of the DAPO demo.
 
     python launch/train.py --config configs/dapo_tiny.py
     python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out runs/dapo_teacher
     python launch/train.py --config configs/distill_tiny.py
 
-The student samples, the teacher says how likely each of its tokens was, and no answer is graded for training.
+The student samples, and the teacher gives the probability of each sampled token. Training grades no
+answers.
 
-Hardware: any two cores; some four minutes after the demo. Scores: docs/distillation.md.
+Hardware: any two cores; about four minutes after the demo. Scores: docs/distillation.md.
 """
 
 import pathlib

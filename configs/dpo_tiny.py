@@ -1,8 +1,8 @@
-"""DPO on two CPU cores: the demo's task from pairs, without sampling anything.
+"""DPO on two CPU cores: the demo's task from pairs, without sampling.
 
     python launch/dpo.py --config configs/dpo_tiny.py
 
-Worked solutions are preferred to guesses. It starts from the demo's SFT stage; two minutes.
+Worked solutions are preferred to guesses. Training starts from the demo's SFT stage.
 
 Hardware: any two cores; two minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """

@@ -1,8 +1,8 @@
-"""Dr. GRPO on two CPU cores: GRPO without the deviation and without the length in the average.
+"""Dr. GRPO on two CPU cores: GRPO without division by the standard deviation or the length.
 
     python launch/train.py --config configs/dr_grpo_tiny.py
 
-Hardware: any two cores; some three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
+Hardware: any two cores; about three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
 """
 
 import pathlib

@@ -1,17 +1,14 @@
-"""GRPO on Qwen2.5-0.5B-Instruct and GSM8K: the first real run, on one accelerator.
+"""GRPO on Qwen2.5-0.5B-Instruct and GSM8K: a first real run on one accelerator.
 
     python launch/train.py --config configs/grpo_qwen05b_gsm8k.py
-    python launch/train.py --config configs/grpo_qwen05b_gsm8k.py --dry_run   # what would it take?
+    python launch/train.py --config configs/grpo_qwen05b_gsm8k.py --dry_run   # what does it take?
 
 Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Compiled ahead of time for
 a TPU, sampling takes 15.6 GB and learning 15.0 (benchmarks/results/2026-11-22-compile_ahead.md). Hours and
 score: not run by us.
 
-Files, relative to where the command is run (docs/data.md has the commands that fetch them):
-
-    models/Qwen2.5-0.5B-Instruct/    config.json, model.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k_train.jsonl           GSM8K as published: question, answer with its last line "#### N"
-    data/gsm8k_test.jsonl
+Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-0.5B-Instruct, and
+openai/gsm8k:main with its splits train and test.
 """
 
 from jaxrl.config.config_tree import to_config_dict
@@ -23,12 +20,12 @@ def get_config():
     config = to_config_dict(Config())
     config.name = "grpo_qwen05b_gsm8k"
     config.hardware = "one accelerator of 24 GB or more"
-    config.weights = "models/Qwen2.5-0.5B-Instruct"
+    config.weights = "Qwen/Qwen2.5-0.5B-Instruct"
     config.model = model_shapes("qwen2.5-0.5b")
-    config.tokenizer.path = "models/Qwen2.5-0.5B-Instruct"
+    config.tokenizer.path = "Qwen/Qwen2.5-0.5B-Instruct"
 
-    config.data.train.path = "data/gsm8k_train.jsonl"
-    config.data.evaluation.path = "data/gsm8k_test.jsonl"
+    config.data.train.path = "openai/gsm8k:main"
+    config.data.evaluation.path = "openai/gsm8k:main"
     config.data.chat = True
     config.data.template = (
         '{prompt}\nLet\'s think step by step and output the final answer after "####".'

@@ -1,19 +1,15 @@
-"""GRPO on Qwen2.5-7B-Instruct and GSM8K with low-rank adapters: seven billion parameters on one
-accelerator.
+"""GRPO on Qwen2.5-7B-Instruct and GSM8K with low-rank adapters, on one accelerator.
 
     python launch/train.py --config configs/grpo_qwen7b_lora.py
-    python launch/train.py --config configs/grpo_qwen7b_lora.py --dry_run   # what would it take?
+    python launch/train.py --config configs/grpo_qwen7b_lora.py --dry_run   # what does it take?
 
-Hardware: one accelerator of 40 GB or more (A100, H100, TPU v5p). Compiled ahead of time for a TPU,
-sampling takes 24.3 GB and learning 19.9 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not
-measured. Score to expect: not run by us. The 15 GB of frozen weights are there once, in bfloat16: training
-and sampling share them, and without the adapters they are the reference.
+Hardware: one accelerator of 40 GB or more (A100, H100, TPU v5p). Compiled ahead of time for a TPU, sampling
+takes 24.3 GB and learning 19.9 (benchmarks/results/2026-11-22-compile_ahead.md). Hours: not measured. Score
+to expect: not run by us. Training and sampling share one copy of the 15 GB of frozen weights, in bfloat16.
+Without the adapters these weights are the reference.
 
-Files, relative to where the command is run (docs/data.md has the commands that fetch them):
-
-    models/Qwen2.5-7B-Instruct/      config.json, *.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k_train.jsonl           GSM8K as published
-    data/gsm8k_test.jsonl
+Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-7B-Instruct,
+openai/gsm8k:main.
 """
 
 import pathlib
@@ -26,11 +22,11 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
     config.name = "grpo_qwen7b_lora"
     config.hardware = "one accelerator of 40 GB or more"
-    config.weights = "models/Qwen2.5-7B-Instruct"
+    config.weights = "Qwen/Qwen2.5-7B-Instruct"
     config.model = model_shapes("qwen2.5-7b")
     config.model.lora.rank = 32
     config.model.lora.alpha = 64.0
-    config.tokenizer.path = "models/Qwen2.5-7B-Instruct"
+    config.tokenizer.path = "Qwen/Qwen2.5-7B-Instruct"
     config.rollout.slots = 128
     config.train.rows = 2
     config.optim.lr = 1e-5

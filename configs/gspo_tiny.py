@@ -1,8 +1,8 @@
-"""GSPO on two CPU cores: GRPO with one ratio for a whole sequence.
+"""GSPO on two CPU cores: GRPO with one ratio per sequence.
 
     python launch/train.py --config configs/gspo_tiny.py
 
-Hardware: any two cores; some three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
+Hardware: any two cores; about three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ def get_config():
     config.name = "gspo_tiny"
     config.algorithm.dataflow = "grpo"
     config.algorithm.loss = "gspo"
-    # Ten times the paper's bounds, whose sequences are a hundred times as long.
+    # Ten times the paper's bounds: its sequences are a hundred times as long.
     config.algorithm.loss_options = {"clip_low": 3e-3, "clip_high": 4e-3}
     config.algorithm.aggregation = "seq-mean-token-mean"
     return config

@@ -1,19 +1,16 @@
 """PPO on Llama-3.1-8B-Instruct and GSM8K: actor, critic and reference of eight billion parameters each.
 
     python launch/train.py --config configs/ppo_llama8b.py
-    python launch/train.py --config configs/ppo_llama8b.py --dry_run   # what would it take?
+    python launch/train.py --config configs/ppo_llama8b.py --dry_run   # what does it take?
 
-Hardware: one host of 8 accelerators of 80 GB or more (8 x A100 or H100, TPU v5p-16). Compiled ahead of
-time for 8 chips of a TPU v5p, sampling takes 52.9 GB of each and learning 56.4; the critic's update was not
-compiled (benchmarks/results/2026-11-22-compile_ahead.md). Two models in training
-hold 16 bytes a parameter, 257 GB, so one accelerator is too little for full weights;
-configs/grpo_qwen7b_lora.py is the recipe for that. Hours: not measured. Score to expect: not run by us.
+Hardware: one host of 8 accelerators of 80 GB or more (8 x A100 or H100, TPU v5p-16). Compiled ahead of time
+for 8 chips of a TPU v5p, sampling takes 52.9 GB of each and learning 56.4; the critic's update was not
+compiled (benchmarks/results/2026-11-22-compile_ahead.md). Two models in training take 16 bytes per
+parameter, 257 GB, so one accelerator is too small for full weights; configs/grpo_qwen7b_lora.py fits one.
+Hours: not measured. Score to expect: not run by us.
 
-Files, relative to where the command is run (docs/data.md has the commands that fetch them):
-
-    models/Llama-3.1-8B-Instruct/    config.json, *.safetensors, tokenizer.json, tokenizer_config.json
-    data/gsm8k_train.jsonl           GSM8K as published
-    data/gsm8k_test.jsonl
+Model and data are fetched from the Hugging Face hub (docs/hub.md): meta-llama/Llama-3.1-8B-Instruct, whose
+licence must be accepted on its page, and openai/gsm8k:main.
 """
 
 import pathlib
@@ -26,9 +23,9 @@ def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
     config.name = "ppo_llama8b"
     config.hardware = "8 accelerators of 80 GB or more"
-    config.weights = "models/Llama-3.1-8B-Instruct"
+    config.weights = "meta-llama/Llama-3.1-8B-Instruct"
     config.model = model_shapes("llama-3.1-8b")
-    config.tokenizer.path = "models/Llama-3.1-8B-Instruct"
+    config.tokenizer.path = "meta-llama/Llama-3.1-8B-Instruct"
 
     config.mesh.train = "1-1-8"
     config.mesh.generate = "1-1-1-8"

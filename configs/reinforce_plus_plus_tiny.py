@@ -2,7 +2,7 @@
 
     python launch/train.py --config configs/reinforce_plus_plus_tiny.py
 
-Hardware: any two cores; some three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
+Hardware: any two cores; about three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
 """
 
 import pathlib

@@ -1,8 +1,8 @@
-"""A reward model on two CPU cores: it learns to tell sums with the right answer from those with a wrong one.
+"""A reward model on two CPU cores: it learns to tell right answers from wrong ones.
 
     python launch/reward_model.py --config configs/reward_tiny.py
 
-Pairs are made of the demo's own solutions. It starts from the demo's SFT stage; five minutes.
+The pairs are generated from the demo's solutions. Training starts from the demo's SFT stage.
 
 Hardware: any two cores; five minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """

@@ -1,8 +1,8 @@
-"""RLOO on two CPU cores: each answer against the mean of the others, one update a step.
+"""RLOO on two CPU cores: each answer against the mean of the others, one update per step.
 
     python launch/train.py --config configs/rloo_tiny.py
 
-Hardware: any two cores; some three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
+Hardware: any two cores; about three minutes after the demo's SFT stage. Scores: docs/algorithms.md.
 """
 
 import pathlib

@@ -1,13 +1,14 @@
-"""Safe RLHF on Llama-3.1-8B-Instruct: six models, of which actor and two critics learn.
+"""Safe RLHF on Llama-3.1-8B-Instruct: six models; the actor and two critics are trained.
 
     python launch/train.py --config configs/safe_rlhf_llama8b.py
     python launch/plan.py --config configs/safe_rlhf_llama8b.py --topology h100:2x8    # does it fit?
 
 Hardware: 16 accelerators of 80 GB or more (h100:2x8, v5p:2x2x4). Hours: not measured. Score to expect: not
-run by us. Files: as for configs/ppo_llama8b.py, and
+run by us. Model and data are fetched from the hub as for configs/ppo_llama8b.py. Two directories must
+exist:
 
     models/beaver-8b-reward/    a reward model with the actor's tokenizer (...ForSequenceClassification)
-    models/beaver-8b-cost/      a cost model likewise; launch/reward_model.py trains both from pairs
+    models/beaver-8b-cost/      a cost model of the same kind; launch/reward_model.py trains both from pairs
 """
 
 import pathlib

@@ -1,12 +1,12 @@
-"""Supervised fine-tuning on a file of your own: the demo's small model learns what an assistant says.
+"""Supervised fine-tuning on a file of your own: the demo's small model learns the assistant's messages.
 
     python launch/sft.py --config configs/sft_conversations_tiny.py --config.sft.path=FILE
 
-A line of the file is a conversation, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
-...}]}, or a question with its answer, {"prompt": ..., "response": ...}. The tokenizer is trained on the file;
-with `tokenizer.path` and `weights` a published model is tuned.
+Each line of the file is a conversation, {"messages": [{"role": "user", "content": ...}, {"role":
+"assistant", ...}]}, or a question with its answer, {"prompt": ..., "response": ...}. The tokenizer is
+trained on the file. Set `tokenizer.path` and `weights` to fine-tune a published model.
 
-Hardware: any two cores. Score to expect: none, for there is nothing held out; the loss says how it goes.
+Hardware: any two cores. Score to expect: none, because nothing is held out; watch the loss.
 """
 
 import pathlib

@@ -2,8 +2,8 @@
 
     python launch/sft.py --config configs/sft_tiny.py
 
-Hardware: any two cores; two minutes. Score to expect: 48 to 50% of the held-out sums right, as the demo's
-SFT, which it is, alone.
+Hardware: any two cores; two minutes. Score to expect: 48 to 50% of the held-out sums right. This is the
+demo's SFT stage alone.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """NEW_RECIPE: GRPO on problems with answers, from an instruction-tuned model.
 
-    jaxrl train --config NEW_RECIPE.py --dry_run     # checks it, and prints what a step takes
+    jaxrl train --config NEW_RECIPE.py --dry_run     # checks it, and prints the cost of a step
     jaxrl train --config NEW_RECIPE.py
 
 Every setting: `jaxrl train --help`, or one group of them: `jaxrl train --help rollout`.
@@ -48,7 +48,7 @@ def get_config():
     config.optim.lr = 1e-5
     config.optim.lr_warmup_steps = 2
 
-    # The mesh: nothing to say on one device. docs/placement.md for more.
+    # The mesh: one device needs no settings. docs/placement.md has more.
     config.evaluation.every = 10
     config.run.num_steps = 50
     config.run.save_every = 10

@@ -1,6 +1,6 @@
-"""What the small recipes share: the demo's task, model and SFT, and a step without dynamic sampling.
+"""Settings shared by the small recipes: the demo's task, model and SFT, and a step without dynamic sampling.
 
-Not a recipe of its own: ppo_tiny.py, grpo_tiny.py and the others say what they change.
+This is not a recipe. ppo_tiny.py, grpo_tiny.py and the others state their changes.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ from jaxrl.config.command_line import load_recipe
 
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parents[1] / "dapo_tiny.py")
-    # All start from the demo's SFT stage, which is trained if it is not there.
+    # All start from the demo's SFT stage. If it is missing, it is trained first.
     config.sft.run = "dapo_tiny"
     config.rollout.num_prompts = 24
     config.rollout.num_samples = 8

@@ -1,7 +1,7 @@
 """Shows the data that a run would read, without training; converts files of problems.
 
     jaxrl data --config configs/dapo_tiny.py [--config.NAME=VALUE ...] [--show 3]
-    jaxrl data dapo-math-17k.parquet --tokenizer models/Qwen2.5-7B --chat --show 3
+    jaxrl data dapo-math-17k.parquet --tokenizer Qwen/Qwen2.5-7B --chat --show 3
     jaxrl data dapo-math-17k.parquet --to dapo.jsonl
 
 Prints the data card: number of rows, excluded rows with reasons, duplicates, lengths in tokens, shares.
