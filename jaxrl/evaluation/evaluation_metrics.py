@@ -8,7 +8,7 @@
     val-aux/all/...                         the same of all sources together, if there are several
 
 verl calls the mean of best@n and maj@n of all n answers `val-core/...` too. Here `val-core` has the accuracy
-alone, which is what a collapse is found by.
+alone, which is what a divergence is found by.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         metrics |= {
             name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
         }
-        # One accuracy for each source is what a collapse is looked for in; theirs together is no further one.
+        # Divergence is detected by `val-core` metrics. The sources have one each; all together need none.
         core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
         metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
     return metrics

@@ -104,9 +104,9 @@ def find_model(path: pathlib.Path) -> FoundModel:
     found = model_directory.read_model(directory)
     if run:
         newest = newest_weights(path)
-        seal = zlib.crc32(newest.checkpoints.seal(newest.step).read_bytes())
+        manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())
         stage = newest.checkpoints.path.parent.name
-        weights = f"{stage} step {newest.step}, {seal:08x}"
+        weights = f"{stage} step {newest.step}, {manifest:08x}"
     else:
         check_params(path, found.model)
         weights = _fingerprint(path)

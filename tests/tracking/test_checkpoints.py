@@ -40,7 +40,7 @@ def written(folder: pathlib.Path, *steps: int, keep: int | None = None) -> pathl
     return folder / "checkpoints"
 
 
-def seal_of(folder: pathlib.Path, step: int) -> pathlib.Path:
+def manifest_of(folder: pathlib.Path, step: int) -> pathlib.Path:
     return folder.with_name("checkpoints.seals") / f"{step}.json"
 
 
@@ -70,7 +70,7 @@ def goes_on_from(folder: pathlib.Path) -> int | None:
 def test_the_newest_stay_and_what_was_found_sound(tmp_path):
     folder = written(tmp_path / "two", *range(1, 6), keep=2)
     assert StoredCheckpoints(folder).steps == [4, 5]
-    assert [path.name for path in sorted(seal_of(folder, 4).parent.iterdir())] == [
+    assert [path.name for path in sorted(manifest_of(folder, 4).parent.iterdir())] == [
         "4.json",
         "5.json",
     ]
@@ -88,14 +88,14 @@ def test_the_newest_stay_and_what_was_found_sound(tmp_path):
 
 @pytest.fixture
 def death(monkeypatch):
-    """Ends the thread that seals just before its n-th change of the disk; says how many there were."""
+    """Ends the thread that commits just before its n-th change of the disk; says how many there were."""
 
     def arrange(at: int) -> list[str]:
         done: list[str] = []
 
         def guarded(name, function):
             def call(*args, **kwargs):
-                if threading.current_thread().name.startswith("seal"):
+                if threading.current_thread().name.startswith("commit"):
                     if len(done) == at:
                         raise Died(name)
                     done.append(name)
@@ -118,7 +118,7 @@ def death(monkeypatch):
     return arrange
 
 
-def dies_while_sealing(folder: pathlib.Path, step: int) -> bool:
+def dies_while_committing(folder: pathlib.Path, step: int) -> bool:
     """Commits what Orbax has written, with one checkpoint to keep; True if it died."""
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints._saving = step
@@ -134,20 +134,20 @@ def dies_while_sealing(folder: pathlib.Path, step: int) -> bool:
 
 def test_a_death_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path, death, monkeypatch):
     begun = written(tmp_path / "begun", 1, 2)
-    seal_of(begun, 2).unlink()
+    manifest_of(begun, 2).unlink()
     found = {}
     for at in range(200):
         folder = shutil.copytree(begun.parent, tmp_path / str(at)) / "checkpoints"
         done = death(at)
-        died = dies_while_sealing(folder, 2)
+        died = dies_while_committing(folder, 2)
         monkeypatch.undo()
         if not died:
             break
         newest = StoredCheckpoints(folder).newest_intact()
-        assert newest == (2 if seal_of(folder, 2).exists() else 1), done
+        assert newest == (2 if manifest_of(folder, 2).exists() else 1), done
         found[newest] = folder
     assert len(done) == at and {"fsync", "replace", "rename", "unlink", "rmtree"} == set(done)
-    # Deaths before the seal and after it; the next run goes on from both.
+    # Deaths before the manifest is written and after it; the next run goes on from both.
     for step, folder in found.items():
         assert goes_on_from(folder) == step
     assert set(found) == {1, 2}
@@ -158,7 +158,7 @@ def test_a_death_while_orbax_writes_leaves_the_one_before(tmp_path):
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.save(2, {"actor": state_of(2)}, {})
     checkpoints.close()
-    # Not sealed yet; and one that Orbax has not finished, under the name that it writes under.
+    # No manifest yet; and one that Orbax has not finished, under the name that it writes under.
     shutil.copytree(folder / "2", folder / "3.orbax-checkpoint-tmp")
     assert goes_on_from(folder) == 1
 
@@ -183,7 +183,7 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.Seals, "write", refuse)
+        patch.setattr(checkpoint_module.Manifests, "write", refuse)
         with pytest.raises(UserError, match=r"could not be written .*No space left.*still there"):
             save(checkpoints, 2)
     checkpoints.close()
@@ -194,7 +194,7 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "seal",
+    "manifest",
     [
         b"",
         b'{"a": [1',
@@ -207,14 +207,14 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
         b'{"a": [1, 2]}',
         b"[" * 10**5,
     ],
-    ids=lambda seal: str(seal)[:20],
+    ids=lambda manifest: str(manifest)[:20],
 )
-def test_a_damaged_seal_spoils_its_own_checkpoint_only(tmp_path, seal, caplog):
+def test_a_damaged_manifest_spoils_its_own_checkpoint_only(tmp_path, manifest, caplog):
     folder = written(tmp_path, 1, 2)
-    if seal is None:
-        seal_of(folder, 2).unlink()
+    if manifest is None:
+        manifest_of(folder, 2).unlink()
     else:
-        seal_of(folder, 2).write_bytes(seal)
+        manifest_of(folder, 2).write_bytes(manifest)
     assert goes_on_from(folder) == 1
     assert "checkpoint of step 2 skipped" in caplog.text
 
@@ -240,12 +240,12 @@ def test_a_damaged_file_spoils_its_checkpoint(tmp_path, damage):
 
 def test_stray_files_are_nobodys(tmp_path):
     folder = written(tmp_path, 1)
-    seals = seal_of(folder, 1).parent
+    manifests = manifest_of(folder, 1).parent
     for stray in (
-        seals / "notes.json",
-        seals / "1.json~",
-        seals / ".7.json.tmp",
-        seals / "007.json",
+        manifests / "notes.json",
+        manifests / "1.json~",
+        manifests / ".7.json.tmp",
+        manifests / "007.json",
         folder / "5",
         folder / "README",
     ):
@@ -254,15 +254,15 @@ def test_stray_files_are_nobodys(tmp_path):
     (folder / "012").mkdir()
     assert StoredCheckpoints(folder).steps == [1]
     assert goes_on_from(folder) == 1
-    assert (seals / "notes.json").exists() and (folder / "5").exists()
+    assert (manifests / "notes.json").exists() and (folder / "5").exists()
 
 
-def test_what_remains_of_a_run_without_seals(tmp_path):
+def test_what_remains_of_a_run_without_manifests(tmp_path):
     folder = written(tmp_path, 0, 3)
-    shutil.rmtree(seal_of(folder, 3).parent)
+    shutil.rmtree(manifest_of(folder, 3).parent)
     stored = StoredCheckpoints(folder)
     assert stored.newest_intact() is None
-    assert stored.remains() == ["step 3: it has no seal"]
+    assert stored.remains() == ["step 3: it has no manifest"]
 
 
 # Readers
@@ -270,7 +270,7 @@ def test_what_remains_of_a_run_without_seals(tmp_path):
 
 def test_reading_changes_nothing(tmp_path):
     folder = written(tmp_path, 1, 2, 3)
-    seal_of(folder, 3).unlink()
+    manifest_of(folder, 3).unlink()
     (folder / "2" / "_CHECKPOINT_METADATA").write_bytes(b"")
     before = contents(tmp_path)
     stored = StoredCheckpoints(folder)
@@ -284,7 +284,7 @@ def test_reading_changes_nothing(tmp_path):
 def test_a_reader_looks_again_when_a_run_goes_on_beside_it(tmp_path, monkeypatch):
     folder = written(tmp_path, 1)
     stored = StoredCheckpoints(folder)
-    fault = stored.seals.fault
+    fault = stored.manifests.fault
 
     def one_goes_on(step):
         if step == 1:
@@ -293,13 +293,13 @@ def test_a_reader_looks_again_when_a_run_goes_on_beside_it(tmp_path, monkeypatch
             checkpoints.close()
         return fault(step)
 
-    monkeypatch.setattr(stored.seals, "fault", one_goes_on)
+    monkeypatch.setattr(stored.manifests, "fault", one_goes_on)
     assert stored.newest_intact() == 2
 
 
-def test_a_seal_holds_size_and_checksum_of_every_file(tmp_path):
+def test_a_manifest_holds_size_and_checksum_of_every_file(tmp_path):
     folder = written(tmp_path, 1)
-    seal = json.loads(seal_of(folder, 1).read_text())
-    assert {name: size for name, (size, _) in seal.items()} == {
+    manifest = json.loads(manifest_of(folder, 1).read_text())
+    assert {name: size for name, (size, _) in manifest.items()} == {
         name: len(content) for name, content in contents(folder / "1").items()
     }

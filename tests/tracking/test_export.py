@@ -103,7 +103,7 @@ def test_an_export_beside_a_run_at_work_changes_nothing(tmp_path):
     run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1], 2: params[2]}})
     checkpoints = Checkpoints(run / "rl" / "checkpoints", keep=2)
     with only_run_in(run):
-        # Orbax has written it, the run is about to seal it.
+        # Orbax has written it, the run is about to write its manifest.
         checkpoints.save(3, {"actor": TrainState(params[3], {"m": jnp.zeros(3)}, jnp.int32(3))}, {})
         checkpoints._open().wait_until_finished()
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}

@@ -93,11 +93,11 @@ def test_rows_of_a_checkpoint_that_is_not_gone_on_from_are_not_missed(stage):
     assert fault is not None and "the checkpoint of step 2" in fault
 
 
-def test_a_seal_without_rows_and_a_folder_without_seals(stage):
-    seal = stage.checkpoints.seal(4)
-    sums = json.loads(seal.read_text())
-    seal.write_text(json.dumps({name: sums[name] for name in sums if "metrics" not in name}))
+def test_a_manifest_without_rows_and_a_folder_without_manifests(stage):
+    manifest = stage.checkpoints.manifest(4)
+    sums = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: sums[name] for name in sums if "metrics" not in name}))
     stage.metrics.unlink()
     assert lost_rows(stage) is None
-    shutil.rmtree(stage.checkpoints.seals)
+    shutil.rmtree(stage.checkpoints.manifests)
     assert lost_rows(stage) is None

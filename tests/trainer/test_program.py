@@ -573,18 +573,20 @@ def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_ruinous_learning_rate_leaves_a_checkpoint_from_before(tmp_path, problems, whole, capfd):
+def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
+    tmp_path, problems, whole, capfd
+):
     config = make_config(
         tmp_path,
         problems,
         num_steps=4,
         algorithm=AlgorithmConfig(recipe="grpo", updates_per_step=1),
-        # Weights that are ruined by their first update, and finite.
+        # Weights that diverge in their first update, and finite.
         optim=OptimConfig(lr=3.0, lr_warmup_steps=0),
         run=dataclasses.replace(whole.run, output=str(tmp_path), num_steps=4, keep_checkpoints=1),
     )
     assert program.train(warm(config, whole), devices=one_device()) == 0
-    assert "the model may be ruined" in capfd.readouterr().out
+    assert "the model may have diverged" in capfd.readouterr().out
     checkpoints = StoredCheckpoints(config.run_folder.path / "rl" / "checkpoints")
     assert checkpoints.steps == [0, 4]
 
