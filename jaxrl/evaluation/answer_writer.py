@@ -10,7 +10,7 @@ from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.sampled_answers import unpunished
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.score import AskedVerdicts
-from jaxrl.tracking.sample_rows import TokenPieces, sample_rows
+from jaxrl.tracking.sample_rows import TokenStrings, sample_rows
 from jaxrl.types import Completions
 
 
@@ -38,7 +38,7 @@ class AnswerWriter:
         """
         self._answers = answers
         self._graders = graders
-        self._pieces = TokenPieces(tokenizer) if tokens else None
+        self._token_strings = TokenStrings(tokenizer) if tokens else None
         self._stop_ids = stop_ids
         self._line = line
         self._begun: collections.deque[tuple[Completions, AskedVerdicts]] = collections.deque()
@@ -60,7 +60,7 @@ class AnswerWriter:
 
     def _write(self, group: Completions, asked: AskedVerdicts) -> None:
         scored = unpunished(group, asked.result())
-        self._answers.add(scored, sample_rows(scored, self._pieces, stop_ids=self._stop_ids))
+        self._answers.add(scored, sample_rows(scored, self._token_strings, stop_ids=self._stop_ids))
         self._line.add(
             answers=len(scored),
             correct=int(scored.correct_B.sum()),

@@ -373,7 +373,7 @@ def _processes() -> ocp.options.MultiprocessingOptions:
     )
 
 
-def all_meet(occasion: str, timeout_s: int) -> bool:
+def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
     """Waits for all processes to call this function.
 
     Args:

@@ -34,7 +34,7 @@ def lost_rows(folder: StageFolder) -> str | None:
 def _fault(path: pathlib.Path, written: RowChecksum) -> str | None:
     content = path.read_bytes() if path.exists() else b""
     expected = f"of the {written.num_rows} rows to step {written.last_step}"
-    if not written.is_of(content):
+    if not written.matches(content):
         return _difference(path, content, written, expected)
     after = content[written.num_bytes :].splitlines()
     step = _step_of(after[0]) if after else None

@@ -23,9 +23,9 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import Checkpoints, all_meet
+from jaxrl.tracking.checkpoints import Checkpoints, wait_for_all_processes
 from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 from jaxrl.tracking.metrics import MetricsWriter, WandbOptions
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
@@ -382,7 +382,7 @@ class Loop:
         """
         # A save is collective. Other processes may have died, or may wait for this one.
         failed = f"step {self._noted_step + 1}"
-        if self._saved_step is None or not all_meet(f"{failed} failed", _MEET_S):
+        if self._saved_step is None or not wait_for_all_processes(f"{failed} failed", _MEET_S):
             return
         fault = "had begun to change the weights"
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
@@ -511,7 +511,7 @@ def open_loop(
         waits=len(run.placement.pools) == 1,
         stop=stop,
         # The run already holds its own folder. A warm-up shared by several runs has another owner.
-        ownership=None if folder.run == config.run_folder else only_run_in(folder.run.path),
+        ownership=None if folder.run == config.run_folder else run_lock(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
     )

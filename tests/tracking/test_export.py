@@ -25,7 +25,7 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.export import export_run
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import pools_of
@@ -102,7 +102,7 @@ def test_an_export_beside_a_run_at_work_changes_nothing(tmp_path):
     params = {step: random_params(TINY, seed=step) for step in (1, 2, 3)}
     run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1], 2: params[2]}})
     checkpoints = Checkpoints(run / "rl" / "checkpoints", keep=2)
-    with only_run_in(run):
+    with run_lock(run):
         # Orbax has written it, the run is about to write its manifest.
         checkpoints.save(3, {"actor": TrainState(params[3], {"m": jnp.zeros(3)}, jnp.int32(3))}, {})
         checkpoints._open().wait_until_finished()
@@ -184,7 +184,7 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
         model=ADAPTED, weights=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")
     )
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
-    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, None)
+    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
     run = RunContext(
         config,
         algorithm_of(config),

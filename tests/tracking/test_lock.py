@@ -9,7 +9,7 @@ import pytest
 from processes import started
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
@@ -24,43 +24,43 @@ time.sleep(600)
 
 
 def test_a_second_run_is_told_who_is_first(tmp_path):
-    with only_run_in(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         with (
             pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on .*, started 2"),
-            only_run_in(tmp_path / "run"),
+            run_lock(tmp_path / "run"),
         ):
             pass
-        with only_run_in(tmp_path / "other"):
+        with run_lock(tmp_path / "other"):
             pass
-    with only_run_in(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         pass
 
 
 def test_a_death_gives_the_lock_back(tmp_path):
     with started([[sys.executable, "-c", HOLD, tmp_path / "lock"]]) as (process,):
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="process 1 on elsewhere"), only_run_in(tmp_path):
+        with pytest.raises(UserError, match="process 1 on elsewhere"), run_lock(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with only_run_in(tmp_path):
+        with run_lock(tmp_path):
             pass
 
 
 def test_a_lock_file_of_anything_is_no_hindrance(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\x00")
-    with only_run_in(tmp_path):
+    with run_lock(tmp_path):
         assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()
 
 
 @pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
 def test_a_lock_that_is_no_file_is_named(tmp_path, make):
     make(tmp_path / "lock")
-    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), only_run_in(tmp_path):
+    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), run_lock(tmp_path):
         pass
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=r"run' \(File exists\)"), only_run_in(tmp_path / "run"):
+    with pytest.raises(UserError, match=r"run' \(File exists\)"), run_lock(tmp_path / "run"):
         pass

@@ -11,7 +11,7 @@ from tensorboardX.proto import event_pb2
 from jaxrl.errors import UserError
 from jaxrl.tracking import metrics
 from jaxrl.tracking.durable import ensure_writable
-from jaxrl.tracking.metrics import MetricsWriter, WandbOptions, read_metrics, without_clock
+from jaxrl.tracking.metrics import MetricsWriter, WandbOptions, read_metrics, without_timings
 from jaxrl.tracking.timers import Timers
 
 
@@ -223,7 +223,7 @@ def test_evaluation_accuracy_is_found_by_name():
 def test_rows_of_equal_runs_differ_in_what_is_of_the_clock_alone():
     run = {"step": 3, "perf/update_tflop": 2.0, "perf/padding": 0.1, "critic/score/mean": 0.5}
     clock = {"time_s": 1.7e9, "timing_s/step": 2.0, "perf/tflops_per_device": 9.0, "perf/mfu": 0.4}
-    assert without_clock(run | clock) == run
+    assert without_timings(run | clock) == run
 
 
 @pytest.mark.parametrize("resume_step", [None, 1])

@@ -13,8 +13,8 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.tracking.rollout_files import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (
-    PIECES,
-    TokenPieces,
+    TOKEN_STRINGS,
+    TokenStrings,
     logprobs_by_response,
     sample_rows,
     to_line,
@@ -56,7 +56,7 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
 
 
 def rows_of(tokenizer, scored, **options) -> list[dict]:
-    rows = sample_rows(scored, TokenPieces(tokenizer), stop_ids=tokenizer.stop_ids, **options)
+    rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=tokenizer.stop_ids, **options)
     return [json.loads(to_line(row)) for row in rows]
 
 
@@ -71,7 +71,7 @@ def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
 
 def test_a_row_has_what_a_person_wants_to_know(tokenizer):
     first, last = rows_of(tokenizer, scored_of(tokenizer, ["two", "three"]), step=20)
-    pieces = first.pop(PIECES)
+    pieces = first.pop(TOKEN_STRINGS)
     assert first == {
         "step": 20,
         "source": "numbers",
@@ -109,14 +109,14 @@ def test_reward_parts_have_their_names(tokenizer):
 @pytest.mark.parametrize("text", ["naïve 東京 🦜 ok", "\x00\u202e<script>", "two 🦜", "   two  "])
 def test_the_pieces_of_a_text_are_the_text(tokenizer, text):
     tokens = tokenizer.encode(text)
-    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == text
 
 
 def test_half_a_character_at_the_end_is_shown(tokenizer):
     tokens = tokenizer.encode("a 🦜")[:-1]
-    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
@@ -126,7 +126,7 @@ def test_tokens_of_an_environment_are_marked(tokenizer):
     mask[1] = 0
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
     (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,), turns=turns))
-    assert row[PIECES]["given"] == [1]
+    assert row[TOKEN_STRINGS]["given"] == [1]
 
 
 def test_the_trainers_logprobs_find_their_tokens(make_scored):
@@ -147,7 +147,7 @@ def test_numbers_that_json_lacks_are_null(tokenizer):
     scored = scored_of(tokenizer, ["two"])
     scored.completions.rollout_logprob[0][0] = -math.inf
     (row,) = rows_of(tokenizer, scored)
-    assert row[PIECES]["rollout_logprob"][0] is None
+    assert row[TOKEN_STRINGS]["rollout_logprob"][0] is None
 
 
 # Files
@@ -171,7 +171,7 @@ def test_the_first_step_and_every_tenth_are_kept(tmp_path):
 def test_a_repeated_step_is_written_once(tmp_path):
     for _ in range(2):
         files = files_of(tmp_path)
-        files.go_on_from(0)
+        files.remove_after(0)
         files.write(10, lambda: [{"a": 1}, {"a": "\ud800"}])
         files.write(20, lambda: [{"a": 2}])
         files.close()
@@ -186,7 +186,7 @@ def test_steps_that_are_done_again_go_first(tmp_path):
     files.close()
     (tmp_path / "rollouts" / "step_x.jsonl").touch()
     (tmp_path / "rollouts" / "step_020.jsonl").touch()
-    files_of(tmp_path).go_on_from(10)
+    files_of(tmp_path).remove_after(10)
     assert names(tmp_path) == ["step_020.jsonl", "step_1.jsonl", "step_10.jsonl", "step_x.jsonl"]
     assert list(RunFolder(tmp_path).rollouts.steps()) == [1, 10]
 
@@ -212,7 +212,7 @@ def test_a_folder_in_the_place_of_samples_costs_these_alone(tmp_path, caplog):
     folder = RunFolder(tmp_path).rollouts
     folder.step(1).mkdir(parents=True)
     files = RolloutFiles(folder, every=1)
-    files.go_on_from(0)
+    files.remove_after(0)
     files.write(1, lambda: [{"step": 1}])
     files.close()
     assert "samples could not be written" in caplog.text and "is a folder" in caplog.text
