@@ -437,7 +437,7 @@ def test_devices_that_would_be_left_out_are_an_error(directory, problems, tmp_pa
 
 
 def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
-    real = answer_writer.unpunished
+    real = answer_writer.score_without_length_penalty
     calls = []
 
     def interrupted(*args):
@@ -446,7 +446,7 @@ def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys,
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(answer_writer, "unpunished", interrupted)
+    monkeypatch.setattr(answer_writer, "score_without_length_penalty", interrupted)
     asked = ["--model", directory, "--set", problems[0], "--out", tmp_path / "out"]
     assert run_command(*asked) == 130
     _, err = capsys.readouterr()
