@@ -120,7 +120,7 @@ def plan_evaluation(
       devices: available devices; None for all.
 
     Raises:
-      UserError: if a file is missing or invalid, or settings, model, problems and devices do not fit together.
+      UserError: if a file is missing or invalid, or settings, model, problems and devices do not match.
     """
     graders = Graders(
         (config.grader, config.grader_options),

@@ -1,4 +1,4 @@
-"""Samples as rows, and the files of those of some steps."""
+"""Rows of samples and their files."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def tokenizer():
 
 
 def scored_of(tokenizer, texts, **changes) -> Scored:
-    """A prompt with an answer for each text; the last one is cut off."""
+    """One prompt with a response per text; the last response is truncated."""
     eos = np.array([tokenizer.eos_id], np.int32)
     tokens = [tokenizer.encode(text) for text in texts]
     tokens = [*(np.concatenate([t, eos]) for t in tokens[:-1]), tokens[-1]]
@@ -60,7 +60,7 @@ def rows_of(tokenizer, scored, **options) -> list[dict]:
     return [json.loads(to_line(row)) for row in rows]
 
 
-def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
+def test_a_grader_failure_is_in_the_row(tokenizer):
     failure = GraderFailure("timeout", "it has not answered within 4 s")
     scored = scored_of(tokenizer, ["two", "three"], failures=(None, failure))
     expected = [None, {"kind": "timeout", "message": "it has not answered within 4 s"}]
@@ -69,7 +69,7 @@ def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
     assert [row["failure"] for row in rows_of(tokenizer, both)] == expected * 2
 
 
-def test_a_row_has_what_a_person_wants_to_know(tokenizer):
+def test_the_fields_of_a_row(tokenizer):
     first, last = rows_of(tokenizer, scored_of(tokenizer, ["two", "three"]), step=20)
     pieces = first.pop(TOKEN_STRINGS)
     assert first == {
@@ -107,14 +107,14 @@ def test_reward_parts_have_their_names(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🦜 ok", "\x00\u202e<script>", "two 🦜", "   two  "])
-def test_the_pieces_of_a_text_are_the_text(tokenizer, text):
+def test_token_strings_join_to_the_text(tokenizer, text):
     tokens = tokenizer.encode(text)
     pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == text
 
 
-def test_half_a_character_at_the_end_is_shown(tokenizer):
+def test_an_incomplete_character_at_the_end_is_shown(tokenizer):
     tokens = tokenizer.encode("a 🦜")[:-1]
     pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert "".join(pieces) == tokenizer.decode(tokens)
@@ -143,7 +143,7 @@ def test_the_trainers_logprobs_find_their_tokens(make_scored):
         np.testing.assert_array_equal(value, completions.tokens[b].astype(np.float32))
 
 
-def test_numbers_that_json_lacks_are_null(tokenizer):
+def test_nan_and_infinity_are_null(tokenizer):
     scored = scored_of(tokenizer, ["two"])
     scored.completions.rollout_logprob[0][0] = -math.inf
     (row,) = rows_of(tokenizer, scored)
@@ -179,7 +179,7 @@ def test_a_repeated_step_is_written_once(tmp_path):
     assert (tmp_path / "rollouts" / "step_10.jsonl").read_bytes() == b'{"a":1}\n{"a":"\\ud800"}\n'
 
 
-def test_steps_that_are_done_again_go_first(tmp_path):
+def test_files_of_repeated_steps_are_removed_first(tmp_path):
     files = files_of(tmp_path)
     for step in (1, 10, 20):
         files.write(step, lambda: [{}])
@@ -191,7 +191,7 @@ def test_steps_that_are_done_again_go_first(tmp_path):
     assert list(RunFolder(tmp_path).rollouts.steps()) == [1, 10]
 
 
-def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path, caplog):
+def test_a_full_disk_is_only_a_warning(tmp_path, caplog):
     (tmp_path / "rollouts").write_text("in the way")
     files = files_of(tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -201,14 +201,14 @@ def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path, caplog):
     assert "training goes on without them" in record.getMessage()
 
 
-def test_what_is_wrong_in_our_own_code_is_raised(tmp_path):
+def test_other_errors_are_raised(tmp_path):
     files = files_of(tmp_path)
     files.write(10, lambda: [{"x": object()}])
     with pytest.raises(TypeError):
         files.close()
 
 
-def test_a_folder_in_the_place_of_samples_costs_these_alone(tmp_path, caplog):
+def test_a_folder_instead_of_the_samples_is_only_a_warning(tmp_path, caplog):
     folder = RunFolder(tmp_path).rollouts
     folder.step(1).mkdir(parents=True)
     files = RolloutFiles(folder, every=1)
