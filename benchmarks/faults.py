@@ -40,7 +40,7 @@ import jax
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -128,7 +128,7 @@ class Run:
         for stage in ("sft", "rl"):
             path = self.folder / stage / "metrics.jsonl"
             rows = read_metrics(path) if path.exists() else []
-            found[stage] = [without_clock(row) for row in rows]
+            found[stage] = [without_timings(row) for row in rows]
         return found
 
 

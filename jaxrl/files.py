@@ -1,7 +1,7 @@
-"""Reading files that somebody else wrote: whatever is wrong with one is a UserError that names it.
+"""Reads files of users and of other programs. Any fault of a file is a UserError that names it.
 
-Every such file is opened by `open_file`, or checked by `check_file` where a library opens it: a pipe would
-be waited for and a device such as /dev/zero read until memory ends.
+All such files are opened by `open_file`; a file that a library opens is checked by `check_file` first.
+Otherwise a pipe would block, and a device such as /dev/zero would fill the memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import IO, Any
 from jaxrl.errors import UserError
 
 MAX_BYTES = 1 << 24
-"""Of a file that is read whole, unless its reader says otherwise; published config files have kilobytes."""
+"""Default limit of the size of a file that is read whole. Published config files have kilobytes."""
 
-# Python takes up to 70 bytes for a value of two, such as "[],": twice the largest published tokenizer.
+# Twice as many as in the largest published tokenizer. Python needs up to 70 bytes for a value of 3 bytes,
+# such as "[],".
 _MAX_JSON_VALUES = 4_000_000
 _SHOWN_CHARS = 80
 _AGAIN = "copy the published file again"
@@ -31,37 +32,40 @@ def cache_root() -> pathlib.Path:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path as messages show it: without control characters, and cut where it is long."""
+    """Formats a path for messages, without control characters; a very long path is cut."""
     text = os.fspath(path)
     text = text if text.isprintable() else ascii(text)[1:-1]
-    # Paths that exist are shown whole, since their end is what tells them apart.
+    # Cut only beyond the usual lengths: the end of a path is its most telling part.
     return text if len(text) <= 512 else f"{text[:_SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 def check_file(path: str | os.PathLike[str], *, absent: str) -> None:
-    """Raises UserError unless `path` is a file that can be read.
+    """Checks that `path` is a readable file.
 
     Args:
-      path: of the file.
-      absent: the remedy where there is none.
+      path: path of the file.
+      absent: remedy for the message if the file is missing or not readable.
+
+    Raises:
+      UserError: as `open_file`.
     """
     open_file(path, absent=absent).close()
 
 
 def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
-    """A file, open for reading.
+    """Opens a file for reading.
 
     Args:
-      path: of the file.
-      absent: the remedy where there is none.
+      path: path of the file.
+      absent: remedy for the message if the file is missing or not readable.
 
     Raises:
-      UserError: it does not exist, cannot be read, or is a directory, a pipe, a socket or a device.
+      UserError: if the file does not exist, is not readable, or is a directory, a pipe, a socket or a device.
     """
     shown = shown_path(path)
     try:
-        # A look before opening, since opening a device may do something; and without waiting, since a pipe
-        # may have taken the file's place in between.
+        # Check before opening, because opening a device may have an effect. Open without blocking, because
+        # a pipe may have replaced the file after the check.
         _check_kind(os.stat(path).st_mode, shown, absent)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -81,29 +85,29 @@ def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
         raise UserError(f"{shown} cannot be read ({error.strerror}); {absent}") from error
     except UserError:
         raise
-    except ValueError as error:  # a NUL byte
+    except ValueError as error:  # the path contains a NUL byte
         raise UserError(f"{shown} is no path ({error}); {absent}") from error
 
 
 def read_bytes(
     path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
 ) -> bytes:
-    """The content of a file.
+    """Reads a file.
 
     Args:
-      path: of the file.
-      absent: the remedy where there is none.
-      max_bytes: the most that is read; None reads any file whole.
+      path: path of the file.
+      absent: remedy for the message if the file is missing or not readable.
+      max_bytes: largest allowed size; None for no limit.
 
     Raises:
-      UserError: as `open_file`, or the file is larger.
+      UserError: as `open_file`, or if the file is larger.
     """
     with open_file(path, absent=absent) as file:
         try:
-            # As much as is asked for is allocated first, so that it is no more than there is.
+            # `read` allocates its argument first, so ask for no more than the file's size.
             stated = os.fstat(file.fileno()).st_size
             content = file.read(1 + (stated if max_bytes is None else min(stated, max_bytes)))
-            if len(content) > stated:  # it grows, or is one of /proc, which are stated with 0
+            if len(content) > stated:  # the file grows, or is in /proc, where sizes are 0
                 content += file.read(
                     -1 if max_bytes is None else max(0, max_bytes + 1 - len(content))
                 )
@@ -117,10 +121,10 @@ def read_bytes(
 def read_text(
     path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
 ) -> str:
-    """The text of a file; arguments as of `read_bytes`.
+    """Reads a text file. Arguments as in `read_bytes`.
 
     Raises:
-      UserError: as `read_bytes`, or the file is not UTF-8.
+      UserError: as `read_bytes`, or if the file is not UTF-8.
     """
     content = read_bytes(path, absent=absent, max_bytes=max_bytes)
     try:
@@ -132,21 +136,26 @@ def read_text(
 def read_json_object(
     path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
 ) -> dict[str, Any]:
-    """The JSON object in a file; arguments as of `read_bytes`.
+    """Reads a JSON file whose value is an object. Arguments as in `read_bytes`.
 
     Raises:
-      UserError: as `read_text`, or the file is no JSON, nested too deeply to be read, or no object.
+      UserError: as `read_text`, or if the file is not valid JSON, is nested too deeply or is not an object.
     """
     return json_object(read_bytes(path, absent=absent, max_bytes=max_bytes), path)
 
 
 def json_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in the content of a file; the path is for messages.
+    """Parses the content of a JSON file whose value is an object.
+
+    Args:
+      content: content of the file.
+      path: path for messages.
 
     Raises:
       UserError: as `read_json_object`.
     """
-    # A value follows one of these, so that there are no more values; in texts they count too.
+    # Every value but the first follows one of these characters, so this is an upper bound of their number.
+    # Characters inside strings count too.
     if sum(map(content.count, (b"[", b"{", b","))) > _MAX_JSON_VALUES:
         raise UserError(f"{path} has more than {_MAX_JSON_VALUES:,} JSON values; {_AGAIN}")
     try:

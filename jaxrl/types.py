@@ -1,8 +1,8 @@
 """Batch types shared by several packages: Prompts -> Completions -> Scored -> PackedBatch -> TrainBatch.
 
 The first three live on the host; their sequences have different lengths, and they hold text. A PackedBatch
-lives on the device: sequences packed into rows of equal length, arrays only. TrainBatch adds the fields that
-a policy learns from, ValueBatch those of a critic.
+lives on the device: sequences packed into rows of equal length, arrays only. TrainBatch adds the fields
+to train a policy, ValueBatch those to train a critic.
 
     N prompts in a step   G answers per prompt   B = N*G sequences
     U minibatches (optimiser updates) in a step   M microbatches of one update   R rows   T tokens of a row
@@ -123,7 +123,7 @@ class Completions:
             ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
         if not self.turns:
-            # Without turns, graders would take the environment's words for the policy's.
+            # Without turns, graders would treat the environment's text as the policy's.
             assert all(mask.all() for mask in self.mask), "an environment spoke: give the turns"
             object.__setattr__(self, "turns", tuple((TurnText(True, t),) for t in self.texts))
 
@@ -297,7 +297,7 @@ class PackedBatch:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
       sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on padding and on shared
         prompts.
-      loss_mask: float32 [U, M, R, T], 1 on tokens that are trained on.
+      loss_mask: float32 [U, M, R, T], 1 on trained tokens, else 0.
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
         prompts are not shared in this batch.
@@ -316,18 +316,18 @@ class PackedBatch:
         return dataclasses.replace(self, **changes)
 
     def extended_as(self, kind: type[Batch], **further) -> Batch:
-        """This batch as a richer type: the same fields, and the further ones given."""
+        """Converts this batch to a subtype with further fields."""
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
-        """The fields of PackedBatch alone, to build a batch of another type over the same rows."""
+        """The fields of PackedBatch by name, to build another type of batch over the same rows."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch(PackedBatch):
-    """The batch that a policy learns from.
+    """The training batch of a policy.
 
     A log-probability at t is that of token t given the earlier tokens of its segment. The first token of a
     segment has none, and the field is 0.
@@ -359,7 +359,7 @@ class TrainBatch(PackedBatch):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueBatch(PackedBatch):
-    """The batch that a critic learns from.
+    """The training batch of a critic.
 
     Attributes:
       old_value: float32 [U, M, R, T], the critic's values at the start of the step; entry t is the value of

@@ -1,9 +1,9 @@
-"""Loads a user's own functions, which a config names by their location.
+"""Loads a user's functions by their location in a config.
 
     "my_package.rewards:brevity"    a module that Python can import
     "path/to/my_rewards.py:brevity" a file
 
-Such a function is trusted code: it runs in this process, or in one of its own that imports it again.
+The functions are trusted code. They run in this process, or in a worker process that imports them again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
 
 def names_function(path: str) -> bool:
-    """Whether a string names a function ("module:function"), not a file."""
+    """Whether a string names a function ("module:function") and not a file."""
     return _FUNCTION.fullmatch(path) is not None
 
 
@@ -45,13 +45,13 @@ def load_function(
       path: "package.module:function", "path/to/file.py:function", or "path/to/function.pkl:function", a
         pickle that `jaxrl.api` wrote.
       what: description of the function, for errors.
-      takes: names of the positional arguments that it will be called with; None skips the check.
-      options: keyword arguments that it will be called with, besides.
-      own_process: whether a process of its own will call it, which cannot import the program that runs here.
+      takes: names of the positional arguments of the call; None skips the check of the signature.
+      options: keyword arguments of the call.
+      own_process: whether a worker process will call it. A worker cannot import functions of `__main__`.
 
     Raises:
-      UserError: the path is malformed, the module cannot be imported or lacks the function, or the function
-        cannot be called with these arguments.
+      UserError: if the path is malformed, the module cannot be imported or lacks the function, or the
+        function does not accept these arguments.
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
@@ -89,7 +89,7 @@ def _pickled_function(
 ) -> Callable[..., Any]:
     try:
         function = pickle.loads(pathlib.Path(where).read_bytes())
-    except Exception as error:  # what a function holds may fail in any way
+    except Exception as error:  # unpickling user objects may raise anything
         raise UserError(f"{what} {path!r} cannot be loaded: {error}; make it again") from error
     if takes is not None:
         _check_takes(function, path, what, takes, options)
@@ -97,7 +97,7 @@ def _pickled_function(
 
 
 def _in_the_program(path: str, name: str, what: str) -> str:
-    """Why a function of the program that runs, or of a notebook, is refused."""
+    """The message for a function of the running program or of a notebook."""
     program = getattr(sys.modules["__main__"], "__file__", None)
     remedy = (
         f"name it {program}:{name}, with what the file does as a program under `if __name__ == "
@@ -144,7 +144,7 @@ def _named_module(path: str, where: str, what: str) -> types.ModuleType:
 
 
 def _file_module(path: str, where: str, what: str) -> types.ModuleType:
-    # A path that no file can have raises elsewhere; here it does not exist.
+    # isfile returns False for invalid paths too, for which pathlib would raise.
     if not os.path.isfile(where):
         file = pathlib.Path.cwd() / where
         raise UserError(
@@ -152,7 +152,7 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
             f"{pathlib.Path.cwd()}"
         )
     file = pathlib.Path(where).resolve()
-    # The module name is the whole path: it hides no installed module, and two functions of one file share one
+    # The path in the module name keeps it from hiding an installed module. Functions of one file share a
     # module.
     name = f"user code of {file}"
     if name in sys.modules:
@@ -160,7 +160,7 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "every .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their own module here while it is executed
+    sys.modules[name] = module  # dataclasses look up their module here during its execution
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's module may raise anything

@@ -17,7 +17,7 @@ from processes import free_port, started
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_TRY_AGAIN
-from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def run(recipes: list[pathlib.Path], status: int = 0) -> list[tuple[str, str]]:
 
 def rows_of(folder: pathlib.Path, stage: str) -> list[dict]:
     rows = read_metrics(folder / "runs" / "tiny" / "seed0" / stage / "metrics.jsonl")
-    return [without_clock(row) for row in rows]
+    return [without_timings(row) for row in rows]
 
 
 @pytest.fixture(scope="module")

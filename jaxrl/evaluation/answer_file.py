@@ -1,11 +1,11 @@
-"""The folder of an evaluation: samples as they are finished, so that what is interrupted goes on from them.
+"""Stores the answers of an evaluation as they are finished, so that an interrupted evaluation can continue.
 
-    settings.json    what was asked, of which model
-    samples.jsonl    a row for each answer (`tracking.sample_rows`), all of a problem together
+    settings.json    settings of the evaluation and identity of the model
+    samples.jsonl    a row per answer (`tracking.sample_rows`), the answers to a problem in consecutive rows
     results.json     statistics of each set
-    samples.html     some answers on a page
+    samples.html     page with some answers
 
-A problem counts once all its answers are there: whatever the end of the file has of another one is dropped.
+A problem is answered if all of its n answers are in the file. Rows of other problems are dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.tracking.sample_rows import read_head, to_line
 from jaxrl.types import Prompts, Scored
 
-# Of a problem: its set and its row there.
+# Key of a problem: name of its set, and its row number in the set.
 Problem = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRow:
-    """What statistics need of one answer."""
+    """The fields of an answer that statistics use.
+
+    Attributes:
+      correct: whether the answer is right.
+      prediction: extracted answer; None if there is none.
+      length: number of response tokens.
+      truncated: whether the response reached its limit.
+      entropy: mean entropy per token, in nats.
+      failed: whether grading failed.
+    """
 
     correct: bool
     prediction: str | None
@@ -41,22 +50,23 @@ class AnswerRow:
 
 
 class AnswerFile:
-    """Answers to problems, on disk and counted.
+    """The answers of an evaluation, on disk and in memory.
 
     Attributes:
-      answers: to each finished problem, in the order of the samples.
+      folder: folder of the evaluation.
+      answers: answered problems: problem -> its n answers.
     """
 
     def __init__(self, folder: EvaluationFolder, settings: Mapping[str, Any], n: int):
-        """Opens the folder; nothing is written yet.
+        """Reads the answers in the folder. Writes nothing.
 
         Args:
-          folder: of the evaluation; need not exist.
-          settings: JSON-able, all that answers depend on.
-          n: answers to each problem.
+          folder: folder of the evaluation; it may be missing.
+          settings: JSON-able settings that the answers depend on.
+          n: number of answers per problem.
 
         Raises:
-          UserError: the folder holds answers that were asked for with other settings, or cannot be read.
+          UserError: if the folder has answers for other settings or cannot be read.
         """
         self.folder = folder
         self._settings = dict(settings)
@@ -68,10 +78,10 @@ class AnswerFile:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> AnswerFile:
-        """Makes the folder, and the file end with a whole problem.
+        """Creates the folder, drops rows of incomplete problems and opens the file for writing.
 
         Raises:
-          UserError: the folder cannot be written.
+          UserError: if the folder is not writable.
         """
         ensure_writable(self.folder.path)
         settings = json.dumps(self._settings, indent=1)
@@ -88,17 +98,21 @@ class AnswerFile:
             self._file = None
 
     def missing(self, prompts: Prompts) -> list[int]:
-        """Which of the prompts are not answered yet."""
+        """The indices of the unanswered prompts."""
         problems = zip(prompts.sources, prompts.ids_N.tolist(), strict=True)
         return [i for i, problem in enumerate(problems) if problem not in self.answers]
 
     def add(self, scored: Scored, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the answers to one problem.
 
+        Args:
+          scored: the n answers.
+          rows: their rows, as `tracking.sample_rows` makes them.
+
         Raises:
-          UserError: the disk does not take them.
+          UserError: if the answers cannot be written.
         """
-        assert self._file is not None, "a context manager"
+        assert self._file is not None, "use it as a context manager"
         prompts = scored.completions.prompts
         rows = list(rows)
         try:
@@ -139,7 +153,7 @@ class AnswerFile:
             )
 
     def _read(self) -> None:
-        """Finds the problems that are answered whole, and where in the file they are."""
+        """Finds the answered problems and the positions of their rows."""
         if not self.folder.samples.exists():
             return
         found: dict[Problem, list[tuple[int, int, int, AnswerRow]]] = collections.defaultdict(list)
@@ -151,10 +165,10 @@ class AnswerFile:
                     problem, sample = (row["source"], row["prompt_id"]), row["sample"]
                     found[problem].append((sample, at, len(line), _answer(row)))
                 except (KeyError, TypeError, ValueError):
-                    pass  # cut short, or not ours: the problem is asked again
+                    pass  # an incomplete or foreign row: its problem is sampled again
                 at += len(line)
         for problem, rows in found.items():
-            # After a death between two lines a problem may be there twice, the first time in part.
+            # After a kill between two lines a problem may be there twice, the first time incomplete.
             latest = {sample: (at, size, answer) for sample, at, size, answer in rows}
             if sorted(latest) == list(range(self._n)):
                 self.answers[problem] = [latest[sample][2] for sample in range(self._n)]
@@ -163,7 +177,12 @@ class AnswerFile:
 
 
 def _keep(path: pathlib.Path, places: Iterable[tuple[int, int]]) -> None:
-    """Leaves only some lines of a file, (start, bytes) each."""
+    """Keeps only some lines of a file.
+
+    Args:
+      path: the file.
+      places: (start, number of bytes) of each line to keep.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with path.open("rb") as before, temporary.open("wb") as after:
         for start, size in places:

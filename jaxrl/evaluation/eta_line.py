@@ -1,4 +1,4 @@
-"""A line about how far an evaluation is, written again and again on a terminal, now and then elsewhere."""
+"""Shows the progress of an evaluation: a line that is updated on a terminal, lines every 10 s elsewhere."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Self, TextIO
 from jaxrl.tracking.readable import duration
 
 _EVERY_S = {True: 0.5, False: 10.0}
-# Long answers are all at work for minutes before the first is there: so long nothing is said.
+# With long answers the first one is finished after minutes. Until then a line is shown this often.
 _SILENT_S = 30.0
 
 
 class EtaLine:
-    """Problems answered, how right they are so far, and how long the others will take.
+    """Shows the number of answered problems, their accuracy and the estimated time left.
 
-    At the pace of those that are finished: as answers differ in length, and the last ones run alone, that is
-    a rough guess.
+    The estimate assumes the mean time of the finished problems. It is rough: answers differ in length, and
+    the last ones run alone.
     """
 
     def __init__(self, total: int, *, before: int = 0, out: TextIO | None = None):
-        """Args: problems in all, those answered by an earlier start, and where to write (stderr)."""
+        """Args:
+        total: number of problems.
+        before: number of problems that were answered by an earlier command.
+        out: stream to write to; None for stderr.
+        """
         self._total = total
         self._before = before
         self._done = 0
@@ -41,14 +45,20 @@ class EtaLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the line, if it is still open."""
+        """Ends the line if it is unfinished."""
         with self._lock:
             self._closed.set()
             if self._live and self._left:
                 print(file=self._out, flush=True)
 
     def add(self, *, answers: int, correct: int, tokens: int) -> None:
-        """A problem is answered."""
+        """Counts an answered problem.
+
+        Args:
+          answers: number of its answers.
+          correct: number of its right answers.
+          tokens: number of tokens of its answers.
+        """
         with self._lock:
             self._done += 1
             self._answers += answers
@@ -73,7 +83,7 @@ class EtaLine:
         return self._total - self._before - self._done
 
     def text(self, seconds: float) -> str:
-        """The line, so many seconds after the start."""
+        """The text of the line `seconds` after the start."""
         if not self._done and self._left:
             return (
                 f"{self._before} of {self._total} problems, {duration(seconds)} at work on the next"
@@ -87,6 +97,6 @@ class EtaLine:
         )
 
     def _write(self, text: str) -> None:
-        # Clears what a longer line has left.
+        # The escape code clears the rest of a longer line.
         end = "\n" if not self._live or self._left == 0 else ""
         print(f"\r\x1b[K{text}" if self._live else text, end=end, file=self._out, flush=True)

@@ -3,12 +3,12 @@
     python launch/evaluate.py --model DIR --set aime_2024.jsonl --n 32 --temperature 1 --top_p 0.7
     python launch/evaluate.py --model runs/dapo_tiny/seed0 --set a.jsonl --set b.jsonl --out results/first
 
-DIR is a Hugging Face directory, or the folder of a run, whose newest intact checkpoint is taken. The table of
-results goes to stdout, everything else to stderr; samples, results and a page go to --out, by default to a
-folder of evaluations/ whose name stands for the model and for what is asked of it. An evaluation that was
-interrupted goes on when the same command is started again: problems whose answers are all there are not asked
-again. Several processes with the same command evaluate together (--coordinator). What the user can fix is one
-line on stderr and exit status 2. docs/evaluation.md says what the statistics are.
+DIR is a Hugging Face directory, or the folder of a run, of which the newest intact checkpoint is evaluated.
+The table of results is printed to stdout, everything else to stderr. Samples, results and a page are written
+to --out; the default is a folder in evaluations/ with a name derived from model and settings. To continue an
+interrupted evaluation start the same command again: answered problems are skipped. Several processes with the
+same command evaluate together (--coordinator). User errors are one line on stderr, with exit status 2.
+docs/evaluation.md explains the statistics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
-from jaxrl.evaluation.evaluating import Planned, evaluate, plan_evaluation, table_of
+from jaxrl.evaluation.evaluating import EvaluationPlan, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
 from jaxrl.flags import add_flags, settings_of
 from jaxrl.hub.local_paths import EVALUATION, local_rows
@@ -30,11 +30,11 @@ from jaxrl.mesh.compilation_cache import keep_compiled_programs
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates as the program's name and its arguments say; returns the exit status."""
+    """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
     program, *arguments = argv
     parser = _parser(program)
     args = parser.parse_args(arguments)
-    planned: list[Planned] = []
+    planned: list[EvaluationPlan] = []
     try:
         config = _config_of(args)
         hosts.start(config.hosts)
@@ -59,13 +59,13 @@ def _config_of(args: argparse.Namespace) -> EvaluateConfig:
         raise UserError(str(error)) from error
 
 
-def _run(config: EvaluateConfig, planned: list[Planned]) -> None:
-    """Evaluates; what is planned is left in the list, for who is interrupted."""
+def _run(config: EvaluateConfig, planned: list[EvaluationPlan]) -> None:
+    """Evaluates. The plan is appended to `planned`, for the message after an interruption."""
     sets = tuple(local_rows(path, EVALUATION) for path in config.sets)
     planned.append(plan_evaluation(dataclasses.replace(config, sets=sets)))
     results = evaluate(planned[0], say=_say)
     if not results:
-        return  # the first process tells
+        return  # only the first process has results
     table = table_of(results)
     page = write_evaluation_page(planned[0].folder, title=planned[0].found.name, table=table)
     print(table)
@@ -76,7 +76,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _what_is_kept(planned: Sequence[Planned]) -> str:
+def _what_is_kept(planned: Sequence[EvaluationPlan]) -> str:
     if not planned or planned[0].answers is None:
         return ""
     answered, total = len(planned[0].answers.answers), len(planned[0].prompts)
@@ -106,8 +106,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="text that ends an answer; may be given several times (default: of a run what it was trained "
-        "with)",
+        help="text that ends an answer; may be given several times (default: those of a run's training)",
     )
     add_flags(parser, EvaluateConfig, without=("sets", "stop_strings"))
     return parser

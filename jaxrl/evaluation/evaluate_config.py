@@ -15,39 +15,41 @@ from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
 NO_ENVIRONMENT = "none"
-"""As `environment`: none, though a run was trained with one."""
+"""The value of `environment` that disables the environment of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineSettings):
-    """An evaluation; its engine's further settings are those of `EngineSettings`.
+    """Settings of an evaluation. Those of the engine are inherited from `EngineSettings`.
 
     Attributes:
-      model: Hugging Face directory, or the folder of a run.
-      sets: files of problems in any format and layout of docs/data.md; each is called by its name without the
-        ending.
-      out: folder of samples and results; "" makes a name of the model and of what is asked of it.
-      n: answers to each problem.
-      temperature: 0 is greedy.
-      top_p, top_k, min_p: which tokens may be drawn, as of `rollout.sampling.Truncation`.
-      seed: of the samples.
-      grader, grader_options, grader_workers, code_sandbox: as of `reward` in a training config.
-      template: text around a problem, which stands for "{prompt}"; "" is that of the file's layout or the
-        problem alone, and of a run the template that it was trained with.
-      chat: send the prompt through the tokenizer's chat template; a run does if it was trained so.
-      prompt_field, answer_field: of the files; "" recognises them.
-      limit: only the first so many problems of each set; 0 takes all.
-      max_prompt_tokens: longest prompt; 0 is the longest there is.
-      max_response_tokens: longest response; 0 is what the model's context leaves, up to 8,192.
-      stop_strings: texts that end an answer, or a turn of it; of a run by default those it was trained with.
-      environment: what answers a finished turn, as of `rollout` in a training config; "" is none, and of a
-        run the one it was trained with, unless this is `NO_ENVIRONMENT`.
-      dtype: of weights and activations; "auto" is of a run the type that it sampled in, else float32 on CPUs,
-        which are slower in bfloat16, and bfloat16 on accelerators.
-      overlong: what happens to prompts that are too long, as of `data.overlong`.
-      tokens: keep what every token was, with its log-probability.
-      mesh: "p-t-d" of the devices, the first of those that are here; of several processes all of them.
-      hosts: the processes of the evaluation, as in a training config.
+      model: Hugging Face directory, or folder of a run.
+      sets: files of problems, in any format of docs/data.md. A set has the name of its file without the
+        extension.
+      out: folder of samples and results; "" derives evaluations/<name> from the model and the settings.
+      n: number of answers per problem.
+      temperature: sampling temperature; 0 is greedy.
+      top_p, top_k, min_p: limits of the tokens to sample from, as in `rollout.sampling.Truncation`.
+      seed: seed of the samples.
+      grader, grader_options, grader_workers, code_sandbox: grading, as in `reward` of a training config.
+      template: text around each problem, with "{prompt}" in place of the problem. "" uses the template that a
+        run was trained with, else that of the file, else the problem alone.
+      chat: whether to apply the tokenizer's chat template. It is always applied for a run that was trained
+        with it.
+      prompt_field, answer_field: field names in the files; "" detects them.
+      limit: number of problems per set, from the beginning; 0 takes all.
+      max_prompt_tokens: maximum length of a prompt; 0 means the longest prompt.
+      max_response_tokens: maximum length of a response; 0 means the rest of the model's context, at most
+        8,192.
+      stop_strings: texts that end an answer or a turn. A run uses those of its training by default.
+      environment: environment that answers a finished turn, as in `rollout` of a training config. "" uses
+        that of a run's training, "none" disables it.
+      dtype: data type of weights and activations. "auto" uses the sampling type of a run, else float32 on CPU
+        (where bfloat16 is slower) and bfloat16 on accelerators.
+      overlong: treatment of prompts that are too long, as in `data.overlong`.
+      tokens: whether to save each token with its log-probability.
+      mesh: layout "p-t-d" on the first devices; with several processes it must use all devices.
+      hosts: processes of the evaluation, as in a training config.
     """
 
     model: Annotated[str, PATH]
@@ -76,7 +78,7 @@ class EvaluateConfig(EngineSettings):
     smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
-    # Wider than the engine's own, which is made when model and devices are known.
+    # Wider than the type in EngineSettings: "auto" is resolved when model and devices are known.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
     mesh: str = "1-1-1"
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()

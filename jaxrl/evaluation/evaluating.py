@@ -1,11 +1,11 @@
-"""An evaluation without a training config: a model, sets of problems, answers on disk, statistics.
+"""Evaluates a model on sets of problems, without a training config.
 
-    files, limits, answers of an earlier start   checked: nothing is loaded or compiled before
-    weights -> rollout backend                   only if something is not answered yet
-    group after group, as it is finished         graded beside generation, written, counted
-    samples.jsonl                                statistics of each set, and of all together
+    1. check files, limits and earlier answers    before any weights are loaded or programs compiled
+    2. load the weights, build the backend        only if problems are unanswered
+    3. sample                                     finished groups are graded and written during sampling
+    4. compute statistics from samples.jsonl      for each set, and for all sets together
 
-Several processes read the same files and sample together; the first one alone has the folder, and grades.
+Several processes read the same files and sample together. Only the first process grades and writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxrl.evaluation.eta_line import EtaLine
 from jaxrl.evaluation.evaluate_config import NO_ENVIRONMENT, EvaluateConfig
 from jaxrl.evaluation.evaluation_metrics import ALL
 from jaxrl.evaluation.policy_loading import FoundModel, find_model
-from jaxrl.evaluation.problem_sets import longest_of, prompts_of, read_sets
+from jaxrl.evaluation.problem_sets import longest_prompt_tokens, prompts_of, read_sets
 from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, check_answers_fit
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.hub.local_paths import local_model
@@ -48,22 +48,22 @@ from jaxrl.rollout.user_environment import environment_of
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.types import Completions, Prompts
 
-# Where nothing else limits a response.
+# Limit of a response without another limit, in tokens.
 _LONGEST_RESPONSE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class SetResults:
-    """What the answers to one set say, or those to all.
+    """Results on one set of problems, or on all sets.
 
     Attributes:
-      problems: N.
-      statistics: by name, of correctness.
-      response_tokens: mean length.
-      truncated: share of responses that ran into the limit.
-      without_answer: share of responses in which the grader has found none.
-      failed: responses, counted as wrong, on which the grader gave no verdict.
-      entropy: mean over tokens, in nats.
+      problems: number of problems.
+      statistics: statistics of correctness: name -> estimate.
+      response_tokens: mean length of the responses.
+      truncated: share of responses that reached the limit.
+      without_answer: share of responses without an answer that the grader can extract.
+      failed: number of responses that could not be graded; they count as wrong.
+      entropy: mean entropy per token, in nats.
     """
 
     problems: int
@@ -75,26 +75,27 @@ class SetResults:
     entropy: float
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able; null for what is not known."""
+        """The results as JSON-able values; NaN and infinity become null."""
         return json.loads(
             json.dumps(dataclasses.asdict(self)), parse_constant=lambda constant: None
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """An evaluation in which everything fits together, and nothing is loaded.
+class EvaluationPlan:
+    """A checked evaluation, before weights are loaded.
 
     Attributes:
+      config: settings of the evaluation.
       found: the model.
-      prompts: of all sets.
-      missing: those of them that are not answered yet.
-      engine: shapes of the rollout programs.
-      mesh: where it samples.
-      graders: the grader, with its processes.
-      options: how it samples.
-      folder: of the evaluation.
-      answers: what an earlier start has left there; None but in the first process.
+      prompts: the prompts of all sets.
+      missing: the prompts without answers.
+      engine: settings of the rollout programs.
+      mesh: mesh to sample on.
+      graders: the grader and its processes.
+      options: sampling options.
+      folder: folder of the evaluation.
+      answers: earlier answers in the folder, on the first process; None on the others.
     """
 
     config: EvaluateConfig
@@ -109,15 +110,17 @@ class Planned:
     answers: AnswerFile | None
 
 
-def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = None) -> Planned:
-    """Reads everything but the weights, and checks that it fits together. Collective.
+def plan_evaluation(
+    config: EvaluateConfig, *, devices: Sequence[Any] | None = None
+) -> EvaluationPlan:
+    """Reads everything except the weights, and checks it. Collective.
 
     Args:
-      config: the evaluation.
-      devices: to choose from; all by default.
+      config: settings of the evaluation.
+      devices: available devices; None for all.
 
     Raises:
-      UserError: something is missing, broken, or does not fit.
+      UserError: if a file is missing or invalid, or settings, model, problems and devices do not match.
     """
     graders = Graders(
         (config.grader, config.grader_options),
@@ -137,7 +140,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
         sets,
         found.tokenizer,
         task.prompt_format,
-        own_words=not config.template,
+        keep_own_template=not config.template,
         max_prompt_tokens=config.max_prompt_tokens or found.context_tokens - 1,
         overlong=config.overlong,
     )
@@ -155,7 +158,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
     hosts.check_same("the evaluation", [json.dumps(settings, sort_keys=True)])
     folder = EvaluationFolder(pathlib.Path(config.out or _folder_name(found, settings)))
     answers, missing = _earlier_answers(folder, settings, config.n, prompts)
-    return Planned(
+    return EvaluationPlan(
         config=config,
         found=found,
         prompts=prompts,
@@ -171,7 +174,7 @@ def plan_evaluation(config: EvaluateConfig, *, devices: Sequence[Any] | None = N
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What a model was trained to do, or what the user says instead: its prompts, and what ends its turns."""
+    """The format of prompts, the ends of turns and the environment: from the settings, else from the run."""
 
     prompt_format: PromptFormat
     stop_strings: tuple[str, ...]
@@ -222,7 +225,7 @@ def _mesh(config: EvaluateConfig, devices: Sequence[Any] | None) -> Mesh:
 
 
 def _dtype(config: EvaluateConfig, found: FoundModel, mesh: Mesh) -> str:
-    """As asked; else a run's answers are those that it would have given, and another model's are fast."""
+    """The data type: from the settings, else that of the run, else the fastest on these devices."""
     sampled_in = found.trained_with("rollout.dtype") if config.dtype == "auto" else None
     return dtype_on(mesh, sampled_in or config.dtype)
 
@@ -230,7 +233,7 @@ def _dtype(config: EvaluateConfig, found: FoundModel, mesh: Mesh) -> str:
 def _earlier_answers(
     folder: EvaluationFolder, settings: Mapping[str, Any], n: int, prompts: Prompts
 ) -> tuple[AnswerFile | None, Prompts]:
-    """What the folder holds, which the first process alone looks into, and what is still to be answered."""
+    """The earlier answers in the folder (None except on the first process), and the unanswered prompts."""
     opened: list[AnswerFile] = []
 
     def find() -> list[int]:
@@ -242,23 +245,23 @@ def _earlier_answers(
 
 
 def evaluate(
-    planned: Planned,
+    planned: EvaluationPlan,
     *,
     say: Callable[[str], None],
     build: Callable[..., RolloutBackend] = build_backend,
 ) -> dict[str, SetResults]:
-    """Answers what is not answered yet, and tells what all answers say, by set. Collective.
+    """Samples the missing answers and computes the results. Collective.
 
     Args:
       planned: the evaluation.
-      say: told what takes long, a line each, in the first process.
-      build: makes the rollout backend, as `rollout.drivers.build_backend`.
+      say: called on the first process with a line of text before each slow phase.
+      build: builds the rollout backend; same arguments as `rollout.drivers.build_backend`.
 
     Returns:
-      Results in the first process; nothing in the others.
+      Set -> results on the first process; empty on the others.
 
     Raises:
-      UserError: weights are damaged, or the disk does not take the answers.
+      UserError: if the weights are damaged or the answers cannot be written.
     """
     answers, prompts = planned.answers, planned.prompts
     before = len(prompts) - len(planned.missing)
@@ -291,9 +294,9 @@ def _say_nothing(text: str) -> None:
 
 
 def _answer(
-    planned: Planned, say: Callable[[str], None], build: Callable[..., RolloutBackend]
+    planned: EvaluationPlan, say: Callable[[str], None], build: Callable[..., RolloutBackend]
 ) -> None:
-    """Loads the model and answers the problems that are missing."""
+    """Loads the model and answers the unanswered problems."""
     found, config, engine = planned.found, planned.config, planned.engine
     say(f"loading {found.path} ({found.weights})")
     backend = build("offline", found.model, planned.mesh, engine, found.tokenizer.decode)
@@ -310,8 +313,8 @@ def _answer(
         planned.graders.close()
 
 
-def _sample(planned: Planned, backend: RolloutBackend) -> None:
-    """Every group goes to the writer of the first process; what is wrong there ends all of them."""
+def _sample(planned: EvaluationPlan, backend: RolloutBackend) -> None:
+    """Samples, and passes each group to the writer on the first process. Its errors stop all processes."""
     prompts = planned.prompts
     line = EtaLine(len(prompts), before=len(prompts) - len(planned.missing))
     writer = None
@@ -328,20 +331,20 @@ def _sample(planned: Planned, backend: RolloutBackend) -> None:
     def take(group: Completions) -> None:
         hosts.on_first(lambda: writer and writer.add(group))
 
-    # Several processes have one line, that of the first.
+    # Only the first process shows a progress line.
     with line if writer is not None else contextlib.nullcontext():
         try:
             backend.generate(planned.missing, planned.options, on_group=take)
             hosts.on_first(lambda: writer and writer.finish())
         except KeyboardInterrupt:
-            # What is answered is kept; a second Ctrl-C does not wait for graders.
+            # Write the finished answers. A second Ctrl-C stops waiting for the graders.
             if writer is not None:
                 writer.finish()
             raise
 
 
 def results_of(answers: AnswerFile, prompts: Prompts) -> dict[str, SetResults]:
-    """Statistics of each set in its order, and of several together."""
+    """The results of each set, in order, and of all sets together if there are several."""
     of_source: dict[str, list[list[AnswerRow]]] = {}
     for source, number in zip(prompts.sources, prompts.ids_N.tolist(), strict=True):
         of_source.setdefault(source, []).append(answers.answers[source, number])
@@ -372,7 +375,7 @@ def _results(rows: Sequence[Sequence[AnswerRow]]) -> SetResults:
 def _engine_config(
     config: EvaluateConfig, found: FoundModel, prompts: Prompts, stop_ids: tuple[int, ...]
 ) -> EngineConfig:
-    longest, context = longest_of(prompts), found.context_tokens
+    longest, context = longest_prompt_tokens(prompts), found.context_tokens
     prompt = config.max_prompt_tokens or longest
     response = config.max_response_tokens or min(context - prompt, _LONGEST_RESPONSE)
     if response < 1 or prompt + response > context:
@@ -397,9 +400,9 @@ def _settings(
     engine: EngineConfig,
     task: _Task,
 ) -> dict[str, Any]:
-    """All that answers depend on; not where and how fast they are sampled."""
+    """The settings that answers depend on, without devices and speed."""
     around = task.prompt_format
-    # Said only where they are set, so that answers of before are still those to the same question.
+    # Only values that are set: the settings of older evaluations, without these names, stay equal.
     further = {
         "stop_strings": task.stop_strings,
         "environment": task.environment,
@@ -421,7 +424,7 @@ def _settings(
 
 
 def _checksum(prompts: Prompts, source: str) -> str:
-    """Of the problems of a set as the model sees them, and of what is right."""
+    """The number and the checksum of a set's prompt tokens and ground truths."""
     crc, count = 0, 0
     for i, name in enumerate(prompts.sources):
         if name == source:
@@ -437,11 +440,11 @@ def _folder_name(found: FoundModel, settings: Mapping[str, Any]) -> str:
 
 
 def table_of(results: Mapping[str, SetResults]) -> str:
-    """Results for people: a column for each set, values in percent with their standard errors."""
+    """Formats the results as a table with a column per set. Values are percentages with standard errors."""
     first = next(iter(results.values()))
     lines: list[list[str]] = [["", *results]]
     lines.append(["problems", *(f"{found.problems:,}" for found in results.values())])
-    # Of right and wrong best@k says what pass@k does, with more noise; worst@k is for those who ask.
+    # For correctness best@k measures the same as pass@k with more noise. worst@k is only in results.json.
     shown = [name for name in first.statistics if not name.startswith(("best@", "worst@"))]
     for name in shown:
         lines.append([name, *(_percent(found.statistics[name]) for found in results.values())])

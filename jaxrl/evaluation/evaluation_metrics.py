@@ -1,4 +1,4 @@
-"""An evaluation as metrics, named as verl's users know them.
+"""Metrics of an evaluation, under verl's names.
 
     val-core/<source>/acc/mean@8            share of right answers (avg@8)
     val-aux/<source>/acc/std@8              and the other statistics (`evaluation.statistics`)
@@ -8,8 +8,8 @@
     val-aux/<source>/without_answer         share of answers in which the grader found nothing to read
     val-aux/all/...                         the same of all sources together, if there are several
 
-verl calls the mean of best@n and maj@n of all n answers `val-core/...` too. Here `val-core` has the accuracy
-alone, which is what a collapse is found by.
+verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy, by which
+divergence is detected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from jaxrl.evaluation.statistics import Estimate, statistics_of
 from jaxrl.types import Completions, Scored
 
-# What sources together are called, unless one of them is.
+# Name of all sources together, unless a source has this name.
 ALL = "all"
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float]:
-    """Statistics of correctness by data set, and what the answers look like."""
+    """Computes the statistics of correctness, the mean length and the mean entropy of each data set."""
     completions = scored.completions
     sources = np.array(completions.prompts.sources)
     metrics: dict[str, float] = {}
@@ -37,14 +37,14 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         metrics |= {
             name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
         }
-        # One accuracy for each source is what a collapse is looked for in; theirs together is no further one.
+        # Divergence is detected by `val-core` metrics. The sources have one each; all together need none.
         core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
         metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
     return metrics
 
 
 def statistics_of_scored(scored: Scored) -> dict[str, Estimate]:
-    """Every statistic of correctness, by name."""
+    """The statistics of correctness: name -> estimate."""
     G = scored.completions.num_samples
     answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
     return statistics_of(scored.correct_NG, scored.correct_NG, answers)

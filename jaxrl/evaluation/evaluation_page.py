@@ -1,4 +1,4 @@
-"""The page of an evaluation: its results, and some answers. `jaxrl browse FOLDER` shows all of them."""
+"""Writes the page of an evaluation: results and some answers. `jaxrl browse FOLDER` shows all answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST_CHARS = 20_000
 
 
 def write_evaluation_page(folder: EvaluationFolder, *, title: str, table: str) -> pathlib.Path:
-    """Writes samples.html; returns its path.
+    """Writes samples.html and returns its path.
 
     Args:
-      folder: with all samples.
+      folder: folder of the evaluation, with all samples.
       title: heading of the page.
-      table: of the results.
+      table: table of the results, as text.
     """
     with folder.samples.open("rb") as file:
         rows = [read_head(line) for line in itertools.islice(file, 100_000)]

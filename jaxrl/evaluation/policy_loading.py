@@ -1,4 +1,4 @@
-"""A model to evaluate: a Hugging Face directory, or the newest checkpoint of a run."""
+"""Finds and loads a model to evaluate: a Hugging Face directory, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from jaxrl.tracking.run_weights import (
     read_newest_params,
 )
 
-# What is looked at of a file of weights to know it again: its beginning, middle and end.
-_LOOK_BYTES = 2**16
+# Size of the samples from the beginning, middle and end of a file of weights that identify it.
+_SAMPLED_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundModel:
-    """A model whose files are there and fit together; nothing of its weights is loaded.
+    """A model whose files are checked; its weights are not loaded.
 
     Attributes:
-      path: as the user named it.
-      model: its shape, adapters merged.
-      tokenizer: its tokenizer.
-      context_tokens: positions that it has.
-      weights: which weights these are, as a text that others do not have.
-      run: it is the folder of a run.
+      path: path that the user gave.
+      model: config of the model, with adapters merged.
+      tokenizer: tokenizer of the model.
+      context_tokens: number of positions of the model.
+      weights: text that identifies the weights.
+      run: whether `path` is the folder of a run.
     """
 
     path: pathlib.Path
@@ -54,15 +54,19 @@ class FoundModel:
 
     @property
     def name(self) -> str:
-        """For people and folders: the directory's name, of a run with that of its recipe."""
+        """The display name: the directory's name, for a run with the name of its recipe."""
         parts = self.path.resolve().parts
         return "-".join(parts[-2:]) if self.run else parts[-1]
 
     def load(self, mesh: Mesh, dtype: Any) -> Params:
-        """The weights in the generation layout.
+        """Loads the weights in the generation layout, with adapters merged.
+
+        Args:
+          mesh: mesh of the weights.
+          dtype: data type of the weights.
 
         Raises:
-          UserError: a file is damaged, or a run's checkpoint is of another model.
+          UserError: if a file is damaged, or a run's checkpoint does not fit its model.
         """
         where = model_directory.generation_shardings(self.model, mesh)
         if not self.run:
@@ -78,7 +82,7 @@ class FoundModel:
         return jax.jit(merged, out_shardings=where)(params)
 
     def trained_with(self, setting: str) -> Any:
-        """A setting of the config of a run; None of anything else, and where it is not known."""
+        """The value of a setting in the run's config; None if unknown, or if the model is not a run."""
         path = RunFolder(self.path).config
         if not self.run or not path.is_file():
             return None
@@ -93,10 +97,10 @@ class FoundModel:
 
 
 def find_model(path: pathlib.Path) -> FoundModel:
-    """The model of a directory, its files looked through.
+    """Finds the model of a directory and checks its files.
 
     Raises:
-      UserError: something is missing or broken, or the directory holds no language model.
+      UserError: if a file is missing or damaged, or the directory contains no language model.
     """
     model_directory.check_is_directory(path, or_else=", or the folder of a run")
     run = model_directory.is_run_folder(path)
@@ -104,9 +108,9 @@ def find_model(path: pathlib.Path) -> FoundModel:
     found = model_directory.read_model(directory)
     if run:
         newest = newest_weights(path)
-        seal = zlib.crc32(newest.checkpoints.seal(newest.step).read_bytes())
+        manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())
         stage = newest.checkpoints.path.parent.name
-        weights = f"{stage} step {newest.step}, {seal:08x}"
+        weights = f"{stage} step {newest.step}, {manifest:08x}"
     else:
         check_params(path, found.model)
         weights = _fingerprint(path)
@@ -114,13 +118,13 @@ def find_model(path: pathlib.Path) -> FoundModel:
 
 
 def _fingerprint(directory: pathlib.Path) -> str:
-    """A checksum by which other weights are noticed, without reading all of them."""
+    """A checksum that identifies weights by samples of their files, without reading all of them."""
     crc = zlib.crc32(read_bytes(directory / "config.json", absent="put the model's there"))
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         crc = zlib.crc32(f"{path.name} {size}".encode(), crc)
         with open_file(path, absent="put the model's there") as file:
-            for start in (0, size // 2, max(size - _LOOK_BYTES, 0)):
+            for start in (0, size // 2, max(size - _SAMPLED_BYTES, 0)):
                 file.seek(start)
-                crc = zlib.crc32(file.read(_LOOK_BYTES), crc)
+                crc = zlib.crc32(file.read(_SAMPLED_BYTES), crc)
     return f"{crc:08x}"

@@ -1,4 +1,4 @@
-"""The sets of an evaluation: files of problems, read and named."""
+"""Reads the sets of an evaluation and encodes their prompts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from jaxrl.types import Prompts
 def read_sets(
     paths: Sequence[str], *, prompt_field: str, answer_field: str, limit: int, graders: Graders
 ) -> dict[str, Source]:
-    """The problems of each set by its name, every truth shown to the grader. A bad row is an error.
+    """Reads the problems of each set: name -> problems. An invalid row is an error.
+
+    Args:
+      paths: files of the sets.
+      prompt_field, answer_field: field names in the files; "" detects them.
+      limit: number of problems per set; 0 reads all.
+      graders: the grader, which checks each ground truth.
 
     Raises:
-      UserError: there is no set, two share a name, a file is missing or broken, or the grader cannot read a
-        truth.
+      UserError: if there is no set, two sets have the same name, a file is missing or invalid, or the grader
+        cannot read a ground truth.
     """
     if not paths:
         raise UserError("there is nothing to answer; name at least one --set FILE")
@@ -62,22 +68,28 @@ def prompts_of(
     tokenizer: Tokenizer,
     prompt_format: PromptFormat,
     *,
-    own_words: bool,
+    keep_own_template: bool,
     max_prompt_tokens: int,
     overlong: Overlong,
 ) -> Prompts:
-    """All problems as prompts, set after set. Ids are row numbers, which two sets share.
+    """Encodes all problems as prompts, set after set. Ids are row numbers, so they repeat from set to set.
 
-    With `own_words` those that a file has around its problems stay there, unless the format has others.
+    Args:
+      sets: name -> problems.
+      tokenizer: tokenizer of the model.
+      prompt_format: format of the prompts.
+      keep_own_template: whether a file's own template replaces the plain one of `prompt_format`.
+      max_prompt_tokens: maximum length of a prompt.
+      overlong: treatment of longer prompts.
 
     Raises:
-      UserError: a prompt is too long, or the template or the tokenizer cannot make one.
+      UserError: if a prompt is too long, or the template or the tokenizer cannot encode it.
     """
     parts = []
     for name, source in sets.items():
         try:
             is_plain = prompt_format.template == PLAIN_FORMAT.template
-            own = source.own_template if own_words and is_plain else ""
+            own = source.own_template if keep_own_template and is_plain else ""
             parts.append(
                 encode_prompts(
                     source.records,
@@ -94,6 +106,6 @@ def prompts_of(
     return Prompts.concatenate(parts)
 
 
-def longest_of(prompts: Prompts) -> int:
-    """Tokens of the longest prompt."""
+def longest_prompt_tokens(prompts: Prompts) -> int:
+    """The number of tokens of the longest prompt."""
     return int(np.max([len(tokens) for tokens in prompts.tokens]))

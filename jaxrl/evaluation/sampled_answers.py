@@ -1,4 +1,4 @@
-"""How answers are sampled and scored wherever a model is evaluated, inside training and outside."""
+"""Sampling and scoring of evaluations, for those during training and those without training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxrl.rollout import samples
 from jaxrl.types import Completions, Scored
 
 EVALUATION_STEP = 2**31 - 1
-"""The step whose keys evaluation samples with. Training never reaches it, and it is the same every time: two
-evaluations differ by the weights alone."""
+"""The step number from which evaluations derive their sampling keys. Training never reaches it. It is
+constant, so two evaluations differ only by the weights."""
 
 
 def check_answers_fit(
@@ -37,8 +37,8 @@ def check_answers_fit(
         )
 
 
-def unpunished(completions: Completions, verdicts: Sequence[Verdict]) -> Scored:
-    """Answers with their verdicts; length costs nothing here."""
+def score_without_length_penalty(completions: Completions, verdicts: Sequence[Verdict]) -> Scored:
+    """Combines answers and verdicts, without a penalty for overlong answers."""
     return score_completions(completions, verdicts, overlong=_free)
 
 

@@ -1,22 +1,22 @@
-"""What n answers to each of N prompts say of a model: means, the best of k, majorities, with standard errors.
+"""Statistics of n answers to each of N prompts, with standard errors.
 
-    mean@n   mean score (avg@n)                      std@n    standard deviation of a prompt's n scores
-    best@k   largest of k scores drawn               worst@k  smallest of k scores drawn
-    maj@k    score of the answer that most of k give  pass@k   a right answer among k of the n
+    mean@n   mean score (avg@n)                     std@n    standard deviation of a prompt's n scores
+    best@k   largest of k drawn scores              worst@k  smallest of k drawn scores
+    maj@k    score of the majority of k answers     pass@k   probability of a right answer among k of the n
 
-These are verl's names, and its definitions: best@k, worst@k and maj@k draw k of the n answers *with*
-replacement, and std@n divides by n. verl draws 1,000 times; here best@k and worst@k are the expectation of
-such draws, computed exactly, and only maj@k draws: verl's very draws, so that the numbers are the same.
-pass@k is not verl's: it is the unbiased estimate of Chen et al. 2021, which draws *without* replacement, so
-best@k of right and wrong lies below it.
+Names and definitions are verl's: best@k, worst@k and maj@k draw k of the n answers *with* replacement, and
+std@n divides by n. verl draws 1,000 times. Here best@k and worst@k are the exact expectations of such draws,
+and maj@k uses verl's random draws, so its numbers are equal to verl's. pass@k is not verl's: it is the
+unbiased estimate of Chen et al. 2021, which draws *without* replacement, and is never below
+best@k of correctness.
 
-As in verl, a majority is the answer that was drawn most often, of several the one that was drawn first, and
-its score is that of its first response in the draw; to have no answer is an answer like any other.
+As in verl, the majority is the answer that was drawn most often; on a tie, the one that was drawn first. Its
+score is that of its first response in the draw. "No answer" counts as an answer.
 
-A value is the mean over prompts. Its standard error is that of this mean, s / sqrt(N) with the prompts as the
-sample: how far the value would move with other prompts of the kind. It is not a number for a single prompt.
+A value is the mean over prompts. Its standard error is s / sqrt(N), with the prompts as the sample: it
+estimates how much the value would vary with other prompts. It is undefined for a single prompt.
 
-N prompts   G answers to each (n)
+N prompts   G answers per prompt (n)   K = k   D draws
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-# As verl has them.
+# Number and seed of verl's draws.
 _DRAWS = 1000
 _SEED = 42
 
@@ -39,9 +39,9 @@ class Estimate:
 
     Attributes:
       value: mean over prompts.
-      stderr: of this mean; NaN with a single prompt.
-      spread: of a statistic of draws, how far these scatter within a prompt (standard deviation, mean over
-        prompts); None for the others.
+      stderr: standard error of this mean; NaN for a single prompt.
+      spread: standard deviation of the draws of a prompt, averaged over prompts; None for statistics without
+        draws.
     """
 
     value: float
@@ -50,9 +50,13 @@ class Estimate:
 
 
 def estimate(value_N: np.ndarray, spread_N: np.ndarray | None = None) -> Estimate:
-    """The mean of a statistic of each prompt, with its standard error.
+    """Averages a statistic over prompts and computes the standard error.
 
-    Example: 0, 1, 1, 0 have the mean 1/2, the standard deviation sqrt(1/3), the standard error half of it.
+    Example: 0, 1, 1, 0 have the mean 1/2, the standard deviation sqrt(1/3), the standard error sqrt(1/3) / 2.
+
+    Args:
+      value_N: value of each prompt.
+      spread_N: standard deviation of the draws of each prompt; None without draws.
     """
     value_N = np.asarray(value_N, np.float64)
     N = len(value_N)
@@ -64,7 +68,7 @@ def estimate(value_N: np.ndarray, spread_N: np.ndarray | None = None) -> Estimat
 def best_at_k(score_NG: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Expectation and standard deviation of the largest of k scores drawn with replacement.
 
-    Of scores v_1 <= ... <= v_n the largest drawn is at most v_i with probability (i / n)^k.
+    For scores v_1 <= ... <= v_n, the largest drawn score is at most v_i with probability (i / n)^k.
 
     Returns:
       Two arrays [N].
@@ -78,18 +82,18 @@ def best_at_k(score_NG: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def worst_at_k(score_NG: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """`best_at_k` of the smallest."""
+    """Same as `best_at_k`, for the smallest score."""
     mean_N, std_N = best_at_k(-np.asarray(score_NG, np.float64), k)
     return -mean_N, std_N
 
 
 def pass_at_k(correct_NG: np.ndarray, k: int) -> np.ndarray:
-    """Probability that k of the n answers, drawn without replacement, have a right one, [N].
+    """Probability of a right answer among k of the n answers, drawn without replacement, [N].
 
-    1 - C(n - c, k) / C(n, k) with c right answers: unbiased for k fresh samples (Chen et al. 2021, eq. 1).
+    1 - C(n - c, k) / C(n, k) with c right answers: unbiased for k new samples (Chen et al. 2021, eq. 1).
 
     Raises:
-      ValueError: k is larger than n, of which there is no unbiased estimate.
+      ValueError: if k > n, for which no unbiased estimate exists.
     """
     correct_NG = np.asarray(correct_NG, bool)
     n = correct_NG.shape[1]
@@ -97,7 +101,7 @@ def pass_at_k(correct_NG: np.ndarray, k: int) -> np.ndarray:
         raise ValueError(f"pass@{k} of {n} answers cannot be estimated; choose k from 1 to {n}")
     wrong_N1 = n - correct_NG.sum(axis=1, keepdims=True)
     drawn_K = np.arange(k)
-    # As a product: the binomials themselves leave float64 soon. Once no wrong one is left a factor is 0.
+    # A product, because the binomials overflow float64. With fewer than k wrong answers a factor is 0.
     return 1 - np.prod(np.maximum(wrong_N1 - drawn_K, 0) / (n - drawn_K), axis=1)
 
 
@@ -107,9 +111,9 @@ def maj_at_k(
     """Mean and standard deviation of the score of the majority among k answers drawn with replacement.
 
     Args:
-      score_NG: of each answer.
-      answers: what each response says, in one spelling; None, which says nothing, votes as well.
-      k: votes.
+      score_NG: score of each response.
+      answers: N lists of G answers in a normalised spelling; None, "no answer", votes too.
+      k: number of drawn answers.
 
     Returns:
       Two arrays [N].
@@ -125,13 +129,13 @@ def maj_at_k(
 def _majority(
     score_G: np.ndarray, answers: Sequence[Hashable | None], k: int
 ) -> tuple[float, float]:
-    """Of one prompt."""
-    if (score_G == score_G[0]).all():  # most prompts: all right, or all wrong
+    """Mean and standard deviation of one prompt."""
+    if (score_G == score_G[0]).all():  # as for most prompts: all right or all wrong
         return float(score_G[0]), 0.0
     number_of = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
     answer_G = np.array([number_of[answer] for answer in answers])
     drawn_DK = _draws(len(answers), k)
-    # The votes of each draw, counted at once: every draw has numbers of its own.
+    # Count the votes of all draws in one bincount: each draw has its own range of numbers.
     ballot_DK = answer_G[drawn_DK] + len(number_of) * np.arange(_DRAWS)[:, None]
     votes_DK = np.bincount(ballot_DK.reshape(-1), minlength=len(number_of) * _DRAWS)[ballot_DK]
     first_D = votes_DK.argmax(axis=1)
@@ -141,12 +145,12 @@ def _majority(
 
 @functools.lru_cache(maxsize=16)
 def _draws(n: int, k: int) -> np.ndarray:
-    """Which k of n responses are drawn each time, [1,000, k], by the generator that verl draws with."""
+    """Indices of the drawn responses, [1000, k], from the same random generator as in verl."""
     return np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
 
 
 def sizes(n: int) -> tuple[int, ...]:
-    """The k that statistics of n answers are told for: 2, 4, 8, ... below n, and n itself."""
+    """The values of k for n answers: 2, 4, 8, ... below n, and n itself; empty for n = 1."""
     powers = (2**i for i in range(1, n.bit_length()))
     return (*(k for k in powers if k < n), n) if n > 1 else ()
 
@@ -156,17 +160,17 @@ def statistics_of(
     correct_NG: np.ndarray,
     answers: Sequence[Sequence[Hashable | None]],
 ) -> dict[str, Estimate]:
-    """Every statistic by its name, such as "mean@8" or "maj@4", of one source or of several together.
+    """Computes all statistics: name, such as "mean@8" or "maj@4", -> estimate.
 
     Args:
-      score_NG: of each response; what is drawn, averaged and voted for.
-      correct_NG: which of them are right, for pass@k.
-      answers: as of `maj_at_k`.
+      score_NG: score of each response.
+      correct_NG: bool, whether each response is right, for pass@k.
+      answers: answers as in `maj_at_k`.
     """
     score_NG = np.asarray(score_NG, np.float64)
     n = score_NG.shape[1]
     found = {
-        # All prompts have n answers, so that this is the mean over prompts, rounded once.
+        # All prompts have n answers, so the mean over responses is the mean over prompts, rounded once.
         f"mean@{n}": dataclasses.replace(
             estimate(score_NG.mean(axis=1)), value=float(score_NG.mean())
         )

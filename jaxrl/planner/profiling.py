@@ -31,7 +31,7 @@ from jaxrl.planner.compiled.profile_reading import (
 )
 from jaxrl.planner.hardware.calibration import measured_roof
 from jaxrl.tracking.durable import ensure_writable
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
 from jaxrl.trainer.rl import RlStage
@@ -75,7 +75,7 @@ def profile(config: Config) -> int:
     config = _for_one_step(config)
     folder = config.run_folder.profile
     ensure_writable(config.run_folder.path)
-    with hosts.watched(config.hosts), only_run_in(config.run_folder.path):
+    with hosts.watched(config.hosts), run_lock(config.run_folder.path):
         run = build_context(config, kind=REINFORCEMENT)
         roles, timer = build_roles(config, run.meshes, run.models), _TracedTimer()
         starting = functools.partial(load_or_init, run)

@@ -1,9 +1,9 @@
-"""A rollout backend without a model: its responses are simple arithmetic of prompt and sample.
+"""A rollout backend without a model for tests: it computes responses from the prompt and the sample index.
 
-It keeps the whole contract of `rollout.backend`, so that what stands above it (samplers, rewards, a trainer's
-step) can be tested in milliseconds. The weights that it is given matter to nothing.
+It implements the whole contract of `rollout.backend`, so samplers, rewards and training steps can be tested
+in milliseconds. It ignores the weights.
 
-N prompts   G samples of each   R tokens of a response
+N prompts   G samples per prompt   R tokens of a response   W tokens per dispatch
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
-# (tokens of a prompt, which sample of it) -> int32 [R], the response, its stop id included.
+# (tokens of a prompt, index of the sample) -> int32 [R], the response with its stop id.
 Respond: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
 
 ENTROPY = 1.0
 
 
 class ArithmeticBackend:
-    """Answers each prompt as `respond` says, W tokens at a time.
+    """Generates the responses of a function, W tokens at a time.
 
-    Token t of a response has the log-probability -1 / (t + 1) and an entropy of 1.
+    Token t of a response has the log-probability -1 / (t + 1) and entropy 1.
 
     Attributes:
-      weights: those that `load` was given, for a test to look at.
+      mesh: mesh of the weights.
+      weights: weights that `load` received; None before.
     """
 
     def __init__(
@@ -46,13 +47,11 @@ class ArithmeticBackend:
         decode_text: DecodeText,
         respond: Respond | None = None,
     ):
-        """Takes limits and stop ids from an engine's config.
-
-        Args:
-          mesh: where it says it wants weights.
-          config: prompts, responses and dispatches are as long as this allows.
-          decode_text: token ids to text.
-          respond: the responses; by default `counting`.
+        """Args:
+        mesh: mesh of the weights.
+        config: limits of lengths, number of slots, tokens per dispatch and stop ids.
+        decode_text: converts token ids to text.
+        respond: computes the responses; None uses `counting`.
         """
         self.mesh = mesh
         self.weights: Params | None = None
@@ -62,20 +61,20 @@ class ArithmeticBackend:
 
     @property
     def dtype(self) -> Any:
-        """Type of the weights, which are not looked at."""
+        """The type of the weights."""
         return np.dtype(self._config.dtype)
 
     def load(self, params: Params) -> None:
-        """Keeps the weights."""
+        """Stores the weights."""
         self.weights = params
 
     def unload(self) -> Params | None:
-        """Gives them back."""
+        """Returns the weights and forgets them."""
         params, self.weights = self.weights, None
         return params
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is nothing to close."""
 
     def generate(
         self,
@@ -85,7 +84,7 @@ class ArithmeticBackend:
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """See `RolloutBackend.generate`; nothing starts before anything else."""
+        """See `RolloutBackend.generate`. `expected_tokens_N` has no effect."""
 
         def goes_on(group: Completions) -> None:
             if on_group is not None:
@@ -103,7 +102,7 @@ class ArithmeticBackend:
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """See `RolloutBackend.resume`; group after group gets W tokens at a time."""
+        """See `RolloutBackend.resume`. `expected_tokens_N` has no effect."""
         check_lengths(prompts, self._config.max_prompt_tokens)
         if options.environment is not None or options.stop_strings:
             raise UserError(
@@ -116,7 +115,10 @@ class ArithmeticBackend:
     def _decode(
         self, groups: SampleGroups, options: SamplingOptions, on_group: OnGroup | None
     ) -> None:
-        """Rounds of W tokens for as many groups as have slots, until all have had theirs, or enough."""
+        """Decodes W tokens per round for as many groups as fit into the slots.
+
+        It stops when every sample is finished or out of budget, or when `on_group` returns True.
+        """
         W, G = self._config.tokens_per_dispatch, options.num_samples
         budget = options.budget_tokens or self._config.max_response_tokens
         ends = {id(sample): len(sample) + budget for sample in groups.samples}
@@ -134,7 +136,7 @@ class ArithmeticBackend:
                 return
 
     def _add(self, sample: Sample, prompt: np.ndarray, count: int, step: int) -> None:
-        """Up to `count` tokens more."""
+        """Adds at most `count` tokens to a sample."""
         if sample.finished:
             return
         most = self._config.max_response_tokens
@@ -149,9 +151,9 @@ class ArithmeticBackend:
 
 
 def counting(stop_ids: tuple[int, ...]) -> Respond:
-    """Responses that count on from the prompt's last token, past ids that stop.
+    """Responses that count up from the prompt's last token and skip stop ids.
 
-    Example, with stop id 1: prompt [5, 7], sample 2 -> [8, 9, 10, 1]. Sample k has k + 1 tokens and the stop.
+    Example with stop id 1: prompt [5, 7], sample 2 -> [8, 9, 10, 1]. Sample k has k + 1 tokens and a stop id.
     """
 
     def respond(prompt: np.ndarray, index: int) -> np.ndarray:
@@ -165,9 +167,11 @@ def counting(stop_ids: tuple[int, ...]) -> Respond:
 def build_arithmetic_backend(
     model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
 ) -> ArithmeticBackend:
-    """For a config: `rollout.driver = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"`.
+    """Builds the backend for the setting `rollout.driver`.
 
-    What it counts stays below the model's vocabulary.
+        rollout.driver = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"
+
+    Tokens are taken modulo the size of the model's vocabulary.
     """
     count = counting(config.stop_ids)
     vocabulary = model.num_tokens or model.vocab_size

@@ -1,15 +1,15 @@
 """Checkpoints: atomic, asynchronous, verified.
 
-Orbax writes them; each holds the training state of every role (weights, optimiser, step) and a small JSON
-record (position in the data, what the run knows about itself). Once one is complete its files are sealed with
-checksums (`tracking.seals`): a flipped bit in compressed weights would otherwise be restored without a word.
+Orbax writes them. Each holds the training state of every role (weights, optimiser, step) and a small JSON
+record (position in the data, state of the run). A complete checkpoint gets a manifest with checksums
+(`tracking.manifests`), because Orbax would restore compressed weights with a flipped bit without an error.
 
-    save      Orbax writes checkpoints/30 beside training          death here: 20 is the newest intact
-    commit    the files reach the disk, then the seal of 30 does   death here: 20
-              10 is moved to checkpoints.deleted/ and removed      death here: 30
+    save      Orbax writes checkpoints/30 in the background         killed here: 20 is the newest intact one
+    commit    the files of 30 reach the disk, then its manifest     killed here: 20
+              10 is moved to checkpoints.deleted/ and removed       killed here: 30
 
-Nothing is removed before a newer checkpoint is sealed. `StoredCheckpoints` reads and changes nothing, whoever
-else is at work; `Checkpoints` belongs to the run that holds the folder's lock.
+No checkpoint is removed before a newer one has its manifest. `StoredCheckpoints` only reads, and is safe to
+use while a run writes. `Checkpoints` belongs to the run that holds the folder's lock.
 """
 
 from __future__ import annotations
@@ -33,77 +33,80 @@ from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.durable import ensure_writable, sync
+from jaxrl.tracking.manifests import NO_MANIFEST, Manifests, numbered
 from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
-from jaxrl.tracking.seals import UNSEALED, Seals, numbered
 
 logger = logging.getLogger(__name__)
 
-# How TensorStore, which writes arrays, says that the disk did not take them.
+# TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
 _DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
-
-
 _ORBAX_LOGGER = logging.getLogger("absl")
 
 
 class StoredCheckpoints:
-    """The checkpoints of one stage of a run, numbered by finished steps, as a reader finds them.
+    """Read access to the checkpoints of one training stage, which are numbered by finished steps.
 
     Attributes:
-      paths: where they lie; need not exist.
-      seals: of them.
+      paths: paths of the checkpoints; the folder may be missing.
+      manifests: manifests of the checkpoints.
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Args: where they lie."""
+        """Args: the folder of the checkpoints."""
         self.paths = CheckpointFolder(folder.absolute())
-        self.seals = Seals(self.paths)
+        self.manifests = Manifests(self.paths)
 
     @property
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, finished or not, oldest first."""
+        """The steps of all checkpoints in ascending order, also of unfinished ones."""
         if not self.paths.path.is_dir():
             return []
         return numbered(path.name for path in self.paths.path.iterdir() if path.is_dir())
 
     def newest_intact(self) -> int | None:
-        """The newest step whose files are as they were written; None if there is none. It reads all of it."""
+        """The newest step with an intact checkpoint; None if there is none. Reads all of its files."""
         while True:
             steps = self.steps
             for step in reversed(steps):
-                fault = self.seals.fault(step)
+                fault = self.manifests.fault(step)
                 if fault is None:
                     return step
                 logger.info("%s is not intact: %s", self.path(step), fault)
-            # A run at work removes an old checkpoint as soon as a newer one is sealed: look again.
+            # A running job may have removed the only intact checkpoint after writing a newer one: look again.
             if steps == self.steps:
                 return None
 
-    def newest_sealed(self, *, up_to: int) -> int | None:
-        """The newest step with a seal that is not newer than `up_to`; None if there is none."""
-        sealed = set(self.seals.steps()) & set(self.steps)
-        return max((step for step in sealed if step <= up_to), default=None)
+    def newest_complete(self, *, up_to: int) -> int | None:
+        """The newest step <= `up_to` whose checkpoint has a manifest; None if there is none."""
+        complete = set(self.manifests.steps()) & set(self.steps)
+        return max((step for step in complete if step <= up_to), default=None)
 
     def remains(self) -> list[str]:
-        """What is there of checkpoints that cannot be gone on from, a line each; empty in a fresh folder.
+        """Describes the checkpoints that cannot be resumed from, one line each; empty in a new folder.
 
-        A first one (step 0) that was not finished is nothing to be missed.
+        An unfinished checkpoint of step 0 is left out, since no training is lost with it.
         """
-        faults = {step: self.seals.fault(step) for step in self.steps}
-        if faults.get(0) == UNSEALED:
+        faults = {step: self.manifests.fault(step) for step in self.steps}
+        if faults.get(0) == NO_MANIFEST:
             del faults[0]
         aside = list(self.paths.damaged.iterdir()) if self.paths.damaged.is_dir() else []
         found = [f"step {step}: {fault}" for step, fault in faults.items() if fault is not None]
         return found + ([f"{len(aside)} in {self.paths.damaged}"] if aside else [])
 
     def restore_params(self, step: int, role: str, like: Params) -> Params:
-        """The weights of a role alone, born with the shapes and shardings of `like`.
+        """Restores only the weights of one role.
+
+        Args:
+          step: the checkpoint's step.
+          role: name of the role.
+          like: tree of the weights' shapes, dtypes and shardings; the weights are restored directly to them.
 
         Raises:
-          UserError: the checkpoint holds a model of another shape.
+          UserError: if the shapes of the checkpoint differ from those of `like`.
         """
         path = self.path(step) / role
-        # Orbax would fill or cut what has another shape.
+        # Orbax would pad or truncate arrays of another shape.
         difference = _difference(self.shapes(step, role), _shapes(like))
         if difference is not None:
             raise UserError(
@@ -120,8 +123,9 @@ class StoredCheckpoints:
             return checkpointer.restore(path, args=args)["params"]
 
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
-        """Of a role's weights, by their path in the tree."""
-        directory: Any = self.path(step) / role  # Orbax says it wants its own kind of paths
+        """The shapes of a role's weights by their path in the tree."""
+        # Orbax annotates its own path type and accepts pathlib's.
+        directory: Any = self.path(step) / role
         metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
         return _shapes(metadata.tree["params"])
 
@@ -131,38 +135,51 @@ class StoredCheckpoints:
 
 
 class Checkpoints:
-    """The checkpoints of one stage of a run, for the run itself.
+    """Write access to the checkpoints of one training stage, for the run itself.
 
     Attributes:
-      stored: the same for readers.
+      stored: read access to the same checkpoints.
     """
 
     def __init__(self, folder: pathlib.Path, *, keep: int | None):
-        """Args: where they lie (made once one is saved), and how many of the newest stay, None for all."""
+        """Creates no file or folder.
+
+        Args:
+          folder: folder of the checkpoints.
+          keep: number of newest checkpoints to keep; None keeps all.
+        """
         self.stored = StoredCheckpoints(folder)
         self._keep = keep
         self._deleted = self.stored.paths.deleted
         self._manager: ocp.CheckpointManager | None = None
-        self._sealer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="seal")
-        self._sealing: concurrent.futures.Future[None] | None = None
+        self._committer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._committing: concurrent.futures.Future[None] | None = None
         self._saving: int | None = None
 
     # Writing
 
     def prepare(self, newest: int | None) -> None:
-        """Makes the folder ready to go on from `newest`, the newest intact one, or to begin. Collective.
+        """Prepares the folder for further checkpoints. Collective: every process calls it.
 
-        Newer ones are not intact; they are moved aside, so that their steps can be written again. What a
-        death has left half written or half removed is removed.
+        Checkpoints after `newest` are damaged. They are moved to checkpoints.damaged/, so that their steps
+        can be written again. Files that a killed run has left half written or half removed are deleted.
+
+        Args:
+          newest: step of the newest intact checkpoint, from which the run continues; None for a new stage.
         """
         hosts.on_first(lambda: self._prepare(newest))
         if self._manager is not None:
             self._manager.reload()
 
     def save(self, step: int, states: dict[str, TrainState], record: dict[str, Any]) -> None:
-        """Starts writing a checkpoint of every role's state; returns once they may change again.
+        """Starts writing a checkpoint; returns as soon as the states may change again.
 
-        It counts as a checkpoint once it is committed.
+        The checkpoint is valid only after `commit`.
+
+        Args:
+          step: number of finished steps.
+          states: training state of each role.
+          record: JSON-able state of the run.
         """
         self.wait()
         with self._disk_errors():
@@ -177,41 +194,51 @@ class Checkpoints:
         self._saving = step
 
     def commit(self, sound_steps: Collection[int] = (), *, rows: RowChecksum | None = None) -> None:
-        """Seals what `save` has begun, beside training, and then removes the oldest ones.
+        """Starts a thread that waits for `save`, writes the manifest and removes old checkpoints.
 
         Args:
-          sound_steps: besides the newest `keep`, the newest checkpoint up to each of these stays.
-          rows: of the metrics up to the checkpoint's step; the first process needs them, if any are kept.
+          sound_steps: steps before a divergence. The newest checkpoint up to each of them is kept, in
+            addition to the newest `keep`.
+          rows: checksum of the metric rows up to the checkpoint's step, on the first process; None if the
+            stage keeps no metrics.
         """
         assert self._saving is not None, "save comes before commit"
         step, self._saving = self._saving, None
-        self._sealing = self._sealer.submit(self._commit, step, tuple(sound_steps), rows)
+        self._committing = self._committer.submit(self._commit, step, tuple(sound_steps), rows)
 
     def wait(self) -> None:
-        """Returns once everything that was committed is sealed.
+        """Waits until the last committed checkpoint is on disk with its manifest.
 
         Raises:
-          UserError: the disk did not take it.
+          UserError: if writing failed, for example because the disk is full.
         """
-        if self._sealing is None:
+        if self._committing is None:
             return
-        sealing, self._sealing = self._sealing, None
+        committing, self._committing = self._committing, None
         with self._disk_errors():
-            sealing.result()
+            committing.result()
 
-    def newest_sealed(self, timeout_s: float) -> int | None:
-        """The newest sealed checkpoint, once the last one is sealed or the time is over. For any thread."""
-        sealing = self._sealing
-        if sealing is not None:
-            concurrent.futures.wait([sealing], timeout=timeout_s)
-        return max(self.stored.seals.steps(), default=None)
+    def newest_complete(self, timeout_s: float) -> int | None:
+        """The newest step with a manifest; None if there is none. Any thread may call it.
+
+        Args:
+          timeout_s: seconds to wait for a checkpoint that is being written.
+        """
+        committing = self._committing
+        if committing is not None:
+            concurrent.futures.wait([committing], timeout=timeout_s)
+        return max(self.stored.manifests.steps(), default=None)
 
     def close(self) -> None:
-        """Waits until everything is on disk and sealed."""
+        """Waits for the last checkpoint and shuts down Orbax.
+
+        Raises:
+          UserError: if writing failed.
+        """
         try:
             self.wait()
         finally:
-            self._sealer.shutdown()
+            self._committer.shutdown()
             try:
                 if self._manager is not None:
                     with self._disk_errors():
@@ -221,7 +248,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Around writing: what the disk did not take is a UserError."""
+        """Turns disk errors inside the block into UserErrors."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -241,10 +268,14 @@ class Checkpoints:
         return self._open().restore(step, args=args)["record"]
 
     def restore(self, step: int, like: dict[str, TrainState]) -> dict[str, TrainState]:
-        """The states of a checkpoint by role, born with the shapes and shardings of `like`.
+        """Restores the training states of a checkpoint.
+
+        Args:
+          step: the checkpoint's step.
+          like: role -> tree of shapes, dtypes and shardings; the states are restored directly to them.
 
         Raises:
-          UserError: the checkpoint holds other roles, or a model of another shape.
+          UserError: if the checkpoint lacks a role or its shapes differ from those of `like`.
         """
         path = self.stored.path(step)
         saved = {path.name for path in path.iterdir()}
@@ -255,7 +286,7 @@ class Checkpoints:
                 "made with, or use another `name`"
             )
         for role, state in like.items():
-            # Orbax would find out while it reads.
+            # Orbax would fail only after reading much of the checkpoint.
             difference = _difference(self.stored.shapes(step, role), _shapes(state.params))
             if difference is not None:
                 raise _does_not_fit(path, f"{role}: {difference}")
@@ -266,7 +297,7 @@ class Checkpoints:
         except ValueError as error:
             raise _does_not_fit(path, str(error).splitlines()[0]) from error
 
-    # What only the first process does
+    # Work of the first process
 
     def _prepare(self, newest: int | None) -> None:
         ensure_writable(self.stored.paths.path)
@@ -278,50 +309,50 @@ class Checkpoints:
         shutil.rmtree(self._deleted, ignore_errors=True)
         for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path)
-        for step in set(self.stored.seals.steps()) - set(self.stored.steps):
-            self.stored.seals.remove(step)
+        for step in set(self.stored.manifests.steps()) - set(self.stored.steps):
+            self.stored.manifests.remove(step)
 
     def _commit(self, step: int, sound_steps: Collection[int], rows: RowChecksum | None) -> None:
-        """Runs beside training: waits for Orbax, seals, removes what is older."""
+        """Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread."""
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
-        self.stored.seals.write(step, rows)
+        self.stored.manifests.write(step, rows)
         self._remove_older(step, sound_steps)
 
     def _remove_older(self, newest: int, sound_steps: Collection[int]) -> None:
         if self._keep is None:
             return
         steps = [step for step in self.stored.steps if step <= newest]
-        stay = {self.stored.newest_sealed(up_to=step) for step in sound_steps}
+        stay = {self.stored.newest_complete(up_to=step) for step in sound_steps}
         for step in steps[: -self._keep]:
             if step not in stay:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint; a death in between leaves nothing that looks like one."""
+        """Removes a checkpoint. It is renamed first, so that a kill never leaves a part of it in place."""
         self._deleted.mkdir(exist_ok=True)
         aside = self._deleted / f"{step}.{time.time_ns()}"
         self.stored.path(step).rename(aside)
         sync(self.stored.paths.path)
-        self.stored.seals.remove(step)
+        self.stored.manifests.remove(step)
         shutil.rmtree(aside)
 
     def _set_aside(self, step: int) -> None:
-        fault = self.stored.seals.fault(step)
+        fault = self.stored.manifests.fault(step)
         aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
         aside.parent.mkdir(exist_ok=True)
         self.stored.path(step).rename(aside)
-        self.stored.seals.remove(step)
+        self.stored.manifests.remove(step)
         logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
 
     def _open(self) -> ocp.CheckpointManager:
-        """Orbax's manager, which looks at the folder when it is made."""
+        """Returns Orbax's manager. It is created on first use, because it reads the folder at once."""
         if self._manager is None:
-            # It keeps everything: what is removed, and when, is decided here.
+            # The manager keeps all checkpoints: this class decides what is removed.
             options = ocp.CheckpointManagerOptions(
                 create=False,
-                # Without a look into all of them, of which some may be damaged.
+                # Do not open every checkpoint: some may be damaged.
                 lightweight_initialize=True,
                 multiprocessing_options=_processes(),
             )
@@ -331,16 +362,27 @@ class Checkpoints:
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Who takes part. Several processes are named one by one: Orbax then meets them by its own service, and
-    not by a collective on the devices, which it would start in the midst of training."""
+    """Options that name the processes of the run.
+
+    Orbax synchronises listed processes through its own service. Without a list it would run a collective on
+    the devices in the middle of training.
+    """
     count = hosts.num_processes()
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(count)) if count > 1 else None
     )
 
 
-def all_meet(occasion: str, timeout_s: int) -> bool:
-    """Whether every process calls this for the same occasion, each of which is its own, within the time."""
+def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
+    """Waits for all processes to call this function.
+
+    Args:
+      occasion: unique name of the meeting point, the same on all processes.
+      timeout_s: seconds to wait.
+
+    Returns:
+      Whether all processes called it in time.
+    """
     everyone = _processes().active_processes
     if everyone is None:
         return True
@@ -355,7 +397,7 @@ def all_meet(occasion: str, timeout_s: int) -> bool:
 
 
 def _disk_fault(error: BaseException | None) -> str | None:
-    """What was wrong with the disk, such as "No space left on device"; None if `error` is another one."""
+    """The reason of a disk error, such as "No space left on device"; None if `error` is no disk error."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = _DISK_FAULT.search(str(error)) if isinstance(error, ValueError) else None
@@ -363,9 +405,9 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 
 def _is_no_disk_fault(record: logging.LogRecord) -> bool:
-    """Leaves out of the log, with their tracebacks, the errors of the disk that each thread of Orbax meets.
+    """Log filter that drops disk errors.
 
-    They are also raised, and become one line.
+    Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
     """
     return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
@@ -376,7 +418,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:
-    """The first weight that two models do not share; None if they have the same."""
+    """Describes the first weight whose shape differs or that one model lacks; None if all are equal."""
     for name in sorted(saved.keys() | like.keys()):
         if saved.get(name) != like.get(name):
             return f"{name} is {_said(saved.get(name))} there and {_said(like.get(name))} here"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a crash, a power cut, or on a full disk."""
+"""Writes files atomically: complete or not at all, also after a crash, a power cut or on a full disk."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from jaxrl.errors import UserError
 
-# Errors that the disk causes, and not the program.
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+# Errors that are caused by the disk and not by the program.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def ensure_writable(directory: str | os.PathLike[str]) -> None:
-    """Creates `directory` and proves that a file can be written into it.
+    """Creates `directory` and checks that a file can be written to it.
 
-    Cheap, so that a run can ask before it compiles anything.
+    It is cheap enough to call before anything compiles.
 
     Raises:
-      UserError: the folder cannot be created or written.
+      UserError: if the folder cannot be created or is not writable.
     """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -37,15 +37,18 @@ def ensure_writable(directory: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def disk_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Around a run that writes into `directory`: a disk that takes nothing more is no fault of the program.
+    """Turns disk errors inside the block into UserErrors. Other OSErrors pass.
+
+    Args:
+      directory: folder to name if the error has no file name.
 
     Raises:
-      UserError: in the place of an OSError of the disk, such as "No space left on device".
+      UserError: instead of a disk error such as "No space left on device".
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+        if error.errno not in _DISK_ERRORS:
             raise
         raise UserError(
             f"{error.filename or os.fspath(directory)} could not be written ({error.strerror}); what was "
@@ -54,10 +57,11 @@ def disk_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replaces `path` by `content`; a crash at any moment leaves the old file or the new one.
+    """Writes `content` to `path`. A crash at any moment leaves the old file or the new one.
 
     Raises:
-      UserError: `path` is a folder.
+      UserError: if `path` is a folder.
+      OSError: if the disk does not accept the content; the old file is unchanged.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -73,26 +77,26 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             "folder"
         ) from error
     except OSError as error:
-        # A full disk shall not be filled by what is of no use.
+        # A partial file is useless and would keep the disk full.
         temporary.unlink(missing_ok=True)
         raise _named(error, path) from error
     sync(path.parent)
 
 
 class AppendedFile:
-    """A file that grows by whole records, each of which is on the disk when `append` returns."""
+    """A file that is extended by complete records. A record is on disk when `append` returns."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens the file, or makes it."""
+        """Opens the file, and creates it if necessary."""
         self._path = path
-        # Unbuffered: what a full disk did not take is not tried again when the file is closed.
+        # Unbuffered: a buffer would try to write a failed record again when the file is closed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def append(self, record: bytes) -> None:
         """Appends a record.
 
         Raises:
-          OSError: the disk does not take it; the file is as before.
+          OSError: if the disk does not accept the record; the file is unchanged.
         """
         size = os.fstat(self._descriptor).st_size
         try:
@@ -103,7 +107,7 @@ class AppendedFile:
             raise _named(error, self._path) from error
 
     def close(self) -> None:
-        """Closes the file, once or more often."""
+        """Closes the file. Further calls do nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -116,12 +120,12 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The error with the file that it is about, which a write does not say."""
+    """The error with the path of its file, which `os.write` leaves out."""
     return OSError(error.errno, error.strerror, os.fspath(path))
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Waits until a file's content, or the list of names that a directory is, has reached the disk."""
+    """Waits until the content of a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

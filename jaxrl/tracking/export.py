@@ -1,7 +1,7 @@
-"""From a run's checkpoint to a directory that Transformers, vLLM or PEFT load.
+"""Exports a run's checkpoint as a directory for Transformers, vLLM or PEFT.
 
-A run keeps beside its checkpoints what they do not hold: `model/` with config.json, the tokenizer and,
-where it trains adapters, adapter_config.json.
+The weights come from the checkpoint. The other files come from the run's `model/` folder: config.json, the
+tokenizer and, if the run trains adapters, adapter_config.json.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def export_run(
 ) -> int:
     """Writes the newest weights of a run as a Hugging Face directory.
 
-    Adapters are merged into the weights, or saved alone in PEFT's layout. It runs on the host, which
-    must have room for the model in float32.
+    Adapters are merged into the weights, or saved alone in PEFT's layout. The export runs on the host and
+    needs memory for the model in float32.
 
     Args:
-      run_folder: of the run, <output>/<name>/seed<seed>.
-      out: the directory; must not exist yet.
-      dtype: of the tensors in the files, "bfloat16" or "float32".
-      max_shard_bytes: a file holds no more than this, or a single tensor.
-      adapter_only: leave the base model out.
+      run_folder: folder of the run, <output>/<name>/seed<seed>.
+      out: directory to create; it must not exist.
+      dtype: type of the tensors in the files, "bfloat16" or "float32".
+      max_shard_bytes: largest size of a file with several tensors.
+      adapter_only: whether to write the adapters without the base model.
 
     Returns:
-      The step the weights are of.
+      The step of the exported checkpoint.
 
     Raises:
-      UserError: the folder holds no run or no intact checkpoint, or `out` exists.
+      UserError: if the folder contains no run or no intact checkpoint, or `out` exists.
     """
     check_new(out)
     source = files_of_run(run_folder)
@@ -73,7 +73,7 @@ def export_run(
 
 
 def _base_of(source: pathlib.Path) -> str:
-    """Directory or hub name of the model that the run's adapters sit on."""
+    """Directory or hub name of the base model of the run's adapters; "" without adapters."""
     if not (source / ADAPTER_CONFIG_FILE).exists():
         return ""
     return read_config_json(source, ADAPTER_CONFIG_FILE)["base_model_name_or_path"]

@@ -1,7 +1,7 @@
-"""One run folder, one run: a lock that its death gives back.
+"""Locks a run folder, so that only one run writes to it.
 
-The lock is the kernel's, on an open file: however the process ends, it is free again, and the file that stays
-says nothing by itself. Readers, such as an export, take no lock.
+It is a kernel lock on an open file (flock), so it is released however the process ends. The lock file stays
+and has no meaning without the lock. Readers, such as an export, take no lock.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from jaxrl.tracking.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def only_run_in(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other runs out of a run's folder. With several processes the first one holds it. Collective.
+def run_lock(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of a run folder inside the block. Collective: the first process holds it for all.
 
     Raises:
-      UserError: another process trains in there, which is named; or no lock can be made there.
+      UserError: if another run holds the lock (the message names its process), or the lock file cannot be
+        opened.
     """
     held: list[IO[str]] = []
 
@@ -50,9 +51,9 @@ def only_run_in(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _take(folder: pathlib.Path) -> IO[str]:
-    """The open file that is the lock. It is not inherited by programs that this one starts."""
+    """Takes the lock and returns its open file, which child processes do not inherit."""
     path = RunFolder(folder).lock
-    # A pipe in its place would be waited for.
+    # Opening a pipe would block.
     if path.exists() and not path.is_file():
         raise UserError(
             f"{path} is no file, and the lock of a run has to be one; remove it, or give this run another "
@@ -67,7 +68,10 @@ def _take(folder: pathlib.Path) -> IO[str]:
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:  # the second is how NFS says it
+    except (
+        BlockingIOError,
+        PermissionError,
+    ) as error:  # NFS reports a held lock as PermissionError
         file.seek(0)
         owner = " ".join(file.read(200).split())
         file.close()

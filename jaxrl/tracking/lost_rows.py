@@ -1,4 +1,4 @@
-"""Finds rows of metrics that were lost or changed since a checkpoint was saved with them."""
+"""Finds metric rows that were lost or changed after a checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jaxrl.tracking.run_folder import StageFolder
 
 
 def lost_rows(folder: StageFolder) -> str | None:
-    """Says what metrics.jsonl lacks of the rows that the newest intact checkpoint was saved with. Only reads.
+    """Compares metrics.jsonl with the checksum in the newest intact checkpoint. Only reads.
 
-    Rows of later steps are not looked at: a run that goes on from the checkpoint repeats them.
+    Rows of later steps are not compared: a run that resumes from the checkpoint writes them again.
 
     Returns:
-      One line with the file and what is wrong with it; None if it is as it was written.
+      One line with the file and its fault; None if the rows are unchanged.
     """
     stored = StoredCheckpoints(folder.checkpoints.path)
-    for step in reversed(stored.seals.steps()):
-        # The seal first: a run at work only appends to the rows.
-        written = stored.seals.rows(step)
+    for step in reversed(stored.manifests.steps()):
+        # Read the manifest before the rows: a run at work only appends to the rows.
+        written = stored.manifests.rows(step)
         fault = None if written is None else _fault(folder.metrics, written)
         if fault is None:
             return None
-        # Reading a whole checkpoint takes long, and is done only where something is wrong.
-        if stored.seals.fault(step) is None:
+        # Reading a whole checkpoint is slow, so it is done only after a mismatch.
+        if stored.manifests.fault(step) is None:
             return f"{folder.metrics} {fault}, with which the checkpoint of step {step} was saved"
     return None
 
@@ -34,7 +34,7 @@ def lost_rows(folder: StageFolder) -> str | None:
 def _fault(path: pathlib.Path, written: RowChecksum) -> str | None:
     content = path.read_bytes() if path.exists() else b""
     expected = f"of the {written.num_rows} rows to step {written.last_step}"
-    if not written.is_of(content):
+    if not written.matches(content):
         return _difference(path, content, written, expected)
     after = content[written.num_bytes :].splitlines()
     step = _step_of(after[0]) if after else None

@@ -1,8 +1,8 @@
-"""Where the numbers of a run go: metrics.jsonl (the source of truth), TensorBoard, wandb if asked.
+"""Writes the metrics of a run to metrics.jsonl (the source of truth), TensorBoard and optionally wandb.
 
-Metric names are those verl users know (`actor/entropy`, `response_length/mean`, `timing_s/gen`).
-Nothing here depends on them, except for the accuracy of an evaluation, whose name holds the data set.
-Not covered: reducing metrics over hosts (the caller hands in plain floats, on one host only).
+Metrics have verl's names (`actor/entropy`, `response_length/mean`, `timing_s/gen`). This module depends on
+two kinds of names only: accuracies of evaluations, which contain the data set, and timings.
+Not covered: reducing metrics over hosts. The caller passes plain floats on one host.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
-# Names that begin so are seconds, or rates by them.
-_OF_THE_CLOCK = (
+# Prefixes of metrics that depend on measured time.
+_TIMING_PREFIXES = (
     "time_s",
     "timing_s/",
     "timing_per_token_ms/",
@@ -48,44 +48,44 @@ _OF_THE_CLOCK = (
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in order of step.
+    """Reads the rows of a metrics file, in order of step.
 
-    Safe while the run is going: a last line that was cut short is left out with a warning.
+    It is safe to read the file of a running job: an incomplete last line is skipped with a warning.
 
     Returns:
       One dict per step: "step" (int), "time_s" (Unix seconds at which the row was written) and the
-      metrics as floats, with nan and infinities as such.
+      metrics as floats, which may be NaN or infinite.
 
     Raises:
-      UserError: there is no such file, or a line other than the last is not a row.
+      UserError: if the file does not exist, or a line other than the last is not a row.
     """
     return [row for _, row in _read_lines(Path(path))]
 
 
 def readable_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What is left in a damaged metrics file, or one that is not there: rows of increasing steps."""
+    """Reads the valid rows of a damaged metrics file, with increasing steps; empty without a file."""
     return [row for _, row in _readable_lines(Path(path))]
 
 
-def without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row of `read_metrics` says of the run and not of the machine: equal runs have equal ones."""
-    return {name: value for name, value in row.items() if not name.startswith(_OF_THE_CLOCK)}
+def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes times and rates from a row of `read_metrics`. Equal runs give equal results."""
+    return {name: value for name, value in row.items() if not name.startswith(_TIMING_PREFIXES)}
 
 
 def evaluation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Accuracies of an evaluation: `val-core/<source>/acc/mean@N` becomes `<source> mean@N`."""
+    """The accuracies among `metrics`; `val-core/<source>/acc/mean@N` is renamed to `<source> mean@N`."""
     matches = {key: _EVALUATION_ACCURACY.fullmatch(key) for key in metrics}
     return {f"{m['source']} {m['statistic']}": metrics[key] for key, m in matches.items() if m}
 
 
 @dataclasses.dataclass(frozen=True)
 class WandbOptions:
-    """How a run appears in Weights & Biases.
+    """Options of logging to Weights & Biases.
 
     Attributes:
       project: wandb project.
       name: display name of the run; None lets wandb choose.
-      config: plain nested dict, shown beside the run.
+      config: nested dict of settings to show with the run.
     """
 
     project: str
@@ -94,21 +94,21 @@ class WandbOptions:
 
 
 class MetricsWriter:
-    """Writes each step's metrics to every sink.
+    """Writes the metrics of each step to metrics.jsonl, TensorBoard and optionally wandb.
 
-    A run that was killed and resumed leaves the same metrics.jsonl as one that never stopped, apart
-    from times: rows of steps the checkpoint does not hold are dropped before the run repeats them.
+    A run that was killed and resumed has the same metrics.jsonl as an uninterrupted run, apart from times:
+    rows after the restored checkpoint are dropped before the run repeats their steps.
 
     Args:
-      directory: folder of the stage, a `StageFolder`.
-      resume_step: last step that the restored checkpoint holds; rows after it are dropped. None for
-        a run from the start, which drops all rows.
-      drops_damaged: drop lines that are no rows, and rows that are there twice, instead of refusing the file.
-      wandb: also log to wandb (needs the extra `wandb`).
+      directory: folder of the stage, as in `StageFolder`.
+      resume_step: step of the restored checkpoint; later rows are dropped. None for a new stage, which
+        drops all rows.
+      drops_damaged: whether invalid lines and duplicate rows are dropped instead of refused.
+      wandb: options of wandb (needs the extra `wandb`); None disables it.
 
     Raises:
-      UserError: the folder cannot be written, the existing metrics file is damaged, or wandb is
-        asked for and does not start.
+      UserError: if the folder is not writable, the existing metrics file is damaged, or wandb does not
+        start.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class MetricsWriter:
 
     @property
     def checksum(self) -> RowChecksum:
-        """Of all rows that are there."""
+        """The checksum of all rows in metrics.jsonl."""
         return self._rows.checksum
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records `metrics` of `step`. Call once per step; steps increase."""
+        """Writes the metrics of a step. Steps must increase from call to call."""
         values = {key: float(value) for key, value in metrics.items()}
         for sink in self._sinks:
             sink.write(step, values)
@@ -160,7 +160,7 @@ class _Sink(Protocol):
 
 
 class _JsonlSink:
-    """One line per step; a line is on the disk before the next step begins."""
+    """Writes one line per step. The line is on disk when `write` returns."""
 
     def __init__(self, path: Path, resume_step: int | None, *, drops_damaged: bool):
         kept = []
@@ -172,7 +172,7 @@ class _JsonlSink:
         self.checksum = RowChecksum()
         for line, step in kept:
             self.checksum = self.checksum.extended_by(line, step)
-        # The kept lines stay byte for byte; parsing and printing again could change them.
+        # Keep the bytes of the lines: parsing and printing them again could change them.
         write_atomically(path, b"".join(line for line, _ in kept))
         self._file = AppendedFile(path)
 
@@ -190,16 +190,16 @@ class _JsonlSink:
 
 
 class _TensorBoardSink:
-    """Event files. TensorBoard shows `@` in a name as `_`.
+    """Writes TensorBoard event files. TensorBoard shows `@` in a name as `_`.
 
-    tensorboardX encodes the events. Its own writer has a thread, which an error of the disk ends: the next
-    steps then wait for it for ever.
+    Of tensorboardX only the encoding is used. Its writer has a thread that dies on a disk error, and later
+    steps then wait for it forever.
     """
 
     def __init__(self, directory: Path, resume_step: int | None):
         ensure_writable(directory)
-        # The time has a resolution of one second; a number of its own keeps a run that is resumed within
-        # the second apart from the one before.
+        # The time has a resolution of one second. The number keeps the name unique if a run is resumed
+        # within the same second.
         number = sum(1 for _ in directory.iterdir())
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
         self._file = AppendedFile(directory / name)
@@ -207,7 +207,7 @@ class _TensorBoardSink:
         first_step = 0 if resume_step is None else resume_step + 1
         self._append(
             Event(wall_time=time.time(), file_version="brain.Event:2"),
-            # TensorBoard forgets what an earlier file has of steps from this one on.
+            # TensorBoard discards events of earlier files from this step on.
             Event(wall_time=time.time(), step=first_step, session_log=start),
         )
 
@@ -224,17 +224,17 @@ class _TensorBoardSink:
 
 
 def _framed(event: bytes) -> bytes:
-    """A record of TensorFlow's: length, its checksum, content, its checksum."""
+    """A TFRecord: length, checksum of the length, content, checksum of the content."""
     length = struct.pack("<Q", len(event))
     sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
     return length + next(sums) + event + next(sums)
 
 
 class _WandbSink:
-    """A wandb run that continues under its own id when the run is resumed.
+    """Logs to a wandb run, which keeps its id when the run is resumed.
 
-    wandb ignores steps that it already has. The steps repeated after a kill are such steps, and
-    their values are the same ones.
+    wandb ignores steps that it already has. After a kill the run repeats some steps with the same values, so
+    nothing is lost.
     """
 
     def __init__(self, directory: Path, resume_step: int | None, options: WandbOptions):
@@ -276,8 +276,8 @@ def _wandb_run_id(path: Path, resume_step: int | None) -> str:
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of every line; a last one cut short is left out."""
-    # A long run's may be large.
+    """(line without its newline, row) of every line, without an incomplete last line."""
+    # The file of a long run may exceed the default limit.
     lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -297,7 +297,7 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _readable_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of the lines that are rows, of increasing steps."""
+    """(line without its newline, row) of the valid lines, with increasing steps."""
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(TypeError, ValueError):
@@ -308,10 +308,10 @@ def _readable_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """A line as `read_metrics` returns it.
+    """Parses one line of a metrics file, as `read_metrics` does.
 
     Raises:
-      TypeError, ValueError: it is no row.
+      TypeError, ValueError: if the line is not a row.
     """
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
@@ -320,5 +320,5 @@ def parse_row(line: bytes) -> dict[str, Any]:
 
 
 def _to_json(value: float) -> float | str:
-    # JSON has no nan and no infinities. As strings every parser takes them, and float() reads them.
+    # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
     return value if math.isfinite(value) else str(value)

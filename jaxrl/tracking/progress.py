@@ -1,10 +1,10 @@
-"""What a person sees while a training stage runs: a live view on a terminal, plain lines elsewhere.
+"""Shows the progress of a training stage: a live view on a terminal, plain lines elsewhere.
 
     DAPO step 42/200 ━━━━━━━━━━━━─────────────────────────────────  21% eta 3:12 generate 4s
     reward           0.412 ▁▁▂▂▃▃▄▅▅▆▇█       entropy          0.44 █▇▇▅▄▄▃▃▂▂▁▁
     accuracy         62.1% ▁▁▂▂▃▄▄▅▅▆▇█       length           31.2 ▅▅▄▄▅▆▆▅▅▆▇█
 
-Not covered: which host prints (the caller builds a Progress on one host only).
+Not covered: several hosts. The caller creates a Progress on one host only.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _AFTER_EVALUATION = (
 
 
 class Progress:
-    """Shows how a training stage is going. Used as a context manager.
+    """Shows the progress of a training stage. Use it as a context manager.
 
     Args:
       title: name of the training stage.
-      total_steps: step at which it ends.
-      console: where to print; None takes stdout. The live view needs an interactive terminal.
-      line_every_s: without a live view, least seconds between two lines; an evaluation and the last step
-        always have one.
+      total_steps: last step of the stage.
+      console: console to print to; None for stdout. The live view needs an interactive terminal.
+      line_every_s: smallest number of seconds between two plain lines. Evaluations and the last step
+        always print one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Progress:
         console: Console | None = None,
         line_every_s: float = 0.0,
     ):
-        # FORCE_COLOR, which CI systems set, makes rich believe in a terminal; a log wants lines.
+        # CI systems set FORCE_COLOR, which makes rich assume a terminal. A log file needs plain lines.
         self._console = console or Console(force_interactive=None if sys.stdout.isatty() else False)
         self._steps = rich.progress.Progress(
             TextColumn("{task.description}", style="bold", markup=False),
@@ -118,20 +118,20 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the live view, and gives the terminal its cursor back. For any thread."""
+        """Stops the live view and restores the cursor. Any thread may call it."""
         if self._live is not None:
             self.phase("")
             self._live.stop()
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Tells what the program does now, such as "generate" or "update". Live view only."""
+        """Shows the current phase, such as "generate" or "update"; "" for none. Live view only."""
         self._steps.update(self._task_id, **_phase(name))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of `step`; keys that are missing or unknown are not shown.
+        """Shows the metrics of a step. Unknown metrics are ignored.
 
-        In the live view the accuracy of the latest evaluation stays until the next one.
+        The live view keeps the accuracy of the latest evaluation until the next one.
         """
         self._note_time(step)
         self._steps.update(self._task_id, completed=step)
@@ -148,11 +148,11 @@ class Progress:
             self._print(self._plain_line([*before, *measured.values(), *after]))
 
     def message(self, text: str) -> None:
-        """Prints `text`, above the live view if there is one. The text may come from a model."""
+        """Prints a text, above the live view if there is one. Control characters are replaced."""
         self._print(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
 
     def eta_s(self) -> float | None:
-        """Seconds left at the median pace of recent steps; None until a step was timed."""
+        """The estimated seconds left, from the median time of recent steps; None before a step was timed."""
         if not self._step_seconds:
             return None
         return statistics.median(self._step_seconds) * max(self._task.remaining or 0, 0)
@@ -165,7 +165,7 @@ class Progress:
     def _note_time(self, step: int) -> None:
         now_s = time.monotonic()
         num_steps = step - self._task.completed
-        # The first step compiles, and after a resume it is not step 1: its time says nothing.
+        # The first step of a process compiles, so it is not timed. After a resume it is not step 1.
         if self._last_update_s is not None and num_steps > 0:
             self._step_seconds.append((now_s - self._last_update_s) / num_steps)
         self._last_update_s = now_s
@@ -200,7 +200,7 @@ class Progress:
         return Group(self._steps, self._entry_columns())
 
     def _entry_columns(self) -> Table:
-        """The entries in two columns, down the first and then down the second."""
+        """The entries in two columns, filled from top to bottom."""
         half = (len(self._entries) + 1) // 2
         trend_width = self._trend_width()
         columns = Table.grid(padding=(0, 2))
@@ -217,16 +217,16 @@ class Progress:
         return columns
 
     def _trend_width(self) -> int:
-        if self._console.options.ascii_only:  # cannot print the bars
+        if self._console.options.ascii_only:  # such a terminal cannot print the bars
             return 0
         return _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
 
 
 class _PhaseColumn(ProgressColumn):
-    """What the program does now, and for how long it has."""
+    """Shows the current phase and its duration."""
 
     def render(self, task: Task) -> Text:
-        """Nothing outside of phases."""
+        """Returns the text of the column, empty outside of phases."""
         name, seconds = task.fields["phase"], task.get_time() - task.fields["phase_start_s"]
         return Text(f"{name} {duration(seconds)}" if name else "", style="cyan")
 

@@ -1,21 +1,21 @@
-"""Numbers and untrusted text as a person reads them, on the screen and on the report."""
+"""Formats numbers and untrusted text for the screen and the report."""
 
 from __future__ import annotations
 
 import re
 
-# Everything that moves a terminal's cursor or state, which is also what HTML cannot hold, not even as a
-# reference; tab and newline are harmless.
+# Control characters: they change the state of a terminal, and HTML does not allow them even as references.
+# Tab and newline are harmless.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent where that reads better: 0.123, 12,346, nan."""
+    """Formats with three significant digits, or as an integer from 1000 on: 0.123, 12,346, nan."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """45s, 3:07 (minutes) or 1:02:03 (hours)."""
+    """Formats seconds as 45s, 3:07 (minutes) or 1:02:03 (hours)."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:
@@ -24,16 +24,16 @@ def duration(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Text of strangers with what is not seen, or misleads the eye, shown by its code.
+    """Replaces the invisible and misleading characters of an untrusted text by their codes, such as \\u200b.
 
-    Such are controls, marks that turn the direction of writing, what has no width, and halves of surrogate
-    pairs, which have no UTF-8.
+    These are control characters, direction marks, characters without width, and lone surrogates, which cannot
+    be encoded as UTF-8.
     """
     return _UNSEEN.sub(lambda match: _code(ord(match[0])), text)
 
 
-# Beside CONTROL: direction marks, embeddings, overrides and isolates; what has no width or is blank; line
-# and paragraph separators; tags, which spell text that nobody sees.
+# CONTROL and: direction marks, embeddings, overrides and isolates; blank characters and those without width;
+# line and paragraph separators; tag characters, which spell invisible text.
 _UNSEEN = re.compile(
     CONTROL.pattern[:-1]
     + "\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"

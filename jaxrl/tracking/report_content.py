@@ -1,4 +1,4 @@
-"""Content of a run's report that comes from files: sample answers, rows of the log, accuracies, minutes."""
+"""Reads the content of a run's report from its files: answers, metric rows, accuracies and minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _REPORT_SAMPLES = 8
 # The evaluations whose answers the report shows.
 _SAMPLES_KEPT = ("before", "after")
-_OF_A_SAMPLE = ("prompt", "answer", "text", "correct")
+_SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
 
@@ -61,7 +61,7 @@ def sample_pairs(folder: RunFolder) -> list[tuple[dict[str, Any], dict[str, Any]
 
 def _samples_of(path: pathlib.Path) -> list[dict[str, Any]]:
     return [
-        {name: sample[name] for name in _OF_A_SAMPLE} for sample in json.loads(path.read_text())
+        {name: sample[name] for name in _SAMPLE_FIELDS} for sample in json.loads(path.read_text())
     ]
 
 

@@ -1,8 +1,7 @@
-"""The samples of some steps of a run, written beside training for people to look at.
+"""Writes the samples of some steps of a run to files, in the background. People read them; training does not.
 
-A step's file appears whole. A run that goes on from a checkpoint drops the files of the steps that the
-checkpoint does not hold, as it drops their rows of metrics, and writes them again. Nothing is learned from
-these files: a disk that does not take one costs a warning, not the run.
+A file is written atomically. A resumed run deletes the files of steps after its checkpoint, like their metric
+rows, and writes them again. If a file cannot be written, the run logs a warning and continues.
 """
 
 from __future__ import annotations
@@ -22,35 +21,40 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutFiles:
-    """Writes them, one at a time, on a thread of its own."""
+    """Writes the sample files of a run, one at a time, in a background thread."""
 
     def __init__(self, folder: RolloutFolder, *, every: int):
-        """Args: where they go, and steps between two; 0 writes none. Nothing is made yet."""
+        """Creates no file or folder.
+
+        Args:
+          folder: folder of the files.
+          every: number of steps between files; 0 writes none.
+        """
         self._folder = folder
         self._every = every
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether this step's samples are kept: the first one's, and every so many's."""
+        """Whether the samples of this step are written: those of step 1 and of every `every`-th step."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def path(self, step: int) -> pathlib.Path:
-        """Where a step's samples go."""
+        """The path of a step's file."""
         return self._folder.step(step)
 
-    def go_on_from(self, step: int) -> None:
-        """Removes what later steps have left."""
+    def remove_after(self, step: int) -> None:
+        """Deletes the files of later steps."""
         for later, path in self._folder.steps().items():
             if later > step:
                 path.unlink(missing_ok=True)
 
     def write(self, step: int, make: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Starts writing a step's file; waits for the one before.
+        """Starts writing the file of a step, after waiting for the previous file.
 
         Args:
-          step: of the samples.
-          make: makes the rows, on the thread that writes.
+          step: number of the step.
+          make: returns the rows; it is called in the background thread.
         """
         self._wait()
         if self._writer is None:
@@ -75,7 +79,7 @@ class RolloutFiles:
             )
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits for the last file and ends the thread."""
         self._wait()
         if self._writer is not None:
             self._writer.shutdown()

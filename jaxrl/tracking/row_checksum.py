@@ -1,4 +1,4 @@
-"""What a checkpoint knows of metrics.jsonl: how its first rows, up to the checkpoint's step, were written."""
+"""The checksum of the first rows of metrics.jsonl, which a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class RowChecksum(NamedTuple):
-    """Of rows at the start of a file of metrics.
+    """The checksum of the rows at the start of a metrics file.
 
     Attributes:
-      num_bytes: their size.
-      crc32: of these bytes.
-      num_rows: how many they are.
-      last_step: of the last one; -1 if there is none.
+      num_bytes: number of bytes of the rows.
+      crc32: CRC-32 of these bytes.
+      num_rows: number of rows.
+      last_step: step of the last row; -1 without rows.
     """
 
     num_bytes: int = 0
@@ -22,12 +22,17 @@ class RowChecksum(NamedTuple):
     last_step: int = -1
 
     def extended_by(self, line: bytes, step: int) -> RowChecksum:
-        """With one row more, of this step."""
+        """The checksum after appending one row.
+
+        Args:
+          line: bytes of the row, with its newline.
+          step: step of the row.
+        """
         return RowChecksum(
             self.num_bytes + len(line), zlib.crc32(line, self.crc32), self.num_rows + 1, step
         )
 
-    def is_of(self, content: bytes) -> bool:
-        """Whether a file's content begins with exactly these rows."""
+    def matches(self, content: bytes) -> bool:
+        """Whether the content of a file begins with these rows."""
         start = content[: self.num_bytes]
         return len(start) == self.num_bytes and zlib.crc32(start) == self.crc32

@@ -1,4 +1,4 @@
-"""Settings of what a run leaves behind."""
+"""Settings of the length, the folder and the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import dataclasses
 from typing import Annotated, Literal
 
 from jaxrl.checks import NAME, PATH, at_least, check_fields, count, steps
-from jaxrl.tracking.collapse import CollapseConfig
+from jaxrl.tracking.divergence import DivergenceConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """What a run leaves behind and how long it goes on.
+    """The length, the folder and the checkpoints of a run.
 
     Attributes:
-      output: folder under which each run has its own, <output>/<name>/seed<seed>.
-      num_steps: rollout steps.
-      save_every: steps between checkpoints; the last step is always saved.
-      keep_checkpoints: how many of the newest stay, besides one from before a collapse.
-      collapse: what counts as one.
-      resume: "auto" goes on from the newest intact checkpoint, and refuses a stage that has begun and has
-        none left, or has lost rows of its metrics; "or_restart" begins a stage without a checkpoint again,
-        with what is there moved aside; "accept_lost_rows" goes on without the lost rows; "never" refuses a
-        folder that holds a run.
-      stop_within_s: seconds after SIGTERM or Ctrl-C by which the run has ended, unless it is saving a
-        checkpoint by then. A step that takes longer is given up.
-      wandb_project: also log to this wandb project (extra `wandb`); "" does not.
-      rollouts_every: steps between two whose samples are kept to be looked at (`jaxrl browse`); those of the
-        first step are kept too. 0 keeps none.
-      rollouts_prompts: how many prompts of such a step are kept, with all their samples; 0 keeps all.
+      output: parent folder of runs; a run is in <output>/<name>/seed<seed>.
+      num_steps: number of rollout steps.
+      save_every: number of steps between checkpoints; the last step is always saved.
+      keep_checkpoints: number of newest checkpoints to keep. After a divergence one from before is kept too.
+      divergence: thresholds of metrics that detect divergence.
+      resume: what a command does in the folder of an earlier run. "auto" continues from the newest intact
+        checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has lost metric rows.
+        "or_restart" starts such a stage again and moves its old files aside. "accept_lost_rows" continues
+        without the lost rows. "never" refuses a folder that contains a run.
+      stop_within_s: seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
+        abandoned. A checkpoint that is being saved at that time is completed first.
+      wandb_project: Weights & Biases project to log to (needs the extra `wandb`); "" disables it.
+      rollouts_every: number of steps between saved samples (`jaxrl browse` shows them). Samples of the first
+        step are saved too. 0 saves none.
+      rollouts_prompts: number of prompts per saved step, each with all of its samples; 0 saves all.
     """
 
     output: Annotated[str, PATH] = "runs"
     num_steps: Annotated[int, steps(1)] = 100
     save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
-    collapse: CollapseConfig = dataclasses.field(default_factory=CollapseConfig)
+    divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     wandb_project: Annotated[str, NAME] = ""
     rollouts_every: Annotated[int, steps(0)] = 10

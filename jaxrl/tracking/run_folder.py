@@ -1,10 +1,10 @@
-"""Where everything of a run lies; docs/runs.md has the same as a table.
+"""Paths of the files of a run and of an evaluation; docs/runs.md describes the files.
 
-<output>/<name>/seed<seed>      RunFolder          settings, the model's files, the report
+<output>/<name>/seed<seed>      RunFolder          settings, model files, report
   profile/                                         traces of single steps
-  rollouts/                     RolloutFolder      samples of some steps, to be looked at
-  sft/ rl/ preference/          StageFolder        rows and checkpoints of one training stage
-    checkpoints/                CheckpointFolder   with its seals, and what could not be gone on from
+  rollouts/                     RolloutFolder      samples of some steps
+  sft/ rl/ preference/          StageFolder        metric rows and checkpoints of one training stage
+    checkpoints/                CheckpointFolder   checkpoints, their manifests, damaged ones
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import pathlib
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFolder:
-    """Checkpoints of a stage.
+    """Paths of the checkpoints of a training stage.
 
     Attributes:
-      path: where they lie, each under the number of its step.
+      path: folder of the checkpoints, which has a subfolder for each step.
     """
 
     path: pathlib.Path
 
     def step(self, step: int) -> pathlib.Path:
-        """One checkpoint."""
+        """The checkpoint of one step."""
         return self.path / str(step)
 
     @property
-    def seals(self) -> pathlib.Path:
-        """Checksums of the files of each."""
+    def manifests(self) -> pathlib.Path:
+        """The folder of the manifests (`tracking.manifests`)."""
         return self._beside("seals")
 
-    def seal(self, step: int) -> pathlib.Path:
-        """Those of one checkpoint."""
-        return self.seals / f"{step}.json"
+    def manifest(self, step: int) -> pathlib.Path:
+        """The manifest of one checkpoint."""
+        return self.manifests / f"{step}.json"
 
     @property
     def damaged(self) -> pathlib.Path:
-        """Those that a run could not go on from."""
+        """The folder of damaged checkpoints, which a run could not resume from."""
         return self._beside("damaged")
 
     @property
     def deleted(self) -> pathlib.Path:
-        """Those that are being removed."""
+        """The folder of checkpoints that are being deleted."""
         return self._beside("deleted")
 
     def _beside(self, what: str) -> pathlib.Path:
@@ -52,10 +52,10 @@ class CheckpointFolder:
 
 @dataclasses.dataclass(frozen=True)
 class StageFolder:
-    """What a training stage leaves.
+    """Paths of the files of a training stage.
 
     Attributes:
-      path: "sft", "rl" or "preference" in the folder of its run.
+      path: folder "sft", "rl" or "preference" of a run.
     """
 
     path: pathlib.Path
@@ -65,41 +65,41 @@ class StageFolder:
 
     @property
     def run(self) -> RunFolder:
-        """The folder of the run that keeps it."""
+        """The folder of the run."""
         return RunFolder(self.path.parent)
 
     @property
     def metrics(self) -> pathlib.Path:
-        """A row for every step, the source of truth of all curves."""
+        """Metrics, one JSON row per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> pathlib.Path:
-        """The same for TensorBoard."""
+        """The same metrics for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints(self) -> CheckpointFolder:
-        """What the stage goes on from."""
+        """The checkpoints of the stage."""
         return CheckpointFolder(self.path / "checkpoints")
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutFolder:
-    """Samples of some steps of reinforcement learning.
+    """Paths of the saved samples of reinforcement learning.
 
     Attributes:
-      path: where they lie, a file for each step.
+      path: folder with a file for each saved step.
     """
 
     path: pathlib.Path
 
     def step(self, step: int) -> pathlib.Path:
-        """Those of one step, rows of `tracking.sample_rows`."""
+        """The samples of one step, as rows of `tracking.sample_rows`."""
         return self.path / f"step_{step}.jsonl"
 
     def steps(self) -> dict[int, pathlib.Path]:
-        """Every file by its step, in order of step; files of other names are nobody's."""
+        """The files by step, in ascending order. Files with other names are ignored."""
         found = {}
         for path in self.path.glob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
@@ -110,7 +110,7 @@ class RolloutFolder:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """What a run leaves.
+    """Paths of the files of a run.
 
     Attributes:
       path: <output>/<name>/seed<seed>.
@@ -123,31 +123,35 @@ class RunFolder:
 
     @property
     def config(self) -> pathlib.Path:
-        """Every setting, one a line."""
+        """All settings, one per line."""
         return self.path / "config.txt"
 
     @property
     def lock(self) -> pathlib.Path:
-        """Held by the run while it is at work."""
+        """The lock file, which the run holds while it is running."""
         return self.path / "lock"
 
     @property
     def model(self) -> pathlib.Path:
-        """What an export needs beside the weights: config.json, the tokenizer's files."""
+        """The files of an exported model besides the weights: config.json and the tokenizer."""
         return self.path / "model"
 
     @property
     def trained_model(self) -> pathlib.Path:
-        """A trained reward or cost model as a Hugging Face directory."""
+        """The trained reward or cost model, as a Hugging Face directory."""
         return self.path / "trained_model"
 
     @property
     def report(self) -> pathlib.Path:
-        """The whole run on one page."""
+        """The report of the run, one HTML page."""
         return self.path / "report.html"
 
     def samples(self, when: str) -> pathlib.Path:
-        """Answers of an evaluation that the report shows, "before" or "after"."""
+        """Answers to evaluation problems for the report.
+
+        Args:
+          when: "before" or "after" training.
+        """
         return self.path / f"samples_{when}.json"
 
     @property
@@ -157,31 +161,31 @@ class RunFolder:
 
     @property
     def rollouts(self) -> RolloutFolder:
-        """Samples that were trained on."""
+        """The saved training samples."""
         return RolloutFolder(self.path / "rollouts")
 
     @property
     def sft(self) -> StageFolder:
-        """Supervised fine-tuning."""
+        """The stage of supervised fine-tuning."""
         return StageFolder(self.path / "sft")
 
     @property
     def rl(self) -> StageFolder:
-        """Reinforcement learning."""
+        """The stage of reinforcement learning."""
         return StageFolder(self.path / "rl")
 
     @property
     def preference(self) -> StageFolder:
-        """Training on pairs."""
+        """The stage of preference training."""
         return StageFolder(self.path / "preference")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationFolder:
-    """What an evaluation without training leaves.
+    """Paths of the files of an evaluation without training.
 
     Attributes:
-      path: <out>, or evaluations/<model>-<checksum>.
+      path: folder of the evaluation: <out>, or evaluations/<model>-<checksum>.
     """
 
     path: pathlib.Path
@@ -191,20 +195,20 @@ class EvaluationFolder:
 
     @property
     def settings(self) -> pathlib.Path:
-        """What was asked, of which model."""
+        """The settings of the evaluation and the model's identity."""
         return self.path / "settings.json"
 
     @property
     def samples(self) -> pathlib.Path:
-        """A row for each answer, of `tracking.sample_rows`."""
+        """The answers, one row of `tracking.sample_rows` each."""
         return self.path / "samples.jsonl"
 
     @property
     def results(self) -> pathlib.Path:
-        """Statistics of each set."""
+        """The statistics of each problem set."""
         return self.path / "results.json"
 
     @property
     def page(self) -> pathlib.Path:
-        """Results and some answers, to look at."""
+        """An HTML page with the results and some answers."""
         return self.path / "samples.html"

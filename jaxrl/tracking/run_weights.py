@@ -1,4 +1,4 @@
-"""The weights that a run has trained so far: of its last stage, the newest that are intact."""
+"""Finds and reads the newest weights of a run: the newest intact checkpoint of its last stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl.tracking.run_folder import CheckpointFolder, RunFolder
 
 
 class StoredWeights(NamedTuple):
-    """A checkpoint that was found intact, and its step."""
+    """The step of an intact checkpoint, and the folder of the checkpoints."""
 
     checkpoints: CheckpointFolder
     step: int
@@ -26,7 +26,7 @@ def files_of_run(folder: pathlib.Path) -> pathlib.Path:
     """The directory with config.json and the tokenizer of a run's model.
 
     Raises:
-      UserError: the folder holds no run.
+      UserError: if the folder contains no run.
     """
     source = RunFolder(folder).model
     if not source.is_dir():
@@ -38,7 +38,11 @@ def files_of_run(folder: pathlib.Path) -> pathlib.Path:
 
 
 def model_of_run(source: pathlib.Path) -> ModelConfig:
-    """The shape of a run's model, its adapters included, from the directory of `files_of_run`."""
+    """The model config of a run, with its adapters.
+
+    Args:
+      source: directory that `files_of_run` returns.
+    """
     config = read_config(source)
     if not (source / ADAPTER_CONFIG_FILE).exists():
         return config
@@ -46,13 +50,13 @@ def model_of_run(source: pathlib.Path) -> ModelConfig:
 
 
 def newest_weights(folder: pathlib.Path) -> StoredWeights:
-    """The newest intact checkpoint of a run. It reads all of it, and changes nothing.
+    """Finds the newest intact checkpoint of a run. Reads all of its files and changes nothing.
 
     Raises:
-      UserError: there is none.
+      UserError: if there is none.
     """
     run = RunFolder(folder)
-    # Later stages first: the newest weights of a run are those of its last stage that has any.
+    # Later stages first: their weights are newer.
     for stage in (run.rl, run.preference, run.sft):
         step = StoredCheckpoints(stage.checkpoints.path).newest_intact()
         if step is not None:
@@ -64,10 +68,17 @@ def newest_weights(folder: pathlib.Path) -> StoredWeights:
 
 
 def read_newest_params(folder: pathlib.Path, like: Params) -> tuple[int, Params]:
-    """The policy's newest weights, born with the shapes and shardings of `like`, and their step.
+    """Restores the policy's newest weights.
+
+    Args:
+      folder: folder of the run.
+      like: tree of the weights' shapes, dtypes and shardings; the weights are restored directly to them.
+
+    Returns:
+      The step of the checkpoint, and the weights.
 
     Raises:
-      UserError: there is no intact checkpoint, or it holds a model of another shape.
+      UserError: if there is no intact checkpoint, or its shapes differ from those of `like`.
     """
     newest = newest_weights(folder)
     while True:
@@ -76,6 +87,6 @@ def read_newest_params(folder: pathlib.Path, like: Params) -> tuple[int, Params]
             return newest.step, stored.restore_params(newest.step, "actor", like)
         except (OSError, ValueError):
             before, newest = newest, newest_weights(folder)
-            # A run at work may have removed it while it was read; then there is a newer one.
+            # A running job may have removed the checkpoint during reading. Then there is a newer one.
             if newest == before:
                 raise

@@ -1,4 +1,4 @@
-"""Samples as rows of JSONL: what a model was asked, what it wrote, and what was thought of it.
+"""Samples as rows of JSONL: prompt, response, grade and log-probabilities.
 
     {"step": 20, "source": "chain_sum", "prompt_id": 812, "sample": 3,
      "prompt": "5 + 9 - 7 =\\n", "answer": "7", "completion": "14 - 7 = 7; Answer: 7",
@@ -7,11 +7,10 @@
      "entropy": 0.11, "token_pieces": {"text": ["14", " -", ...], "rollout_logprob": [-0.01, ...],
      "old_logprob": [-0.01, ...], "given": [5, 6]}}
 
-Where the grader gave no verdict `failure` says why, {"kind": "timeout", "message": "..."}; the response then
-counts as wrong. `token_pieces` comes last, so that a reader who lists samples need not parse it. In it
-`rollout_logprob` is what the sampler said and `old_logprob`, where it is known, what the trainer said of the
-same token; `given` are the places of tokens that an environment inserted. Prompts and completions are text of
-strangers.
+If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
+wrong. `token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
+each token, `rollout_logprob` its log-probability under the sampler, `old_logprob` that under the trainer (if
+known), and `given` the indices of tokens that an environment inserted. Prompts and completions are untrusted.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.text_stream import TextStream
 from jaxrl.types import Completions, PackedBatch, Scored
 
-# The key that is last in a row.
-PIECES = "token_pieces"
-_BEFORE_PIECES = f',"{PIECES}":'.encode()
-# Digits of a log-probability: enough to see, a third of the bytes.
+# The last key of a row.
+TOKEN_STRINGS = "token_pieces"
+_BEFORE_TOKEN_STRINGS = f',"{TOKEN_STRINGS}":'.encode()
+# Decimals of a log-probability. Rounding to 4 takes a third of the bytes of full precision.
 _DIGITS = 4
 
 
 def sample_rows(
     scored: Scored,
-    pieces: TokenPieces | None,
+    token_strings: TokenStrings | None,
     *,
     stop_ids: Collection[int],
     terms: Sequence[str] = ("grader",),
     step: int | None = None,
     old_logprob: Mapping[int, np.ndarray] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every response, group after group.
+    """Yields a row for each response, group after group.
 
     Args:
       scored: the responses.
-      pieces: spells single tokens; None leaves them out.
+      token_strings: converts tokens to strings; None leaves `token_pieces` out.
       stop_ids: tokens that end a response.
-      terms: names of the rewards that the score is the sum of.
-      step: of the run.
-      old_logprob: the trainer's log-probabilities, by response.
+      terms: names of the rewards whose weighted sum is the score.
+      step: step of the run; None leaves it out.
+      old_logprob: the trainer's log-probabilities: response index -> [R].
     """
     completions = scored.completions
     prompts, G = completions.prompts, completions.num_samples
@@ -80,44 +79,46 @@ def sample_rows(
             "stop_reason": _stop_reason(completions, b, stop_ids),
             "entropy": _mean(completions.entropy[b]),
         }
-        if pieces is not None:
-            row[PIECES] = _pieces_of(completions, b, pieces, (old_logprob or {}).get(b))
+        if token_strings is not None:
+            row[TOKEN_STRINGS] = _token_fields(
+                completions, b, token_strings, (old_logprob or {}).get(b)
+            )
         yield row
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSONL. It is ASCII: half a surrogate pair has no UTF-8."""
+    """A row as a line of JSONL, in ASCII because lone surrogates cannot be encoded as UTF-8."""
     return json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Rows as a file of JSONL."""
+    """Rows as the content of a JSONL file."""
     return b"".join(map(to_line, rows))
 
 
 def read_head(line: bytes) -> dict[str, Any]:
-    """A row without its pieces, which are most of it.
+    """Parses a row without its tokens, which are most of its bytes.
 
     Raises:
-      ValueError: it is no JSON object.
+      ValueError: if the line is not a JSON object.
     """
-    # Within a text the quotes would be escaped, so that this is the key itself.
-    head, found, _ = line.partition(_BEFORE_PIECES)
+    # Quotes inside a text are escaped, so the first match is the key.
+    head, found, _ = line.partition(_BEFORE_TOKEN_STRINGS)
     try:
         try:
             row = json.loads(head + b"}" if found else line)
-        except ValueError:  # somebody else's row, with the key elsewhere
+        except ValueError:  # a row of another program, whose key is not the last
             row = json.loads(line)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
-    row.pop(PIECES, None)
+    row.pop(TOKEN_STRINGS, None)
     return row
 
 
-class TokenPieces:
-    """Spells single tokens, special ones by their names. What it has spelled it keeps."""
+class TokenStrings:
+    """Converts tokens to strings, special tokens to their names. Results are cached."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -126,59 +127,59 @@ class TokenPieces:
             for number, token in tokenizer.backend.get_added_tokens_decoder().items()
             if token.special
         }
-        self._spelled: dict[int, str] = {}
+        self._strings: dict[int, str] = {}
 
     def __call__(self, tokens: np.ndarray, text: str) -> list[str]:
-        """What each token adds to the text of all; "" where a character is only begun.
+        """The string that each token adds to the text; "" for a token that begins a character.
 
         Args:
           tokens: int32 [R].
-          text: of all, without special tokens.
+          text: text of all tokens, without special tokens.
         """
         ids = tokens.tolist()
-        for i in set(ids) - self._spelled.keys():
-            self._spelled[i] = self._tokenizer.decode([i])
-        pieces = [self._spelled[i] for i in ids]
-        if "".join(pieces) != text:
-            # Characters of several tokens, or spaces that only come between words.
-            pieces = self._in_order(tokens)
-        return [piece or self._special.get(i, "") for i, piece in zip(ids, pieces, strict=True)]
+        for i in set(ids) - self._strings.keys():
+            self._strings[i] = self._tokenizer.decode([i])
+        strings = [self._strings[i] for i in ids]
+        if "".join(strings) != text:
+            # A character has several tokens, or the tokenizer adds spaces only between words.
+            strings = self._in_order(tokens)
+        return [string or self._special.get(i, "") for i, string in zip(ids, strings, strict=True)]
 
     def _in_order(self, tokens: np.ndarray) -> list[str]:
         stream = TextStream(self._tokenizer.decode)
-        pieces = list(stream.add(tokens.tolist())[0])
-        if pieces:
-            pieces[-1] += stream.end()
-        return pieces
+        strings = list(stream.add(tokens.tolist())[0])
+        if strings:
+            strings[-1] += stream.end()
+        return strings
 
 
 def logprobs_by_response(
     packed: PackedBatch, logprob: np.ndarray, lengths: Sequence[int]
 ) -> dict[int, np.ndarray]:
-    """What packed rows say of the response tokens of the first sequences.
+    """Extracts the log-probabilities of the first responses from packed rows.
 
     Args:
-      packed: on the host.
-      logprob: [U, M, R, T] over the same rows.
-      lengths: of the first responses; those of others are left out.
+      packed: batch on the host.
+      logprob: [U, M, R, T], log-probabilities of the packed tokens.
+      lengths: numbers of tokens of the first responses; further responses are ignored.
 
     Returns:
-      Float32 arrays as long as the responses, by sequence.
+      Sequence index -> float32 [R].
     """
     sequence, position = (np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions))
     places = np.flatnonzero((sequence >= 0) & (sequence < len(lengths)))
     places = places[np.lexsort((position[places], sequence[places]))]
     value = np.asarray(logprob).reshape(-1)[places]
     ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))
-    # A sequence is its prompt and then its response.
+    # The response is at the end of its sequence.
     return {b: value[end - lengths[b] : end] for b, end in enumerate(ends.tolist())}
 
 
-def _pieces_of(
-    completions: Completions, b: int, pieces: TokenPieces, old_logprob: np.ndarray | None
+def _token_fields(
+    completions: Completions, b: int, token_strings: TokenStrings, old_logprob: np.ndarray | None
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "text": pieces(completions.tokens[b], completions.texts[b]),
+        "text": token_strings(completions.tokens[b], completions.texts[b]),
         "rollout_logprob": _rounded(completions.rollout_logprob[b]),
     }
     if old_logprob is not None:
@@ -208,5 +209,5 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """Rounded; None for what JSON cannot say."""
+    """The rounded value; None for NaN and infinity, which JSON does not have."""
     return round(float(value), _DIGITS) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Seconds by phase of a step."""
+"""Measures the seconds of each phase of a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Timers:
             completions = actor.generate(prompts)
         metrics |= timers.take()  # {"timing_s/gen": ...}
 
-    JAX returns before the device is done: a phase whose values nobody reads inside its block is
-    charged to the phase that reads them.
+    JAX returns before the device has finished. The time of a computation counts for the phase that first
+    reads its result.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The accumulated seconds as {"timing_s/<name>": seconds}, and starts again from none."""
+        """Returns the accumulated seconds as {"timing_s/<name>": seconds} and resets them."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.rewarding import Grading, GroupsBeside
 from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
-from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, unpunished
+from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, score_without_length_penalty
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.tracking.report_content import keep_samples
@@ -25,6 +25,8 @@ class Evaluation:
         """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
         beside = GroupsBeside(self._grading)
         completions = actor.generate(self._run.evaluation_prompts, self._options, on_group=beside)
-        scored = unpunished(completions, self._grading.collect(beside.of(completions)))
+        scored = score_without_length_penalty(
+            completions, self._grading.collect(beside.of(completions))
+        )
         keep_samples(self._run.config.run_folder, scored, when)
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}

@@ -13,7 +13,7 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.tracking.rollout_files import RolloutFiles
-from jaxrl.tracking.sample_rows import TokenPieces, logprobs_by_response, sample_rows
+from jaxrl.tracking.sample_rows import TokenStrings, logprobs_by_response, sample_rows
 from jaxrl.trainer.context import RunContext
 from jaxrl.types import PackedBatch, Scored
 
@@ -30,14 +30,14 @@ class KeptRollouts:
         # A step that trains on the sampler's log-probabilities has none of the trainer's.
         self._has_old_logprob = not run.config.algorithm.correction.bypass
         self._stop_ids = frozenset(run.stop_ids)
-        self._pieces = TokenPieces(run.tokenizer)
+        self._token_strings = TokenStrings(run.tokenizer)
         self._files = RolloutFiles(run.config.run_folder.rollouts, every=config.rollouts_every)
         self._begun = False
 
     def begin_step(self) -> None:
         """Deletes files of steps that this resumed run will repeat. Call before the first step."""
         if not self._begun and hosts.is_first():
-            self._files.go_on_from(self._timer.step)
+            self._files.remove_after(self._timer.step)
         self._begun = True
 
     def look(self, experience: Experience) -> None:
@@ -59,7 +59,7 @@ class KeptRollouts:
         if hosts.is_first():
             kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
             settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}
-            self._files.write(step, lambda: sample_rows(kept, self._pieces, **settings))
+            self._files.write(step, lambda: sample_rows(kept, self._token_strings, **settings))
         return self._files.path(step)
 
     def _rows(
@@ -73,7 +73,7 @@ class KeptRollouts:
             of_response = logprobs_by_response(packed, old_logprob, lengths)
         return sample_rows(
             kept,
-            self._pieces,
+            self._token_strings,
             stop_ids=self._stop_ids,
             terms=self._terms,
             step=step,

@@ -23,9 +23,9 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import Checkpoints, all_meet
-from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.checkpoints import Checkpoints, wait_for_all_processes
+from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
+from jaxrl.tracking.lock import run_lock
 from jaxrl.tracking.metrics import MetricsWriter, WandbOptions
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 # With quick steps, print a line only now and then.
 _LINE_EVERY_S = 2.0
-# Key of the divergence detector's state in a checkpoint's record.
-_COLLAPSE = "collapse"
+# Key of the divergence detector's state in a checkpoint's record; checkpoints of older versions use it too.
+_DIVERGENCE = "collapse"
 # Seconds that a failed process waits for the others to fail in the same way.
 _MEET_S = 30
 
@@ -102,7 +102,7 @@ class Loop:
         log_every: int,
         evaluate_every: int = 0,
         keep_checkpoints: int,
-        collapse: CollapseConfig,
+        divergence: DivergenceConfig,
         may_restart: bool = False,
         accepts_lost_rows: bool = False,
         num_devices: int,
@@ -120,7 +120,7 @@ class Loop:
           num_steps, save_every, log_every, keep_checkpoints: as in the config.
           evaluate_every: number of steps between evaluations; one more runs before the first step and one
             after the last. 0 disables evaluation.
-          collapse: settings of the divergence detector, which keeps an additional checkpoint.
+          divergence: settings of the divergence detector, which keeps an additional checkpoint.
           may_restart: whether a stage without a usable checkpoint starts again, with its old folder moved
             aside.
           accepts_lost_rows: whether to continue if rows of the metrics are damaged.
@@ -148,7 +148,7 @@ class Loop:
         self._on_begin = on_begin
         self._wandb = wandb
         self._checkpoints = Checkpoints(self.folder.checkpoints.path, keep=keep_checkpoints)
-        self._detector = CollapseDetector(collapse)
+        self._detector = DivergenceDetector(divergence)
         self._timers = Timers()
         self._exit = contextlib.ExitStack()
         self._writer: MetricsWriter | None = None
@@ -246,8 +246,8 @@ class Loop:
         for name, state in self._checkpoints.restore(step, like).items():
             learners[name].state = state
         self._record = self._checkpoints.read_record(step)
-        if _COLLAPSE in self._record:
-            self._detector.restore(self._record[_COLLAPSE])
+        if _DIVERGENCE in self._record:
+            self._detector.restore(self._record[_DIVERGENCE])
         self.step = self._saved_step = step
         return self._record
 
@@ -260,13 +260,13 @@ class Loop:
         rows = _num_rows(self.folder)
         if self._may_restart or not (remains or rows):
             return
-        checkpoints, seals = self.folder.checkpoints.path, self.folder.checkpoints.seals
+        checkpoints, manifests = self.folder.checkpoints.path, self.folder.checkpoints.manifests
         found = "; ".join(
             [*remains, f"{rows} rows in {self.folder.metrics.name}"] if rows else remains
         )
         raise UserError(
             f"{self.folder} has begun and no intact checkpoint is left ({found}); restore {checkpoints} and "
-            f"{seals} from where they are whole, use another `name`, or begin the stage again with "
+            f"{manifests} from where they are whole, use another `name`, or begin the stage again with "
             "--config.run.resume=or_restart, which moves what is there aside"
         )
 
@@ -382,7 +382,7 @@ class Loop:
         """
         # A save is collective. Other processes may have died, or may wait for this one.
         failed = f"step {self._noted_step + 1}"
-        if self._saved_step is None or not all_meet(f"{failed} failed", _MEET_S):
+        if self._saved_step is None or not wait_for_all_processes(f"{failed} failed", _MEET_S):
             return
         fault = "had begun to change the weights"
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
@@ -394,7 +394,7 @@ class Loop:
         # A checkpoint may still be in writing. If that fails, it may be the reason why the step has failed.
         with contextlib.suppress(UserError):
             self._checkpoints.wait()
-        last = self._checkpoints.stored.newest_sealed(up_to=self.step)
+        last = self._checkpoints.stored.newest_complete(up_to=self.step)
         self._message(f"{self._title}: {failed} {fault}; the last checkpoint is of step {last}")
 
     def _close_checkpoints(self) -> None:
@@ -404,7 +404,7 @@ class Loop:
     def _tell_last_checkpoint(self, timeout_s: float) -> str:
         """Waits for the checkpoint in writing and names it; for a run that ends in the middle of a step."""
         self._progress.stop()
-        step = self._checkpoints.newest_sealed(timeout_s)
+        step = self._checkpoints.newest_complete(timeout_s)
         return f"{self._title}: the last checkpoint is of step {step}"
 
     def _message(self, text: str) -> None:
@@ -412,7 +412,7 @@ class Loop:
         self._progress.message(text)
 
     def _note_record(self, record: Mapping[str, Any]) -> None:
-        self._record = {**record, _COLLAPSE: self._detector.record()}
+        self._record = {**record, _DIVERGENCE: self._detector.record()}
 
     def _note_finished(self, learners: Mapping[str, Learner]) -> None:
         """Marks the step as finished and its row as written, so that its state may be saved."""
@@ -436,7 +436,7 @@ class Loop:
         self._checkpoints.wait()
         stored = self._checkpoints.stored
         sound = max(self._detector.sound_steps, default=None)
-        step = None if sound is None else stored.newest_sealed(up_to=sound)
+        step = None if sound is None else stored.newest_complete(up_to=sound)
         kept = "no checkpoint from before was saved"
         if step is not None:
             kept = (
@@ -444,7 +444,7 @@ class Loop:
                 f"the newer ones out of {stored.paths.path}, and start again with a lower learning rate, say"
             )
         self._message(
-            f"{self._title} step {self.step}: the model may be ruined ({'; '.join(faults)}); {kept}"
+            f"{self._title} step {self.step}: the model may have diverged ({'; '.join(faults)}); {kept}"
         )
 
     def _pace(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
@@ -504,14 +504,14 @@ def open_loop(
         log_every=log_every,
         evaluate_every=evaluate_every,
         keep_checkpoints=config.run.keep_checkpoints,
-        collapse=config.run.collapse,
+        divergence=config.run.divergence,
         may_restart=config.run.resume == "or_restart",
         accepts_lost_rows=config.run.resume == "accept_lost_rows",
         num_devices=run.placement.num_devices,
         waits=len(run.placement.pools) == 1,
         stop=stop,
         # The run already holds its own folder. A warm-up shared by several runs has another owner.
-        ownership=None if folder.run == config.run_folder else only_run_in(folder.run.path),
+        ownership=None if folder.run == config.run_folder else run_lock(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
     )

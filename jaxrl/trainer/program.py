@@ -15,7 +15,7 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
 from jaxrl.tracking.durable import disk_errors, ensure_writable
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
@@ -115,7 +115,7 @@ def claimed(config: Config) -> Iterator[Config]:
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
     path = config.run_folder.path
-    with hosts.watched(config.hosts), disk_errors(path), only_run_in(path):
+    with hosts.watched(config.hosts), disk_errors(path), run_lock(path):
         # Use the shape that is trained, not the default, to compare, record and report the run.
         config = with_stored_shape(config)
         hosts.on_first(lambda: check_folder(config))

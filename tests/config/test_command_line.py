@@ -357,6 +357,7 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
         ("warm_start.optim.grad_clip", "set optim.grad_clip"),
         ("warm_start.num_steps", "sft.num_steps"),
         ("rollout.if_too_few", "set rollout.on_shortage"),
+        ("run.collapse.reward_loss", "run.divergence.reward_loss"),
         ("data.shuffle_seed", "follows seed"),
         ("data.curriculum.decay", "data.curriculum.by is left"),
     ],
@@ -371,6 +372,12 @@ def test_a_setting_of_the_last_release_is_told_what_replaces_it(tmp_path, settin
     )
     with pytest.raises(UserError, match=f'old.py:6: setting "{setting}" was removed; .*{told}'):
         command_line.load_config(WholeConfig, str(old), {})
+
+
+def test_a_metric_in_a_removed_table_is_told_what_replaces_it():
+    setting, told = "run.collapse.ranges.sft/loss", "run.divergence.ranges.sft/loss"
+    with pytest.raises(UserError, match=f'setting "{setting}" was removed; .*{told}'):
+        command_line.load_config(WholeConfig, "configs/dapo_tiny.py", {setting: "(0, 1)"})
 
 
 def test_every_removed_setting_is_gone_and_names_one_that_is_there():

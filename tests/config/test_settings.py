@@ -227,13 +227,12 @@ MEANT = {
             "reward.overlong_buffer_tokens",
             "reward.overlong_penalty",
             "rollout.max_generation_batches",
-            "run.collapse.reward_loss",
             "rollout.min_p",
             "rollout.min_response_tokens",
             "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
-            "run.collapse.reward_loss",
+            "run.divergence.reward_loss",
             "run.rollouts_every",
             "run.rollouts_prompts",
             "seed",
@@ -416,7 +415,7 @@ def is_meant(setting: str, hostile: str) -> bool:
     return setting in MEANT.get(hostile, {})
 
 
-NEVER_ONE = {"algorithm.loss_options.dual_clip", "run.collapse.ranges.sft/loss"}
+NEVER_ONE = {"algorithm.loss_options.dual_clip", "run.divergence.ranges.sft/loss"}
 NEVER_ZERO = {"algorithm.advantage_options.epsilon", "algorithm.loss_options.dual_clip"}
 EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings")
 # Numbers that are 1 or more, or need another setting before they can be more than 0.

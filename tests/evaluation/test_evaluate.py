@@ -1,4 +1,4 @@
-"""jaxrl evaluate: a model on sets of problems, without a training config."""
+"""`jaxrl evaluate`: evaluates a model on sets of problems, without a training config."""
 
 import dataclasses
 import io
@@ -73,7 +73,7 @@ def directory(tmp_path_factory, tokenizer) -> pathlib.Path:
 
 
 def run_folder(path, tokenizer, model, steps, **settings) -> pathlib.Path:
-    """The folder of a run that has saved some steps of reinforcement learning."""
+    """The folder of a run with checkpoints of some RL steps."""
     tokenizer.save(path / "model")
     write_json(
         path / "model" / "config.json", config_json(lora.base_config(model), dtype="float32")
@@ -94,7 +94,7 @@ def run_folder(path, tokenizer, model, steps, **settings) -> pathlib.Path:
 
 @pytest.fixture
 def problems(tmp_path) -> list[str]:
-    """Two sets: what the arithmetic model below answers right, and what it does not."""
+    """Two sets: one that the arithmetic model below answers right, and one that it does not."""
     for name, answers in (("right", [7, 7, 7]), ("wrong", [8, 8])):
         rows = [{"problem": f"one two {i}", "answer": a} for i, a in enumerate(answers)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,7 +107,7 @@ def config_of(directory, sets, out, **changes) -> EvaluateConfig:
 
 
 def says(tokenizer, *texts):
-    """A backend whose sample k says the text k, and stops."""
+    """A backend whose sample k is the k-th text and a stop token."""
 
     def respond(prompt, index):
         tokens = tokenizer.encode(texts[index % len(texts)])
@@ -127,7 +127,7 @@ def rows_of(out) -> list[dict]:
     return [json.loads(line) for line in (out / "samples.jsonl").read_bytes().splitlines()]
 
 
-def test_what_is_right_is_counted_by_set(directory, tokenizer, problems, tmp_path):
+def test_right_answers_are_counted_by_set(directory, tokenizer, problems, tmp_path):
     out = tmp_path / "out"
     planned = plan_evaluation(config_of(directory, problems, out))
     build = says(tokenizer, "Answer: 7", "Answer: 7", "one two", "Answer: 8")
@@ -151,7 +151,7 @@ def test_what_is_right_is_counted_by_set(directory, tokenizer, problems, tmp_pat
     assert "mean@4" in text and "50.0% ± 0.0%" in text and "best@" not in text
 
 
-def test_a_grader_that_fails_is_seen(directory, tokenizer, problems, tmp_path, capfd):
+def test_grader_failures_are_counted(directory, tokenizer, problems, tmp_path, capfd):
     own = tmp_path / "own.py"
     own.write_text(
         "from jaxrl.rewards import Grade\n"
@@ -174,7 +174,7 @@ def test_a_grader_that_fails_is_seen(directory, tokenizer, problems, tmp_path, c
     capfd.readouterr()
 
 
-def test_it_goes_on_from_whole_problems(directory, tokenizer, problems, tmp_path):
+def test_it_continues_from_complete_problems(directory, tokenizer, problems, tmp_path):
     out = tmp_path / "out"
     config = config_of(directory, problems, out, tokens=True)
     build = says(tokenizer, "Answer: 7", "Answer: 8")
@@ -199,7 +199,7 @@ def test_it_goes_on_from_whole_problems(directory, tokenizer, problems, tmp_path
     assert (out / "samples.jsonl").read_bytes() == before
 
 
-def test_another_question_wants_another_folder(directory, tokenizer, problems, tmp_path):
+def test_other_settings_need_another_folder(directory, tokenizer, problems, tmp_path):
     out = tmp_path / "out"
     build = says(tokenizer, "Answer: 7")
     evaluate(plan_evaluation(config_of(directory, problems, out)), say=quiet, build=build)
@@ -212,7 +212,7 @@ def test_another_question_wants_another_folder(directory, tokenizer, problems, t
     assert sorted((p.name, p.read_bytes()) for p in out.iterdir()) == before
 
 
-def test_other_weights_in_the_same_place_are_noticed(tmp_path, tokenizer):
+def test_other_weights_in_the_same_directory_are_noticed(tmp_path, tokenizer):
     tokenizer.save(tmp_path / "tokenizer")
     names = []
     for seed in (0, 1):
@@ -223,7 +223,7 @@ def test_other_weights_in_the_same_place_are_noticed(tmp_path, tokenizer):
     assert names[0] != names[1]
 
 
-def test_the_folder_has_a_name_of_its_own_by_default(directory, problems, monkeypatch, tmp_path):
+def test_the_default_folder_is_unique(directory, problems, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     folders = [
         str(plan_evaluation(config_of(directory, problems, "", **changes)).answers.folder)
@@ -237,7 +237,7 @@ def test_the_folder_has_a_name_of_its_own_by_default(directory, problems, monkey
 # The folder of a run
 
 
-def test_by_default_a_run_keeps_its_type_and_another_model_takes_what_is_fast_here(
+def test_the_default_dtype_is_that_of_the_run_or_the_fastest(
     tmp_path, directory, tokenizer, problems, monkeypatch
 ):
     steps = {1: random_params(MODEL, 1)}
@@ -366,7 +366,7 @@ def test_stop_strings_and_environments(directory, problems, tmp_path, tokenizer)
     assert settings["environment"] == tools[1]
 
 
-def test_what_ends_an_answer_of_a_run_is_what_it_was_trained_with(tmp_path, tokenizer, problems):
+def test_answers_of_a_run_end_as_in_training(tmp_path, tokenizer, problems):
     (tmp_path / "tools.py").write_text(ENVIRONMENT)
     path = f"{tmp_path / 'tools.py'}:again"
     run = run_folder(
@@ -389,7 +389,7 @@ def test_what_ends_an_answer_of_a_run_is_what_it_was_trained_with(tmp_path, toke
 
 
 def together(*arguments, outs, status=0) -> list[tuple[str, str]]:
-    """(stdout, stderr) of two processes with a device each that evaluate together, into their own folders."""
+    """Evaluates on two processes with one device each; returns the (stdout, stderr) of each."""
     address = f"localhost:{free_port()}"
     commands = [
         [
@@ -407,8 +407,8 @@ def together(*arguments, outs, status=0) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one(directory, problems, tmp_path):
-    """A model split over two processes writes the samples of one; the first one alone has the folder."""
+def test_two_processes_give_the_answers_of_one(directory, problems, tmp_path):
+    """Two processes with a sharded model write the samples of one process, in the first's folder only."""
     asked = ["--model", directory, "--set", problems[0], "--n", 2, "--mesh", "1-2-1"]
     asked += [f"--{name}={value}" for name, value in SMALL.items()]
     outputs = together(*asked, outs=[tmp_path / "first", tmp_path / "second"])
@@ -424,20 +424,20 @@ def test_two_processes_answer_as_one(directory, problems, tmp_path):
     assert len(by_problem(tmp_path / "one")) == 6
 
 
-def test_what_the_first_process_cannot_do_ends_both(directory, problems, tmp_path):
+def test_an_error_of_the_first_process_ends_both(directory, problems, tmp_path):
     asked = ["--model", directory, "--set", problems[0], "--mesh", "1-1-2"]
     outputs = together(*asked, outs=["/dev/null/x", tmp_path / "second"], status=2)
     assert all("cannot write to the output folder" in err for _, err in outputs)
 
 
-def test_devices_that_would_be_left_out_are_an_error(directory, problems, tmp_path, monkeypatch):
+def test_unused_devices_are_an_error(directory, problems, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluating.hosts, "num_processes", lambda: 2)
     with pytest.raises(UserError, match=r"takes 1 of the \d+ devices of 2 processes"):
         plan_evaluation(config_of(directory, problems, tmp_path / "out"))
 
 
-def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys, monkeypatch):
-    real = answer_writer.unpunished
+def test_an_interruption_says_how_to_continue(directory, problems, tmp_path, capsys, monkeypatch):
+    real = answer_writer.score_without_length_penalty
     calls = []
 
     def interrupted(*args):
@@ -446,7 +446,7 @@ def test_interrupted_it_says_how_to_go_on(directory, problems, tmp_path, capsys,
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(answer_writer, "unpunished", interrupted)
+    monkeypatch.setattr(answer_writer, "score_without_length_penalty", interrupted)
     asked = ["--model", directory, "--set", problems[0], "--out", tmp_path / "out"]
     assert run_command(*asked) == 130
     _, err = capsys.readouterr()
@@ -497,7 +497,7 @@ def faults(directory, problems, tmp_path):
     }
 
 
-def test_what_a_user_can_fix_is_one_line(directory, problems, tmp_path, capsys, monkeypatch):
+def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def never(*args):
@@ -521,7 +521,7 @@ def test_more_answers_than_memory_holds_are_refused(directory, problems, tmp_pat
         plan_evaluation(config)
 
 
-def test_hostile_answers_do_no_harm_to_the_page(directory, tokenizer, problems, tmp_path):
+def test_hostile_answers_are_escaped_on_the_page(directory, tokenizer, problems, tmp_path):
     text = "</pre><script>alert(1)</script>\x00\u202e"
     out = tmp_path / "out"
     planned = plan_evaluation(config_of(directory, problems, out, max_response_tokens=80, n=1))
@@ -535,14 +535,14 @@ def test_hostile_answers_do_no_harm_to_the_page(directory, tokenizer, problems, 
 # The line
 
 
-def test_the_line_tells_how_long_it_takes():
+def test_the_line_has_the_estimated_time():
     line = EtaLine(10, before=2)
     for _ in range(4):
         line.add(answers=4, correct=1, tokens=100)
     assert line.text(8.0) == "6 of 10 problems, 25.0% right, 50 tokens/s, eta 8s"
 
 
-def test_the_line_is_not_silent_while_the_first_answers_are_at_work(monkeypatch):
+def test_the_line_appears_before_the_first_answer_is_finished(monkeypatch):
     monkeypatch.setattr(eta_line, "_SILENT_S", 0.01)
     said = threading.Event()
 
@@ -557,5 +557,5 @@ def test_the_line_is_not_silent_while_the_first_answers_are_at_work(monkeypatch)
     assert re.match(r"2 of 10 problems, \S+ at work on the next", out.getvalue())
 
 
-def test_the_line_says_nothing_of_what_is_not_known():
+def test_the_line_leaves_unknown_numbers_out():
     assert EtaLine(0).text(0.0) == "0 of 0 problems, 0.0% right, 0 tokens/s, in 0s"

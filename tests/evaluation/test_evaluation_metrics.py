@@ -1,4 +1,4 @@
-"""What an evaluation is told as."""
+"""Names and values of the metrics of an evaluation."""
 
 import math
 
@@ -11,7 +11,7 @@ from jaxrl.tracking.metrics import evaluation_accuracy
 
 @pytest.fixture
 def metrics(make_scored):
-    """Two of four answers to the first problem of one source are right, none to its second."""
+    """Metrics of a source with 2 of 4 right answers to its first problem and 0 of 4 to its second."""
     scored = make_scored([1, 3, 2], num_samples=4)
     right = np.array([1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1], bool)
     return evaluation_metrics(scored.replace(correct_B=right))
@@ -55,7 +55,7 @@ def test_sources_together(metrics, make_scored):
     assert not any("/all/" in name for name in evaluation_metrics(make_scored([1, 3])))
 
 
-def test_only_accuracies_are_watched(metrics):
+def test_only_accuracies_are_core_metrics(metrics):
     assert {name for name in metrics if name.startswith("val-core/")} == {
         "val-core/source 0/acc/mean@4",
         "val-core/source 1/acc/mean@4",

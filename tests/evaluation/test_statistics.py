@@ -1,4 +1,4 @@
-"""Statistics of graded answers: by hand, against slow twins that enumerate, and what must always hold."""
+"""Statistics of graded answers: by hand, against enumeration, and properties."""
 
 import collections
 import itertools
@@ -61,14 +61,14 @@ def test_all_the_same_answer_is_the_majority():
     assert mean_N.tolist() == [1, 0] and std_N.tolist() == [0, 0]
 
 
-def test_of_a_tie_the_first_that_was_drawn_counts():
+def test_a_tie_goes_to_the_first_drawn():
     # Two draws from 7 and 8 say what the first of them says, whether they agree or tie.
     (mean,), (std,) = maj_at_k(np.array([[1.0, 0]]), [["7", "8"]], 2)
     assert mean == pytest.approx(1 / 2, abs=0.03)
     assert std == pytest.approx(1 / 2, abs=0.03)
 
 
-def test_to_have_no_answer_is_an_answer():
+def test_no_answer_counts_as_an_answer():
     # Three of four say nothing, the fourth is right: it wins with 3 or 4 of four draws, or first with 2.
     (mean,), _ = maj_at_k(np.array([[0.0, 0, 0, 1]]), [[None, None, None, "7"]], 4)
     assert mean == pytest.approx((1 + 4 * 3 + 6 * 9 / 2) / 256, abs=0.04)
@@ -113,7 +113,7 @@ def slow_pass(correct, k) -> float:
 
 
 def verl_majority(scores, answers, k) -> tuple[float, float]:
-    """As verl's metric_utils has it: `bootstrap_metric` of `calc_maj_val`, 1,000 draws, seed 42."""
+    """verl's implementation: `bootstrap_metric` of `calc_maj_val`, 1,000 draws, seed 42."""
     np.random.seed(42)
     draws = np.random.choice(len(scores), size=(1000, k), replace=True)
     values = []
@@ -130,13 +130,13 @@ SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=1, max_size=
 
 
 @given(SCORES, st.integers(1, 4))
-def test_the_best_of_draws_is_that_of_all_draws(scores, k):
+def test_best_at_k_equals_the_mean_over_all_draws(scores, k):
     mean_N, std_N = best_at_k(np.array([scores]), k)
     assert (mean_N[0], std_N[0]) == pytest.approx(slow_best(scores, k), abs=1e-7)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
-def test_pass_at_k_is_that_of_all_subsets(correct, data):
+def test_pass_at_k_equals_the_mean_over_all_subsets(correct, data):
     k = data.draw(st.integers(1, len(correct)))
     assert pass_at_k(np.array([correct]), k)[0] == pytest.approx(slow_pass(correct, k))
 
@@ -149,7 +149,7 @@ def test_pass_at_k_is_that_of_all_subsets(correct, data):
     ),
     st.integers(1, 4),
 )
-def test_the_majority_is_verls(rows, k):
+def test_the_majority_equals_verls(rows, k):
     scores, answers = zip(*rows, strict=True)
     (mean,), (std,) = maj_at_k(np.array([scores]), [answers], k)
     assert (mean, std) == pytest.approx(verl_majority(scores, answers, k))

@@ -1,4 +1,4 @@
-"""jaxrl browse: samples as pages. What a model writes is hostile, and there may be very many."""
+"""`jaxrl browse`: hostile text, large files, filters and the command."""
 
 import html.parser
 import json
@@ -89,7 +89,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def opened():
-    """Opens indices, which are read when they are opened, and closes them in the end."""
+    """Opens indices, reads their files and closes them after the test."""
     indices = []
 
     def open_(path) -> SampleIndex:
@@ -113,7 +113,7 @@ def client(index):
 
 
 class Page(html.parser.HTMLParser):
-    """Every tag and attribute of a page, and its text."""
+    """Parses a page into its tags, attributes and text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -237,7 +237,7 @@ def test_filters(client, query, found):
     assert_harmless(page)
 
 
-def test_a_failure_of_the_grader_is_shown_where_there_is_one(client, tmp_path, opened):
+def test_a_grader_failure_is_shown(client, tmp_path, opened):
     names = {a["name"] for tag, a in get(client, "/").tags if tag == "select"}
     assert "failure" in names and "grader failed: timeout" in get(client, "/").text
     page = re.sub(r"\s+", " ", get(client, "/sample/step_10/5").text)
@@ -263,7 +263,7 @@ def test_orders(index):
     assert index.overview(Filter(source="sums")).correct == 1 / 2
 
 
-def test_the_form_keeps_what_was_asked(client):
+def test_the_form_keeps_its_fields(client):
     page = get(client, "/?text=%22%3E%3Cscript%3E&reward_from=1&correct=no")
     inputs = {a["name"]: a.get("value") for tag, a in page.tags if tag == "input"}
     assert inputs["text"] == '"><script>' and inputs["reward_from"] == "1"
@@ -285,7 +285,7 @@ def test_pages_of_a_long_list(tmp_path, opened):
 # One sample
 
 
-def test_tokens_are_coloured_by_what_they_cost(client):
+def test_tokens_are_coloured_by_logprob(client):
     page = get(client, "/sample/step_10/5")
     spans = [a for tag, a in page.tags if tag == "span" and "title" in a]
     assert [a["class"] for a in spans] == ["p0", "p3", "p5"]
@@ -305,7 +305,7 @@ def test_tokens_are_coloured_by_the_gap(client):
     assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [""] * 3
 
 
-def test_the_other_samples_of_the_prompt_are_near(client):
+def test_a_sample_links_to_the_others_of_its_prompt(client):
     assert get(client, "/sample/step_10/5").cells() == [
         f"/sample/step_10/{n}?color=logprob" for n in (4, 6, 7)
     ]
@@ -315,7 +315,7 @@ def test_the_other_samples_of_the_prompt_are_near(client):
     "path",
     ["/sample/step_10/99", "/sample/nothing/0", "/sample/..%2Fconfig/0", "/x", "/sample/a/-1"],
 )
-def test_what_is_not_there(client, path):
+def test_missing_pages_are_404(client, path):
     response = client.get(path)
     assert response.status_code == 404 and "text/plain" in response.headers["content-type"]
     assert "content-security-policy" in response.headers
@@ -325,7 +325,7 @@ def test_what_is_not_there(client, path):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_text_is_text(tmp_path, name, opened):
+def test_hostile_text_is_escaped(tmp_path, name, opened):
     text = HOSTILE[name]
     row = row_of(
         **dict.fromkeys(("prompt", "completion", "answer", "prediction", "source"), text),
@@ -345,12 +345,12 @@ def test_hostile_text_is_text(tmp_path, name, opened):
         assert not set("\x00\x1b\u202e\u2069") & set(raw)
     shown = {"bidi": "\\u202etxt.exe\\u2069", "NUL": "a\\x00b\\x1b[2J", "surrogate": "\\ud83e"}
     assert shown.get(name, text) in get(client, "/sample/samples/1").text
-    # It is found by what is shown of it.
+    # The search finds it by its visible form.
     assert index.overview(Filter(text=shown.get(name, text))).count == 2
     assert index.overview(Filter(source=index.sources()[0])).count == 2
 
 
-def test_a_megabyte_is_shown_in_parts(tmp_path, opened):
+def test_a_megabyte_of_text_is_shown_in_pages(tmp_path, opened):
     path = tmp_path / "samples.jsonl"
     long = "x" * 1_000_000 + " the end"
     pieces = {"text": ["y"] * 9_999 + ["z" * 500_000], "rollout_logprob": [-1.0] * 10_000}
@@ -379,7 +379,7 @@ def test_a_megabyte_is_shown_in_parts(tmp_path, opened):
         {"text": ["a"], "rollout_logprob": [5.0], "old_logprob": [-1e299]},
     ],
 )
-def test_odd_pieces_are_survived(tmp_path, pieces, opened):
+def test_invalid_token_fields_are_ignored(tmp_path, pieces, opened):
     path = tmp_path / "samples.jsonl"
     line = json.dumps(row_of(token_pieces=pieces, reward_parts=7, length="x", step=2**70)).encode()
     write(path, [line + b"\n"])
@@ -390,7 +390,7 @@ def test_odd_pieces_are_survived(tmp_path, pieces, opened):
     assert isinstance(tokens_of({"token_pieces": pieces}), list)
 
 
-def test_lines_that_are_no_samples_are_counted(tmp_path, opened):
+def test_invalid_lines_are_counted(tmp_path, opened):
     path = tmp_path / "samples.jsonl"
     bad = [b"\n", b"{\n", b"[1]\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"prompt": 1}\n']
     write(path, [*bad, row_of(3), b'{"cut": '])
@@ -405,7 +405,7 @@ def test_lines_that_are_no_samples_are_counted(tmp_path, opened):
 # Rules of the server
 
 
-def test_pages_forbid_themselves_everything(client):
+def test_the_content_security_policy_forbids_scripts(client):
     for at in ("/", "/sample/step_10/0", "/browse.css"):
         headers = client.get(at).headers
         policy = headers["content-security-policy"]
@@ -420,19 +420,19 @@ def test_pages_forbid_themselves_everything(client):
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "", "[::1", "10.0.0.1:80"]
 )
-def test_another_name_of_this_machine_is_refused(client, host):
+def test_other_host_names_are_refused(client, host):
     assert client.get("/", headers={"host": host}).status_code == 421
 
 
 @pytest.mark.parametrize("host", ["localhost:8010", "127.0.0.1:80", "[::1]:8010"])
-def test_its_own_names_are_answered(client, host):
+def test_local_host_names_are_accepted(client, host):
     assert client.get("/", headers={"host": host}).status_code == 200
 
 
 # Files that change
 
 
-def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path, opened):
+def test_growing_and_replaced_files_are_read_again(tmp_path, opened):
     path = tmp_path / "samples.jsonl"
     write(path, [row_of(0)])
     index = opened(path)
@@ -455,7 +455,7 @@ def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path, op
     assert index.overview(Filter()).count == 0 and index.sample("samples", 0) is None
 
 
-def test_steps_come_in_while_it_is_open(run):
+def test_new_steps_appear_by_themselves(run):
     with SampleIndex(sample_files(run)) as index:
         write(run / "rollouts/step_20.jsonl", [row_of(0, step=20)])
         end = time.monotonic() + 30
@@ -488,7 +488,7 @@ def test_it_opens_fast_with_a_hundred_thousand_samples(tmp_path):
 # The command
 
 
-def test_what_has_no_samples_is_said(tmp_path, capsys):
+def test_folders_without_samples_are_refused(tmp_path, capsys):
     with pytest.raises(UserError, match="has no samples"):
         sample_files(tmp_path)
     assert cli.main(["jaxrl", "browse", str(tmp_path)]) == 2
@@ -499,7 +499,7 @@ def test_what_has_no_samples_is_said(tmp_path, capsys):
     assert cli.main(["jaxrl", "browse", str(tmp_path), "--http_port=70000"]) == 2
 
 
-def test_the_command_serves_this_machine_until_it_is_told_to_stop(run):
+def test_the_command_serves_until_a_signal(run):
     command = [sys.executable, str(ROOT / "launch" / "browse.py"), str(run), "--http_port=0"]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())

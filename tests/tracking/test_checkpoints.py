@@ -1,4 +1,4 @@
-"""Checkpoints of a few numbers: what a death, a reader, or damage at any moment leaves to go on from."""
+"""Checkpoints of a few numbers after kills, damage and concurrent reads at any moment."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 
 
 class Died(BaseException):
-    """In the place of a process's end: nothing catches it."""
+    """Simulates a kill: no code catches it."""
 
 
 def state_of(step: int) -> TrainState:
@@ -31,7 +31,7 @@ def save(checkpoints: Checkpoints, step: int, **options) -> None:
 
 
 def written(folder: pathlib.Path, *steps: int, keep: int | None = None) -> pathlib.Path:
-    """A folder with checkpoints of these steps."""
+    """Writes checkpoints of the steps and returns their folder."""
     checkpoints = Checkpoints(folder / "checkpoints", keep=keep)
     checkpoints.prepare(None)
     for step in steps:
@@ -40,7 +40,7 @@ def written(folder: pathlib.Path, *steps: int, keep: int | None = None) -> pathl
     return folder / "checkpoints"
 
 
-def seal_of(folder: pathlib.Path, step: int) -> pathlib.Path:
+def manifest_of(folder: pathlib.Path, step: int) -> pathlib.Path:
     return folder.with_name("checkpoints.seals") / f"{step}.json"
 
 
@@ -49,8 +49,8 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def goes_on_from(folder: pathlib.Path) -> int | None:
-    """The step that the next run goes on from; it can save further ones."""
+def resumes_from(folder: pathlib.Path) -> int | None:
+    """The step that the next run resumes from. Checks that it can save further checkpoints."""
     step = StoredCheckpoints(folder).newest_intact()
     checkpoints = Checkpoints(folder, keep=1)
     if step is not None:
@@ -67,10 +67,10 @@ def goes_on_from(folder: pathlib.Path) -> int | None:
     return step
 
 
-def test_the_newest_stay_and_what_was_found_sound(tmp_path):
+def test_the_newest_and_sound_checkpoints_stay(tmp_path):
     folder = written(tmp_path / "two", *range(1, 6), keep=2)
     assert StoredCheckpoints(folder).steps == [4, 5]
-    assert [path.name for path in sorted(seal_of(folder, 4).parent.iterdir())] == [
+    assert [path.name for path in sorted(manifest_of(folder, 4).parent.iterdir())] == [
         "4.json",
         "5.json",
     ]
@@ -88,14 +88,14 @@ def test_the_newest_stay_and_what_was_found_sound(tmp_path):
 
 @pytest.fixture
 def death(monkeypatch):
-    """Ends the thread that seals just before its n-th change of the disk; says how many there were."""
+    """Kills the commit thread just before its n-th change of the disk; returns the list of changes."""
 
     def arrange(at: int) -> list[str]:
         done: list[str] = []
 
         def guarded(name, function):
             def call(*args, **kwargs):
-                if threading.current_thread().name.startswith("seal"):
+                if threading.current_thread().name.startswith("commit"):
                     if len(done) == at:
                         raise Died(name)
                     done.append(name)
@@ -118,8 +118,8 @@ def death(monkeypatch):
     return arrange
 
 
-def dies_while_sealing(folder: pathlib.Path, step: int) -> bool:
-    """Commits what Orbax has written, with one checkpoint to keep; True if it died."""
+def dies_while_committing(folder: pathlib.Path, step: int) -> bool:
+    """Commits a checkpoint that Orbax has written, keeping one; returns whether the thread was killed."""
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints._saving = step
     try:
@@ -132,38 +132,38 @@ def dies_while_sealing(folder: pathlib.Path, step: int) -> bool:
     return False
 
 
-def test_a_death_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path, death, monkeypatch):
+def test_a_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path, death, monkeypatch):
     begun = written(tmp_path / "begun", 1, 2)
-    seal_of(begun, 2).unlink()
+    manifest_of(begun, 2).unlink()
     found = {}
     for at in range(200):
         folder = shutil.copytree(begun.parent, tmp_path / str(at)) / "checkpoints"
         done = death(at)
-        died = dies_while_sealing(folder, 2)
+        died = dies_while_committing(folder, 2)
         monkeypatch.undo()
         if not died:
             break
         newest = StoredCheckpoints(folder).newest_intact()
-        assert newest == (2 if seal_of(folder, 2).exists() else 1), done
+        assert newest == (2 if manifest_of(folder, 2).exists() else 1), done
         found[newest] = folder
     assert len(done) == at and {"fsync", "replace", "rename", "unlink", "rmtree"} == set(done)
-    # Deaths before the seal and after it; the next run goes on from both.
+    # Deaths before the manifest is written and after it; the next run goes on from both.
     for step, folder in found.items():
-        assert goes_on_from(folder) == step
+        assert resumes_from(folder) == step
     assert set(found) == {1, 2}
 
 
-def test_a_death_while_orbax_writes_leaves_the_one_before(tmp_path):
+def test_a_kill_while_orbax_writes_leaves_the_previous_checkpoint(tmp_path):
     folder = written(tmp_path, 1)
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.save(2, {"actor": state_of(2)}, {})
     checkpoints.close()
-    # Not sealed yet; and one that Orbax has not finished, under the name that it writes under.
+    # No manifest yet; and one that Orbax has not finished, under the name that it writes under.
     shutil.copytree(folder / "2", folder / "3.orbax-checkpoint-tmp")
-    assert goes_on_from(folder) == 1
+    assert resumes_from(folder) == 1
 
 
-def test_a_death_before_the_first_checkpoint_is_no_loss(tmp_path):
+def test_a_kill_before_the_first_checkpoint_loses_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     for _ in range(2):
         checkpoints.prepare(None)
@@ -171,10 +171,10 @@ def test_a_death_before_the_first_checkpoint_is_no_loss(tmp_path):
         checkpoints._open().wait_until_finished()
         assert checkpoints.stored.remains() == []
     checkpoints.close()
-    assert goes_on_from(tmp_path / "checkpoints") is None
+    assert resumes_from(tmp_path / "checkpoints") is None
 
 
-def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
+def test_a_full_disk_is_a_user_error_and_leaves_earlier_checkpoints(tmp_path, monkeypatch):
     folder = written(tmp_path, 1)
     checkpoints = Checkpoints(folder, keep=1)
     full = OSError(28, "No space left on device")
@@ -183,18 +183,18 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.Seals, "write", refuse)
+        patch.setattr(checkpoint_module.Manifests, "write", refuse)
         with pytest.raises(UserError, match=r"could not be written .*No space left.*still there"):
             save(checkpoints, 2)
     checkpoints.close()
-    assert goes_on_from(folder) == 1
+    assert resumes_from(folder) == 1
 
 
 # Damage
 
 
 @pytest.mark.parametrize(
-    "seal",
+    "manifest",
     [
         b"",
         b'{"a": [1',
@@ -207,20 +207,20 @@ def test_a_full_disk_is_told_and_leaves_the_ones_before(tmp_path, monkeypatch):
         b'{"a": [1, 2]}',
         b"[" * 10**5,
     ],
-    ids=lambda seal: str(seal)[:20],
+    ids=lambda manifest: str(manifest)[:20],
 )
-def test_a_damaged_seal_spoils_its_own_checkpoint_only(tmp_path, seal, caplog):
+def test_a_damaged_manifest_invalidates_only_its_checkpoint(tmp_path, manifest, caplog):
     folder = written(tmp_path, 1, 2)
-    if seal is None:
-        seal_of(folder, 2).unlink()
+    if manifest is None:
+        manifest_of(folder, 2).unlink()
     else:
-        seal_of(folder, 2).write_bytes(seal)
-    assert goes_on_from(folder) == 1
+        manifest_of(folder, 2).write_bytes(manifest)
+    assert resumes_from(folder) == 1
     assert "checkpoint of step 2 skipped" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
-def test_a_damaged_file_spoils_its_checkpoint(tmp_path, damage):
+def test_a_damaged_file_invalidates_its_checkpoint(tmp_path, damage):
     folder = written(tmp_path, 1, 2)
     for file in sorted(path for path in (folder / "2").rglob("*") if path.is_file()):
         content = file.read_bytes()
@@ -238,14 +238,14 @@ def test_a_damaged_file_spoils_its_checkpoint(tmp_path, damage):
     assert StoredCheckpoints(folder).newest_intact() == 2
 
 
-def test_stray_files_are_nobodys(tmp_path):
+def test_stray_files_are_ignored(tmp_path):
     folder = written(tmp_path, 1)
-    seals = seal_of(folder, 1).parent
+    manifests = manifest_of(folder, 1).parent
     for stray in (
-        seals / "notes.json",
-        seals / "1.json~",
-        seals / ".7.json.tmp",
-        seals / "007.json",
+        manifests / "notes.json",
+        manifests / "1.json~",
+        manifests / ".7.json.tmp",
+        manifests / "007.json",
         folder / "5",
         folder / "README",
     ):
@@ -253,16 +253,16 @@ def test_stray_files_are_nobodys(tmp_path):
     (folder / "old").mkdir()
     (folder / "012").mkdir()
     assert StoredCheckpoints(folder).steps == [1]
-    assert goes_on_from(folder) == 1
-    assert (seals / "notes.json").exists() and (folder / "5").exists()
+    assert resumes_from(folder) == 1
+    assert (manifests / "notes.json").exists() and (folder / "5").exists()
 
 
-def test_what_remains_of_a_run_without_seals(tmp_path):
+def test_a_run_without_manifests_is_reported(tmp_path):
     folder = written(tmp_path, 0, 3)
-    shutil.rmtree(seal_of(folder, 3).parent)
+    shutil.rmtree(manifest_of(folder, 3).parent)
     stored = StoredCheckpoints(folder)
     assert stored.newest_intact() is None
-    assert stored.remains() == ["step 3: it has no seal"]
+    assert stored.remains() == ["step 3: it has no manifest"]
 
 
 # Readers
@@ -270,7 +270,7 @@ def test_what_remains_of_a_run_without_seals(tmp_path):
 
 def test_reading_changes_nothing(tmp_path):
     folder = written(tmp_path, 1, 2, 3)
-    seal_of(folder, 3).unlink()
+    manifest_of(folder, 3).unlink()
     (folder / "2" / "_CHECKPOINT_METADATA").write_bytes(b"")
     before = contents(tmp_path)
     stored = StoredCheckpoints(folder)
@@ -281,25 +281,25 @@ def test_reading_changes_nothing(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_reader_looks_again_when_a_run_goes_on_beside_it(tmp_path, monkeypatch):
+def test_a_reader_looks_again_if_the_run_continues_meanwhile(tmp_path, monkeypatch):
     folder = written(tmp_path, 1)
     stored = StoredCheckpoints(folder)
-    fault = stored.seals.fault
+    fault = stored.manifests.fault
 
-    def one_goes_on(step):
+    def run_continues(step):
         if step == 1:
             checkpoints = Checkpoints(folder, keep=1)
             save(checkpoints, 2)
             checkpoints.close()
         return fault(step)
 
-    monkeypatch.setattr(stored.seals, "fault", one_goes_on)
+    monkeypatch.setattr(stored.manifests, "fault", run_continues)
     assert stored.newest_intact() == 2
 
 
-def test_a_seal_holds_size_and_checksum_of_every_file(tmp_path):
+def test_a_manifest_holds_size_and_checksum_of_every_file(tmp_path):
     folder = written(tmp_path, 1)
-    seal = json.loads(seal_of(folder, 1).read_text())
-    assert {name: size for name, (size, _) in seal.items()} == {
+    manifest = json.loads(manifest_of(folder, 1).read_text())
+    assert {name: size for name, (size, _) in manifest.items()} == {
         name: len(content) for name, content in contents(folder / "1").items()
     }

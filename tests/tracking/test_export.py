@@ -1,4 +1,4 @@
-"""From a run's checkpoint to files for Transformers and PEFT."""
+"""Exports checkpoints of runs for Transformers and PEFT."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.export import export_run
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import pools_of
@@ -46,7 +46,7 @@ def random_params(config, seed):
 
 
 def finished_run(folder, config, stages):
-    """A run's folder as training leaves it; `stages` has the weights of each stage's steps."""
+    """Writes the folder of a finished run. `stages` has the weights of each stage by step."""
     model = folder / "model"
     model.mkdir(parents=True)
     write_json(model / "config.json", config_json(config, dtype="float32"))
@@ -89,7 +89,7 @@ def test_the_newest_weights_of_the_last_stage(tmp_path):
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
-def test_the_command_says_which_type_it_writes(tmp_path, capsys):
+def test_the_command_prints_the_dtype(tmp_path, capsys):
     run = finished_run(tmp_path / "run", TINY, {"rl": {3: random_params(TINY, seed=3)}})
     command = ["convert", "--from", "run", "--path", str(run), "--to", "hf", "--out"]
     assert convert([*command, str(tmp_path / "short")]) == 0
@@ -98,12 +98,12 @@ def test_the_command_says_which_type_it_writes(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("step 3 in float32\n")
 
 
-def test_an_export_beside_a_run_at_work_changes_nothing(tmp_path):
+def test_an_export_of_a_running_job_changes_nothing(tmp_path):
     params = {step: random_params(TINY, seed=step) for step in (1, 2, 3)}
     run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1], 2: params[2]}})
     checkpoints = Checkpoints(run / "rl" / "checkpoints", keep=2)
-    with only_run_in(run):
-        # Orbax has written it, the run is about to seal it.
+    with run_lock(run):
+        # Orbax has written it, the run is about to write its manifest.
         checkpoints.save(3, {"actor": TrainState(params[3], {"m": jnp.zeros(3)}, jnp.int32(3))}, {})
         checkpoints._open().wait_until_finished()
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -119,7 +119,7 @@ def test_an_export_whose_checkpoint_is_removed_meanwhile_takes_the_newer_one(tmp
     run = finished_run(tmp_path / "run", TINY, {"rl": {1: params[1]}})
     restore = StoredCheckpoints.restore_params
 
-    def one_goes_on(stored, step, role, like):
+    def run_continues(stored, step, role, like):
         if step == 1:
             checkpoints = Checkpoints(stored.paths.path, keep=1)
             state = TrainState(params[2], {"m": jnp.zeros(3)}, jnp.int32(2))
@@ -128,11 +128,11 @@ def test_an_export_whose_checkpoint_is_removed_meanwhile_takes_the_newer_one(tmp
             checkpoints.close()
         return restore(stored, step, role, like)
 
-    monkeypatch.setattr(StoredCheckpoints, "restore_params", one_goes_on)
+    monkeypatch.setattr(StoredCheckpoints, "restore_params", run_continues)
     assert export(run, tmp_path / "hf") == 2
 
 
-def test_a_run_that_has_only_warmed_up(tmp_path):
+def test_a_run_with_sft_only(tmp_path):
     params = random_params(TINY, seed=0)
     run = finished_run(tmp_path / "run", TINY, {"sft": {60: params}})
     assert export(run, tmp_path / "hf") == 60
@@ -155,7 +155,7 @@ def test_adapters_are_merged_or_alone(tmp_path):
     assert values["base_model_name_or_path"] == "models/base"
 
 
-def test_what_cannot_be_exported(tmp_path):
+def test_errors_of_an_export(tmp_path):
     run = finished_run(tmp_path / "run", TINY, {})
     with pytest.raises(UserError, match="has no finished checkpoint"):
         export(run, tmp_path / "out")
@@ -173,8 +173,8 @@ def test_what_cannot_be_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_training_goes_on_from_an_exported_adapter(tmp_path):
-    """Base and adapters of a run, exported apart, give its weights back to the next run's start."""
+def test_training_continues_from_an_exported_adapter(tmp_path):
+    """A run that starts from the exported base and adapters has the weights of the exported run."""
     params = random_params(ADAPTED, seed=0)
     run = finished_run(tmp_path / "run", ADAPTED, {"rl": {2: params}})
     export(run, tmp_path / "adapter", adapter_only=True)

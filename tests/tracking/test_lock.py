@@ -1,4 +1,4 @@
-"""One run in a folder at a time."""
+"""The lock of a run folder."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 from processes import started
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.lock import only_run_in
+from jaxrl.tracking.lock import run_lock
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
@@ -23,44 +23,44 @@ time.sleep(600)
 """
 
 
-def test_a_second_run_is_told_who_is_first(tmp_path):
-    with only_run_in(tmp_path / "run"):
+def test_a_second_run_names_the_first(tmp_path):
+    with run_lock(tmp_path / "run"):
         with (
             pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on .*, started 2"),
-            only_run_in(tmp_path / "run"),
+            run_lock(tmp_path / "run"),
         ):
             pass
-        with only_run_in(tmp_path / "other"):
+        with run_lock(tmp_path / "other"):
             pass
-    with only_run_in(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         pass
 
 
-def test_a_death_gives_the_lock_back(tmp_path):
+def test_a_kill_releases_the_lock(tmp_path):
     with started([[sys.executable, "-c", HOLD, tmp_path / "lock"]]) as (process,):
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="process 1 on elsewhere"), only_run_in(tmp_path):
+        with pytest.raises(UserError, match="process 1 on elsewhere"), run_lock(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with only_run_in(tmp_path):
+        with run_lock(tmp_path):
             pass
 
 
-def test_a_lock_file_of_anything_is_no_hindrance(tmp_path):
+def test_an_old_lock_file_does_not_block(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\x00")
-    with only_run_in(tmp_path):
+    with run_lock(tmp_path):
         assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()
 
 
 @pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
-def test_a_lock_that_is_no_file_is_named(tmp_path, make):
+def test_a_lock_that_is_not_a_file_is_refused(tmp_path, make):
     make(tmp_path / "lock")
-    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), only_run_in(tmp_path):
+    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), run_lock(tmp_path):
         pass
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
+def test_a_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=r"run' \(File exists\)"), only_run_in(tmp_path / "run"):
+    with pytest.raises(UserError, match=r"run' \(File exists\)"), run_lock(tmp_path / "run"):
         pass

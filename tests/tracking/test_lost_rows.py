@@ -1,4 +1,4 @@
-"""Rows of metrics that were lost or changed behind a checkpoint's back."""
+"""Metric rows that were lost or changed after a checkpoint."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ STATE = TrainState({"w": jnp.zeros(3)}, {"m": jnp.zeros(3)}, jnp.int32(0))
 
 @pytest.fixture
 def stage(tmp_path) -> StageFolder:
-    """Rows of steps 0 to 5; checkpoints of steps 0, 2 and 4."""
+    """A stage with rows of steps 0 to 5 and checkpoints of steps 0, 2 and 4."""
     folder = StageFolder(tmp_path / "rl")
     checkpoints = Checkpoints(folder.checkpoints.path, keep=None)
     checkpoints.prepare(None)
@@ -41,7 +41,7 @@ def lines(path: pathlib.Path) -> list[bytes]:
 
 
 def flipped(content: bytes) -> bytes:
-    """A digit of the loss of step 3 has changed; the row is still one."""
+    """Changes a digit of the loss of step 3; the row stays valid."""
     at = content.index(b"0.333") + 2
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
@@ -57,7 +57,7 @@ DAMAGES = {
 }
 
 
-def test_rows_as_they_were_written(stage):
+def test_unchanged_rows_have_no_fault(stage):
     assert lost_rows(stage) is None
     # Of step 5, which no checkpoint holds, nothing is known; a kill may cut its row.
     content = stage.metrics.read_bytes()
@@ -67,7 +67,7 @@ def test_rows_as_they_were_written(stage):
 
 
 @pytest.mark.parametrize("said", DAMAGES)
-def test_damage_is_told_and_nothing_changed(said, stage):
+def test_damage_is_reported_and_nothing_changes(said, stage):
     content = stage.metrics.read_bytes()
     damaged = DAMAGES[said](content, lines(stage.metrics))
     assert damaged != content
@@ -83,7 +83,7 @@ def test_a_file_that_is_missing(stage):
     assert fault is not None and "is missing and has none of the 5 rows to step 4" in fault
 
 
-def test_rows_of_a_checkpoint_that_is_not_gone_on_from_are_not_missed(stage):
+def test_rows_of_a_damaged_checkpoint_may_be_missing(stage):
     """The steps after 2 are repeated, and with them their rows."""
     stage.metrics.write_bytes(b"".join(lines(stage.metrics)[:4]))
     (stage.checkpoints.step(4) / "record" / "metadata").write_bytes(b"")
@@ -93,11 +93,11 @@ def test_rows_of_a_checkpoint_that_is_not_gone_on_from_are_not_missed(stage):
     assert fault is not None and "the checkpoint of step 2" in fault
 
 
-def test_a_seal_without_rows_and_a_folder_without_seals(stage):
-    seal = stage.checkpoints.seal(4)
-    sums = json.loads(seal.read_text())
-    seal.write_text(json.dumps({name: sums[name] for name in sums if "metrics" not in name}))
+def test_a_manifest_without_rows_and_a_folder_without_manifests(stage):
+    manifest = stage.checkpoints.manifest(4)
+    sums = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: sums[name] for name in sums if "metrics" not in name}))
     stage.metrics.unlink()
     assert lost_rows(stage) is None
-    shutil.rmtree(stage.checkpoints.seals)
+    shutil.rmtree(stage.checkpoints.manifests)
     assert lost_rows(stage) is None

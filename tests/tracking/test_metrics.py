@@ -11,7 +11,7 @@ from tensorboardX.proto import event_pb2
 from jaxrl.errors import UserError
 from jaxrl.tracking import metrics
 from jaxrl.tracking.durable import ensure_writable
-from jaxrl.tracking.metrics import MetricsWriter, WandbOptions, read_metrics, without_clock
+from jaxrl.tracking.metrics import MetricsWriter, WandbOptions, read_metrics, without_timings
 from jaxrl.tracking.timers import Timers
 
 
@@ -60,7 +60,7 @@ def test_kept_rows_stay_byte_for_byte(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_from_the_start_drops_the_rows_of_the_one_before(tmp_path):
+def test_a_new_run_drops_earlier_rows(tmp_path):
     _run(tmp_path, range(1, 4))
     _run(tmp_path, [1])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
@@ -119,7 +119,7 @@ def test_each_row_is_on_disk_before_the_next_step(tmp_path):
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_tensorboard_gets_the_values_and_purges_what_is_repeated(tmp_path):
+def test_tensorboard_gets_the_values_and_purges_repeated_steps(tmp_path):
     _run(tmp_path, [1, 2, 3])
     _run(tmp_path, [3], resume_step=2)
     events = _events(tmp_path)
@@ -144,7 +144,7 @@ def test_ensure_writable_leaves_nothing_behind(tmp_path):
 
 
 class _FakeWandb(types.ModuleType):
-    """Keeps what it is told."""
+    """Records its calls."""
 
     class Error(Exception):
         pass
@@ -220,21 +220,21 @@ def test_evaluation_accuracy_is_found_by_name():
     }
 
 
-def test_rows_of_equal_runs_differ_in_what_is_of_the_clock_alone():
+def test_rows_of_equal_runs_differ_only_in_timings():
     run = {"step": 3, "perf/update_tflop": 2.0, "perf/padding": 0.1, "critic/score/mean": 0.5}
     clock = {"time_s": 1.7e9, "timing_s/step": 2.0, "perf/tflops_per_device": 9.0, "perf/mfu": 0.4}
-    assert without_clock(run | clock) == run
+    assert without_timings(run | clock) == run
 
 
 @pytest.mark.parametrize("resume_step", [None, 1])
-def test_a_folder_in_the_place_of_the_rows_is_named(tmp_path, resume_step):
+def test_a_folder_instead_of_the_metrics_file_is_refused(tmp_path, resume_step):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl is a (folder|directory), and a file"):
         MetricsWriter(tmp_path, resume_step=resume_step)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_file_in_the_place_of_tensorboards_folder_is_named(tmp_path):
+def test_a_file_instead_of_the_tensorboard_folder_is_refused(tmp_path):
     (tmp_path / "tensorboard").write_text("")
     with pytest.raises(UserError, match=r"tensorboard' \(File exists\)"):
         MetricsWriter(tmp_path)

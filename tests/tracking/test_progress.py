@@ -1,4 +1,4 @@
-"""What is printed, on a terminal and in a log."""
+"""Output of the progress view on a terminal and in a log."""
 
 import io
 
@@ -21,7 +21,7 @@ METRICS = {
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only when a test says so."""
+    """A clock that only the test advances."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
@@ -66,7 +66,7 @@ def test_supervised_training_shows_its_own_metrics():
     assert console.file.getvalue() == "SFT  step  1/10  loss 1.250  token accuracy 50.0%\n"
 
 
-def test_a_log_tells_an_evaluation_once_and_leaves_none_out():
+def test_a_log_prints_each_evaluation_once():
     console = _log()
     with Progress("DAPO", 9, console=console, line_every_s=3600) as shown:
         for step, accuracy in [(1, 0.25), (2, None), (3, 0.75), (4, None), (9, None)]:

@@ -6,7 +6,7 @@ from jaxrl.tracking.readable import duration, visible
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(45, "45s"), (187, "3:07"), (3723, "1:02:03")])
-def test_durations_read_like_a_clock(seconds, text):
+def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
@@ -22,5 +22,5 @@ def test_durations_read_like_a_clock(seconds, text):
         ("<script>&", "<script>&"),
     ],
 )
-def test_what_cannot_be_seen_is_shown_by_its_code(text, shown):
+def test_invisible_characters_are_shown_by_their_codes(text, shown):
     assert visible(text) == shown

@@ -98,7 +98,7 @@ def test_a_run_of_one_step_has_a_report(tmp_path):
     assert "Samples" not in text
 
 
-def test_the_score_is_shown_only_where_shaping_sets_it_apart(tmp_path):
+def test_the_score_is_shown_only_if_shaping_changes_it(tmp_path):
     same = [{"step": s, "critic/rewards/mean": s, "critic/score/mean": s} for s in (1, 2)]
     assert "without shaping" not in _write(tmp_path / "a.html", sections=[Section("DAPO", same)])
     assert "without shaping" in _write(tmp_path / "b.html")

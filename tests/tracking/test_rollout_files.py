@@ -1,4 +1,4 @@
-"""Samples as rows, and the files of those of some steps."""
+"""Rows of samples and their files."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.tracking.rollout_files import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (
-    PIECES,
-    TokenPieces,
+    TOKEN_STRINGS,
+    TokenStrings,
     logprobs_by_response,
     sample_rows,
     to_line,
@@ -28,7 +28,7 @@ def tokenizer():
 
 
 def scored_of(tokenizer, texts, **changes) -> Scored:
-    """A prompt with an answer for each text; the last one is cut off."""
+    """One prompt with a response per text; the last response is truncated."""
     eos = np.array([tokenizer.eos_id], np.int32)
     tokens = [tokenizer.encode(text) for text in texts]
     tokens = [*(np.concatenate([t, eos]) for t in tokens[:-1]), tokens[-1]]
@@ -56,11 +56,11 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
 
 
 def rows_of(tokenizer, scored, **options) -> list[dict]:
-    rows = sample_rows(scored, TokenPieces(tokenizer), stop_ids=tokenizer.stop_ids, **options)
+    rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=tokenizer.stop_ids, **options)
     return [json.loads(to_line(row)) for row in rows]
 
 
-def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
+def test_a_grader_failure_is_in_the_row(tokenizer):
     failure = GraderFailure("timeout", "it has not answered within 4 s")
     scored = scored_of(tokenizer, ["two", "three"], failures=(None, failure))
     expected = [None, {"kind": "timeout", "message": "it has not answered within 4 s"}]
@@ -69,9 +69,9 @@ def test_a_failure_of_the_grader_is_in_the_row(tokenizer):
     assert [row["failure"] for row in rows_of(tokenizer, both)] == expected * 2
 
 
-def test_a_row_has_what_a_person_wants_to_know(tokenizer):
+def test_the_fields_of_a_row(tokenizer):
     first, last = rows_of(tokenizer, scored_of(tokenizer, ["two", "three"]), step=20)
-    pieces = first.pop(PIECES)
+    pieces = first.pop(TOKEN_STRINGS)
     assert first == {
         "step": 20,
         "source": "numbers",
@@ -107,16 +107,16 @@ def test_reward_parts_have_their_names(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🦜 ok", "\x00\u202e<script>", "two 🦜", "   two  "])
-def test_the_pieces_of_a_text_are_the_text(tokenizer, text):
+def test_token_strings_join_to_the_text(tokenizer, text):
     tokens = tokenizer.encode(text)
-    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == text
 
 
-def test_half_a_character_at_the_end_is_shown(tokenizer):
+def test_an_incomplete_character_at_the_end_is_shown(tokenizer):
     tokens = tokenizer.encode("a 🦜")[:-1]
-    pieces = TokenPieces(tokenizer)(tokens, tokenizer.decode(tokens))
+    pieces = TokenStrings(tokenizer)(tokens, tokenizer.decode(tokens))
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
@@ -126,7 +126,7 @@ def test_tokens_of_an_environment_are_marked(tokenizer):
     mask[1] = 0
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
     (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,), turns=turns))
-    assert row[PIECES]["given"] == [1]
+    assert row[TOKEN_STRINGS]["given"] == [1]
 
 
 def test_the_trainers_logprobs_find_their_tokens(make_scored):
@@ -143,11 +143,11 @@ def test_the_trainers_logprobs_find_their_tokens(make_scored):
         np.testing.assert_array_equal(value, completions.tokens[b].astype(np.float32))
 
 
-def test_numbers_that_json_lacks_are_null(tokenizer):
+def test_nan_and_infinity_are_null(tokenizer):
     scored = scored_of(tokenizer, ["two"])
     scored.completions.rollout_logprob[0][0] = -math.inf
     (row,) = rows_of(tokenizer, scored)
-    assert row[PIECES]["rollout_logprob"][0] is None
+    assert row[TOKEN_STRINGS]["rollout_logprob"][0] is None
 
 
 # Files
@@ -171,7 +171,7 @@ def test_the_first_step_and_every_tenth_are_kept(tmp_path):
 def test_a_repeated_step_is_written_once(tmp_path):
     for _ in range(2):
         files = files_of(tmp_path)
-        files.go_on_from(0)
+        files.remove_after(0)
         files.write(10, lambda: [{"a": 1}, {"a": "\ud800"}])
         files.write(20, lambda: [{"a": 2}])
         files.close()
@@ -179,19 +179,19 @@ def test_a_repeated_step_is_written_once(tmp_path):
     assert (tmp_path / "rollouts" / "step_10.jsonl").read_bytes() == b'{"a":1}\n{"a":"\\ud800"}\n'
 
 
-def test_steps_that_are_done_again_go_first(tmp_path):
+def test_files_of_repeated_steps_are_removed_first(tmp_path):
     files = files_of(tmp_path)
     for step in (1, 10, 20):
         files.write(step, lambda: [{}])
     files.close()
     (tmp_path / "rollouts" / "step_x.jsonl").touch()
     (tmp_path / "rollouts" / "step_020.jsonl").touch()
-    files_of(tmp_path).go_on_from(10)
+    files_of(tmp_path).remove_after(10)
     assert names(tmp_path) == ["step_020.jsonl", "step_1.jsonl", "step_10.jsonl", "step_x.jsonl"]
     assert list(RunFolder(tmp_path).rollouts.steps()) == [1, 10]
 
 
-def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path, caplog):
+def test_a_full_disk_is_only_a_warning(tmp_path, caplog):
     (tmp_path / "rollouts").write_text("in the way")
     files = files_of(tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -201,18 +201,18 @@ def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path, caplog):
     assert "training goes on without them" in record.getMessage()
 
 
-def test_what_is_wrong_in_our_own_code_is_raised(tmp_path):
+def test_other_errors_are_raised(tmp_path):
     files = files_of(tmp_path)
     files.write(10, lambda: [{"x": object()}])
     with pytest.raises(TypeError):
         files.close()
 
 
-def test_a_folder_in_the_place_of_samples_costs_these_alone(tmp_path, caplog):
+def test_a_folder_instead_of_the_samples_is_only_a_warning(tmp_path, caplog):
     folder = RunFolder(tmp_path).rollouts
     folder.step(1).mkdir(parents=True)
     files = RolloutFiles(folder, every=1)
-    files.go_on_from(0)
+    files.remove_after(0)
     files.write(1, lambda: [{"step": 1}])
     files.close()
     assert "samples could not be written" in caplog.text and "is a folder" in caplog.text

@@ -69,7 +69,7 @@ class Wide(Counter):
 
 @pytest.mark.parametrize("size", [8_000, 40_000, 100_000, 150_000, 300_000])
 def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, capfd):
-    """Sizes at which the disk fills up in different files: logs, a first checkpoint, a later one, a seal."""
+    """At each size the disk fills up in another file: logs, a first or later checkpoint, a manifest."""
 
     def metrics(step):
         return {f"metric/{i}": step / (i + 1) for i in range(40)}

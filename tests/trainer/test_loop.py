@@ -13,7 +13,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.collapse import CollapseConfig
+from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder
@@ -87,7 +87,7 @@ def open_loop(folder, stop, **options) -> Loop:
         "log_every": 1,
         "evaluate_every": 100,
         "keep_checkpoints": 1,
-        "collapse": CollapseConfig(),
+        "divergence": DivergenceConfig(),
         "num_devices": 1,
         "stop": stop,
     }
@@ -220,7 +220,7 @@ def lose_checkpoints(folder):
             path.write_bytes(b"")
 
 
-def lose_seals(folder):
+def lose_manifests(folder):
     shutil.rmtree(folder / "checkpoints.seals")
 
 
@@ -237,7 +237,7 @@ def lose_all_but_set_aside(folder):
 
 @pytest.mark.parametrize(
     "lose",
-    [lose_checkpoints, lose_seals, lose_all, lose_all_but_set_aside],
+    [lose_checkpoints, lose_manifests, lose_all, lose_all_but_set_aside],
     ids=lambda f: f.__name__,
 )
 def test_a_stage_whose_checkpoints_are_lost_is_refused_each_time(tmp_path, lose, whole, capsys):
@@ -281,7 +281,7 @@ def test_a_death_before_the_row_of_step_0(tmp_path, whole):
     assert rows_of(folder) == whole
 
 
-def test_a_checkpoint_is_sealed_after_its_row(tmp_path, monkeypatch):
+def test_a_manifest_is_written_after_the_row_of_its_step(tmp_path, monkeypatch):
     """A death between the two then repeats the step; the other way round its row would be missing."""
     for step, last in ((4, 2), (5, 4)):
         folder = tmp_path / str(step)
@@ -355,21 +355,23 @@ def test_a_finished_stage_is_read_without_owning_it(tmp_path):
     assert held == [True]
 
 
-# Collapse
+# Divergence
 
 
-def ruined_from(step):
+def diverged_from(step):
     return lambda now: {ACCURACY: 0.02 if now >= step else 0.7} if now % 2 == 0 else {}
 
 
-def test_the_checkpoint_from_before_a_collapse_stays(tmp_path, capsys):
+def test_the_checkpoint_from_before_a_divergence_stays(tmp_path, capsys):
     folder = tmp_path / "rl"
-    run(folder, metrics=ruined_from(5), num_steps=12)
+    run(folder, metrics=diverged_from(5), num_steps=12)
     assert saved_steps(folder) == [4, 12]
     said = " ".join(capsys.readouterr().out.split())
-    assert "COUNT step 6: the model may be ruined (val-core/sums/acc/mean@8 0.02 has lost" in said
+    assert (
+        "COUNT step 6: the model may have diverged (val-core/sums/acc/mean@8 0.02 has lost" in said
+    )
     assert "the checkpoint of step 4, from before, is kept. To go on from it stop the run" in said
-    assert said.count("may be ruined") == 1
+    assert said.count("may have diverged") == 1
     # As the message says.
     shutil.rmtree(folder / "checkpoints" / "12")
     counter = run(folder, num_steps=6)
@@ -379,12 +381,12 @@ def test_the_checkpoint_from_before_a_collapse_stays(tmp_path, capsys):
 
 def test_it_stays_through_a_resume(tmp_path):
     folder = tmp_path / "rl"
-    run(folder, metrics=ruined_from(5), num_steps=8)
-    run(folder, metrics=ruined_from(5), num_steps=14)
+    run(folder, metrics=diverged_from(5), num_steps=8)
+    run(folder, metrics=diverged_from(5), num_steps=14)
     assert saved_steps(folder) == [4, 14]
 
 
-def test_weights_ruined_in_one_step_without_evaluation(tmp_path):
+def test_weights_that_diverge_in_one_step_without_evaluation(tmp_path):
     """As a learning rate of 1e6 does: the step before looks well, and is saved, before anything shows."""
     folder = tmp_path / "sft"
     run(
@@ -393,11 +395,11 @@ def test_weights_ruined_in_one_step_without_evaluation(tmp_path):
         num_steps=9,
         save_every=1,
     )
-    # Step 3 ended with ruined weights, which its own loss could not show.
+    # Step 3 ended with diverged weights, which its own loss could not show.
     assert saved_steps(folder) == [2, 9]
 
 
-def test_the_record_of_an_older_version_has_nothing_of_collapse(tmp_path):
+def test_the_record_of_an_older_version_has_nothing_of_divergence(tmp_path):
     folder = tmp_path / "rl"
     run(folder, num_steps=4)
     record = json.loads((folder / "checkpoints" / "4" / "record" / "metadata").read_text())

@@ -26,8 +26,8 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.export import export_run
-from jaxrl.tracking.lock import only_run_in
-from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
@@ -117,7 +117,7 @@ def warm(config: Config, whole: Config) -> Config:
 
 def curve(config: Config) -> list[dict]:
     rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
-    return [without_clock(row) for row in rows]
+    return [without_timings(row) for row in rows]
 
 
 def rollouts(config: Config) -> dict[int, bytes]:
@@ -460,7 +460,7 @@ def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
 
 def test_a_second_run_in_the_folder_is_refused(whole):
     rows = curve(whole)
-    with only_run_in(whole.run_folder.path), pytest.raises(UserError, match="is in use by process"):
+    with run_lock(whole.run_folder.path), pytest.raises(UserError, match="is in use by process"):
         program.train(whole, devices=one_device())
     assert curve(whole) == rows
 
@@ -470,12 +470,12 @@ def test_a_shared_sft_stage_is_trained_by_one_and_read_by_all(tmp_path, problems
     config = make_config(tmp_path, problems, num_steps=2, sft=options)
     first = dataclasses.replace(config, name="first")
     with (
-        only_run_in(first.run_folder.path),
+        run_lock(first.run_folder.path),
         pytest.raises(UserError, match="first/seed0 is in use by process"),
     ):
         program.train(config, devices=one_device())
     shutil.copytree(whole.run_folder.path / "sft", first.run_folder.path / "sft")
-    with only_run_in(first.run_folder.path):
+    with run_lock(first.run_folder.path):
         assert program.train(config, devices=one_device()) == 0
     assert curve(config) == curve(whole)[:3]
 
@@ -576,18 +576,20 @@ def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_ruinous_learning_rate_leaves_a_checkpoint_from_before(tmp_path, problems, whole, capfd):
+def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
+    tmp_path, problems, whole, capfd
+):
     config = make_config(
         tmp_path,
         problems,
         num_steps=4,
         algorithm=AlgorithmConfig(recipe="grpo", updates_per_step=1),
-        # Weights that are ruined by their first update, and finite.
+        # Weights that diverge in their first update, and finite.
         optim=OptimConfig(lr=3.0, lr_warmup_steps=0),
         run=dataclasses.replace(whole.run, output=str(tmp_path), num_steps=4, keep_checkpoints=1),
     )
     assert program.train(warm(config, whole), devices=one_device()) == 0
-    assert "the model may be ruined" in capfd.readouterr().out
+    assert "the model may have diverged" in capfd.readouterr().out
     checkpoints = StoredCheckpoints(config.run_folder.path / "rl" / "checkpoints")
     assert checkpoints.steps == [0, 4]
 

@@ -15,7 +15,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tracking.metrics import read_metrics, without_clock
+from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
@@ -123,7 +123,7 @@ def ppo_settings(folder) -> dict:
 
 def curve(config: Config) -> list[dict]:
     rows = read_metrics(config.run_folder.path / "rl" / "metrics.jsonl")
-    return [without_clock(row) for row in rows]
+    return [without_timings(row) for row in rows]
 
 
 @pytest.fixture(scope="module")

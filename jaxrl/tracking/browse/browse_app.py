@@ -1,9 +1,9 @@
 """The pages of `jaxrl browse`: a list of samples with filters, and one sample, token by token.
 
-What a model writes is hostile text. Templates escape all of it and show what cannot be seen by its code.
-Pages have no script, and forbid themselves to run any or to load anything but their own style; colours are
-classes, since styles within the page are forbidden too. Only requests that call this machine by its own name
-are answered, so that a page elsewhere cannot reach this one by a name of its own that leads here.
+Text of a model is treated as hostile. Templates escape all of it and show invisible characters as codes. The
+pages have no scripts, and their content security policy forbids scripts, inline styles and foreign resources;
+colours are CSS classes for this reason. Requests must name this machine as localhost, which stops pages of
+other sites from reading these by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from jaxrl.tracking.browse.sample_index import (
     real,
 )
 from jaxrl.tracking.report.page import environment_of
-from jaxrl.tracking.sample_rows import PIECES
+from jaxrl.tracking.sample_rows import TOKEN_STRINGS
 
 _PER_PAGE = 50
 _TOKENS_PER_PAGE = 2000
 _CHARS_PER_PAGE = 40_000
-# Of a prompt, and of what one token spells.
+# Largest numbers of characters shown of a prompt and of a single token.
 _MOST_CHARS, _MOST_TOKEN_CHARS = 40_000, 1000
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
@@ -52,14 +52,15 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 
-# Upper ends of the classes that colours stand for: nats that a token cost, nats between sampler and trainer.
+# Upper bounds of the colour classes, in nats: negative log-probability of a token, and its difference
+# between sampler and trainer.
 _LOGPROB_ENDS = (0.1, 0.4, 1.0, 2.0, 4.0)
 _GAP_ENDS = (0.01, 0.05, 0.2, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Token:
-    """A token as the page shows it: its text, its classes, what a pointer on it is told."""
+    """A token on the page: its text, its CSS class and its tooltip."""
 
     text: str
     style: str
@@ -67,11 +68,11 @@ class _Token:
 
 
 def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
-    """The application.
+    """Builds the web application.
 
     Args:
-      index: of the samples.
-      title: of the pages: whose samples they are.
+      index: index of the samples.
+      title: title of the pages.
     """
     pages = _Pages(index, title)
     return _Guarded(
@@ -87,7 +88,7 @@ def build_app(index: SampleIndex, *, title: str) -> ASGIApp:
 
 
 class _Pages:
-    """The pages. Plain methods: Starlette calls them on threads, so a long search blocks no other request."""
+    """The pages. Starlette runs plain methods in threads, so a long search blocks no other request."""
 
     def __init__(self, index: SampleIndex, title: str):
         self._index = index
@@ -97,8 +98,8 @@ class _Pages:
         self._style = files.joinpath("browse.css").read_bytes()
 
     def samples(self, request: Request) -> Response:
-        """The list of samples that pass the filter of the query."""
-        # A missing field is empty.
+        """Returns the list of the samples that pass the filter in the query."""
+        # A field that is missing in the query counts as empty.
         given = collections.defaultdict(str, request.query_params)
         index, wanted = self._index, filter_of(given)
         overview = index.overview(wanted)
@@ -124,7 +125,7 @@ class _Pages:
         )
 
     def sample(self, request: Request) -> Response:
-        """One sample, token by token, its tokens coloured as the query asks."""
+        """Returns one sample, token by token, coloured by the query's `color`."""
         found = self._index.sample(request.path_params["file"], request.path_params["line"])
         if found is None:
             raise HTTPException(404, "there is no such sample; go back to the list")
@@ -156,24 +157,24 @@ class _Pages:
         )
 
     def css(self, request: Request) -> Response:
-        """The style sheet."""
+        """Returns the style sheet."""
         del request
         return Response(self._style, media_type="text/css")
 
     def _rendered(self, template: str, **values: Any) -> HTMLResponse:
         text = self._templates.get_template(template).render(title=self._title, **values)
-        # Half a surrogate pair has no UTF-8.
+        # Lone surrogates cannot be encoded as UTF-8.
         return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
 
 
 def _refused(request: Request, error: Exception) -> Response:
     del request
-    assert isinstance(error, HTTPException), "what it is registered for"
+    assert isinstance(error, HTTPException), "registered for this type"
     return PlainTextResponse(error.detail, status_code=error.status_code, headers=error.headers)
 
 
 class _Guarded:
-    """An application behind the rules of the module's header, with the headers that browsers keep them by."""
+    """Middleware that adds the security headers and rejects requests for other host names."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -200,7 +201,7 @@ class _Guarded:
 
 
 def filter_of(given: Mapping[str, str]) -> Filter:
-    """The filter that the fields of a form ask for; what is no number asks for nothing."""
+    """Builds the filter from the fields of the form. Fields that must be numbers and are not are ignored."""
 
     def between(name: str) -> tuple[float | None, float | None]:
         return _number(given.get(f"{name}_from")), _number(given.get(f"{name}_to"))
@@ -232,7 +233,7 @@ def _page_number(given: Mapping[str, str], pages: int) -> int:
 
 
 def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple[str, str]]:
-    """(label, query) of the pages around, with everything else as it is."""
+    """(label, query string) of the first, previous, next and last page, with the other fields unchanged."""
     wanted = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
     return [
         (label, "?" + urllib.parse.urlencode({**given, "page": page}, errors="replace"))
@@ -242,16 +243,16 @@ def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple
 
 
 def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tokens of a row with what is known of each; empty if the row has none, or not as we write them."""
-    pieces = row.get(PIECES)
-    texts = pieces.get("text") if isinstance(pieces, dict) else None
-    if not isinstance(pieces, dict) or not isinstance(texts, list):
+    """The tokens of a row, each with its log-probabilities; empty if the row has no valid tokens."""
+    fields = row.get(TOKEN_STRINGS)
+    texts = fields.get("text") if isinstance(fields, dict) else None
+    if not isinstance(fields, dict) or not isinstance(texts, list):
         return []
-    given = pieces.get("given")
+    given = fields.get("given")
     places = {x for x in given if isinstance(x, int)} if isinstance(given, list) else set()
     known = {}
     for name in ("rollout_logprob", "old_logprob"):
-        values = pieces.get(name)
+        values = fields.get(name)
         values = (
             values
             if isinstance(values, list) and len(values) == len(texts)
@@ -293,7 +294,7 @@ def _class(value: float, ends: Sequence[float]) -> int:
 
 
 def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a page says of a sample above its text."""
+    """(name, value) of the table above a sample's text."""
     names = ("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward")
     names += ("score", "shaping", "length", "truncated", "stop_reason", "entropy")
     facts = [(name, row[name]) for name in names if row.get(name) is not None]

@@ -1,10 +1,10 @@
-"""Shows the samples of a run or of an evaluation as pages, on this machine alone.
+"""Serves the samples of a run or an evaluation as web pages, on this machine only.
 
     jaxrl browse runs/dapo_tiny/seed0
     jaxrl browse evaluations/Qwen2.5-0.5B-1f3a5c77
 
-Samples of a run that is at work come in by themselves. The pages are for this machine: to see those of
-another one, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the extra `serve`; Ctrl-C ends it.
+New samples of a running job appear automatically. Only this machine can open the pages; to view them from
+another machine, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the extra `serve`. Ctrl-C stops it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONNECTIONS = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows what the program's name and its arguments say; returns the exit status."""
+    """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
     program, *arguments = argv
     parser = argparse.ArgumentParser(
         prog=pathlib.Path(program).name,
@@ -36,7 +36,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", type=pathlib.Path, help="folder of a run or an evaluation")
     parser.add_argument(
-        "--http_port", type=int, default=8010, help="0 takes a free one (default: %(default)s)"
+        "--http_port",
+        type=int,
+        default=8010,
+        help="port; 0 chooses a free one (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
     try:
@@ -50,7 +53,7 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     """Serves the pages until SIGTERM or Ctrl-C; returns the exit status.
 
     Raises:
-      UserError: there are no samples, the extra is not installed, or the port cannot be had.
+      UserError: if there are no samples, the extra is not installed, or the port is not available.
     """
     check_path("the folder", path)
     files = sample_files(path)
@@ -79,10 +82,10 @@ def browse(path: pathlib.Path, *, port: int) -> int:
 
 
 def sample_files(path: pathlib.Path) -> Callable[[], Sequence[pathlib.Path]]:
-    """What finds the files of samples in a folder, newest first, whenever it is asked.
+    """Returns a function that lists the present sample files of a folder, newest first.
 
     Raises:
-      UserError: it is no folder of a run or an evaluation.
+      UserError: if the folder is not that of a run or an evaluation.
     """
     if path.is_file() and path.suffix == ".jsonl":
         return lambda: [path]

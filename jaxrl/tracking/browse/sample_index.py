@@ -1,11 +1,11 @@
-"""An index of files of samples: what a list shows and filters by, in a database as long as it is used.
+"""An index of sample files in a temporary database, for the lists, filters and searches of `jaxrl browse`.
 
-    step_20.jsonl, step_10.jsonl, ...     read once, newest step first, on a thread beside the pages
-    samples                               a row each: where its line is, and what it is found by
-    texts                                 prompt, completion and answer, casefolded, to search in
+    step_20.jsonl, step_10.jsonl, ...     read once in a background thread, newest step first
+    table samples                         a row per sample: position in its file, columns of lists and filters
+    table texts                           prompt, completion and answer in folded case, for searches
 
-The files are of strangers: a line that is no row is counted and passed over. A file that grows is read on,
-one that is replaced is read again. Nothing is written beside them.
+The files are untrusted: an invalid line is counted and skipped. If a file grows, only its new lines are read;
+if it is replaced, all of it is read again. The folder of the files is never written to.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxrl.tracking.sample_rows import read_head
 
 logger = logging.getLogger(__name__)
 
-# Characters of a text that are searched; what is beyond is shown, but not found.
+# Number of characters of a text that are searched. The pages also show the rest.
 SEARCHED_CHARS = 100_000
-# Of what a list shows.
+# Number of characters of a text in a list: its beginning and its end.
 _START_CHARS, _END_CHARS = 120, 160
 _ROWS_AT_ONCE = 1000
 _LOOK_EVERY_S = 2.0
@@ -43,10 +43,10 @@ ORDERS = {
     "longest": "length DESC, file, line",
     "shortest": "length, file, line",
 }
-"""How a list may be ordered."""
+"""The orders of a list: label -> SQL."""
 
 ANY_FAILURE, NO_FAILURE = "any kind", "none"
-"""What a list may ask for beside the kinds there are."""
+"""Choices of the failure filter besides the kinds of failures."""
 
 _TABLES = """
 CREATE TABLE samples (
@@ -92,15 +92,15 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """Which samples a list has; None and "" ask for nothing.
+    """The filter and the order of a list of samples. None and "" disable a criterion.
 
     Attributes:
-      text: in prompt, completion or answer, whatever the case.
+      text: text to find in prompt, completion or answer, ignoring case.
       source: name of a data set.
-      correct, truncated: so, or not so.
-      failure: of the grader, by its kind, `ANY_FAILURE` or `NO_FAILURE`.
-      step, reward, length: (lowest, highest).
-      order: a name of `ORDERS`.
+      correct, truncated: required value.
+      failure: kind of grader failure, `ANY_FAILURE` or `NO_FAILURE`.
+      step, reward, length: (lowest, highest) value, both included.
+      order: key of `ORDERS`.
     """
 
     text: str = ""
@@ -114,7 +114,7 @@ class Filter:
     order: str = "newest"
 
     def condition(self) -> tuple[str, list[Any]]:
-        """As SQL with its values."""
+        """The SQL condition and the values of its placeholders."""
         parts, values = ["1"], []
         for name in ("source", "correct", "truncated"):
             value = getattr(self, name)
@@ -139,7 +139,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Overview:
-    """Of all samples that a filter lets through: how many, and means (None of nothing)."""
+    """The number of samples that pass a filter, and the means over them (None without samples)."""
 
     count: int
     reward: float | None
@@ -149,7 +149,7 @@ class Overview:
 
 @dataclasses.dataclass
 class _File:
-    """What has been read of a file: its identity, bytes and lines."""
+    """How far a file has been read: its inode, and the numbers of bytes and lines."""
 
     inode: int
     read: int = 0
@@ -157,14 +157,18 @@ class _File:
 
 
 class SampleIndex:
-    """The samples of some files. As a context manager it takes in new ones by itself; else close it.
+    """An index of the samples in some files.
+
+    As a context manager it follows the files in a background thread. Otherwise call `refresh`, and `close` at
+    the end.
 
     Attributes:
-      bad_lines: that were no samples.
+      bad_lines: number of lines that are not samples.
+      progress: (bytes of all files, bytes read so far).
     """
 
     def __init__(self, files: Callable[[], Sequence[pathlib.Path]]):
-        """Args: names the files there are now, those to be read first at the beginning."""
+        """Args: a function that returns the present files, in the order in which to read them."""
         self._files = files
         self._folder = tempfile.TemporaryDirectory(prefix="jaxrl-browse-")
         self._path = pathlib.Path(self._folder.name) / "index.sqlite"
@@ -174,10 +178,9 @@ class SampleIndex:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._reading = threading.Lock()
-        # Bytes of files, and those of them that are read.
         self.progress = (0, 0)
         with self._open() as database:
-            # Readers go on while a thread writes; nothing here has to survive a crash.
+            # WAL lets pages read while the thread writes. The database need not survive a crash.
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
 
@@ -196,10 +199,10 @@ class SampleIndex:
             self._thread.join()
         self._folder.cleanup()
 
-    # Asked by pages
+    # Queries of the pages
 
     def overview(self, wanted: Filter) -> Overview:
-        """Of everything that the filter lets through."""
+        """The number and the means of all samples that pass the filter."""
         condition, values = wanted.condition()
         what = "count(*), avg(reward), avg(correct), avg(length)"
         with self._open() as database:
@@ -207,7 +210,7 @@ class SampleIndex:
             return Overview(*database.execute(query, values).fetchone())
 
     def page(self, wanted: Filter, *, start: int, count: int) -> list[dict[str, Any]]:
-        """Some of it, in the filter's order."""
+        """Rows `start` to `start + count` of the filtered samples, in the filter's order."""
         condition, values = wanted.condition()
         order = ORDERS.get(wanted.order, ORDERS["newest"])
         query = f"SELECT * FROM samples WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
@@ -215,11 +218,11 @@ class SampleIndex:
             return [dict(row) for row in database.execute(query, [*values, count, start])]
 
     def sources(self, *, most: int = 200) -> list[str]:
-        """Names of data sets."""
+        """The names of the data sets, at most `most`."""
         return self._different("source", most)
 
     def failures(self, *, most: int = 50) -> list[str]:
-        """Kinds of failures of graders."""
+        """The kinds of grader failures, at most `most`."""
         return self._different("failure", most)
 
     def _different(self, column: str, most: int) -> list[str]:
@@ -230,7 +233,7 @@ class SampleIndex:
             return [row[column] for row in database.execute(query, [most])]
 
     def sample(self, file: str, line: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The index's row and the file's, whole; None if there is no such sample (any more)."""
+        """The index's row and the file's complete row of a sample; None if the sample does not exist."""
         with self._open() as database:
             found = database.execute(
                 "SELECT * FROM samples WHERE file = ? AND line = ?", [file, line]
@@ -242,11 +245,11 @@ class SampleIndex:
                 opened.seek(found["start"])
                 row = json.loads(opened.read(found["size"]))
         except (OSError, ValueError, RecursionError):
-            return None  # replaced, and not yet read again
+            return None  # the file was replaced and is not yet read again
         return (dict(found), row) if isinstance(row, dict) else None
 
     def group(self, file: str, source: str, prompt_id: int | None) -> list[dict[str, Any]]:
-        """All samples of a prompt."""
+        """The samples of one prompt, at most 500."""
         where = "file = ? AND source = ? AND prompt_id IS ?"
         query = f"SELECT * FROM samples WHERE {where} ORDER BY sample LIMIT 500"
         with self._open() as database:
@@ -255,7 +258,7 @@ class SampleIndex:
     # Reading files
 
     def refresh(self) -> None:
-        """Reads what is new in the files."""
+        """Reads new files and new lines."""
         with self._reading:
             present = {path.stem: path for path in self._files() if path.is_file()}
             self._paths = present
@@ -332,7 +335,7 @@ def _insert(database: sqlite3.Connection, rows: Sequence[tuple[list[Any], str]])
 
 
 def _indexed(line: bytes) -> tuple[list[Any], str] | None:
-    """Columns from "step" on and the text to search, of a line; None if it is no sample."""
+    """The columns from "step" on and the searchable text of a line; None if it is not a sample."""
     try:
         row = read_head(line)
     except ValueError:
@@ -362,7 +365,7 @@ def _indexed(line: bytes) -> tuple[list[Any], str] | None:
 
 
 def _excerpt(text: str) -> str:
-    """Its beginning and its end, where the answer is, without half surrogates, which have no UTF-8."""
+    """The beginning of a text and its end, where the answer usually is, with invisible characters escaped."""
     if len(text) > _START_CHARS + _END_CHARS:
         text = f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
     return visible(text)
@@ -377,13 +380,13 @@ def _text(value: Any) -> str:
 
 
 def real(value: Any) -> float | None:
-    """A number that is finite; None of anything else."""
+    """The value as a float; None unless it is a finite number."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) < 1e300 and math.isfinite(value) else None
 
 
 def failure_kind(row: Mapping[str, Any]) -> str:
-    """Of the grader's failure on a sample; "" of none."""
+    """The kind of the grader's failure on a sample; "" if grading succeeded."""
     failure = row.get("failure")
     return _text(failure.get("kind"))[:_START_CHARS] if isinstance(failure, dict) else ""
 

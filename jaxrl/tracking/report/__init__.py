@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, to read, keep and send."""
+"""The report of a run: one self-contained HTML file."""
 
 from jaxrl.tracking.report.page import Response, SamplePair, Section, write_report
 

@@ -1,7 +1,7 @@
-"""The page of a report: what it shows, put into `page.html` and `page.css`.
+"""Renders the report from the templates `page.html` and `page.css`.
 
-Equal input gives equal bytes. Prompts and responses are untrusted text: the template escapes all that it
-is given but the drawings, and the page forbids itself to run scripts or to load anything.
+Equal input gives equal bytes. Prompts and responses are untrusted: the template escapes all values except the
+plots, and the page's content security policy forbids scripts and foreign resources.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxrl.tracking.report.svg import NUM_COLORS, draw_svg
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page with curves over steps of its own, such as "SFT" or "DAPO".
+    """The curves of one training stage, such as "SFT" or "DAPO".
 
     Attributes:
-      name: heading of its curves; no two sections have the same.
-      rows: what `read_metrics` returns for it.
+      name: heading; unique in the report.
+      rows: metric rows of the stage, as `read_metrics` returns them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What a model answered, and whether the grader took it."""
+    """A response of the model, and whether it is correct."""
 
     text: str
     correct: bool
@@ -42,7 +42,13 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class SamplePair:
-    """Answers to one prompt before and after training."""
+    """Responses to one prompt before and after training.
+
+    Attributes:
+      prompt: text of the prompt.
+      answer: ground truth.
+      before, after: the two responses.
+    """
 
     prompt: str
     answer: str
@@ -59,15 +65,15 @@ def write_report(
     samples: Sequence[SamplePair],
     config_text: str,
 ) -> None:
-    """Writes the report to `path`, whole or not at all.
+    """Writes the report to `path` atomically.
 
     Args:
       path: the HTML file.
       title: heading of the page.
-      summary: (label, value) of the headline numbers, already formatted.
-      sections: curves, section by section; a curve whose metrics a section does not have is left out.
-      samples: completions to show side by side.
-      config_text: the resolved config.
+      summary: (label, formatted value) of the headline numbers.
+      sections: sections with curves; curves without data are left out.
+      samples: responses to show side by side.
+      config_text: all settings of the run.
     """
     page = _template().render(
         title=title,
@@ -92,7 +98,7 @@ def _template() -> jinja2.Template:
 
 
 def environment_of(package: str) -> jinja2.Environment:
-    """Templates of a package, and this page's style; what is put into them is escaped and can be seen."""
+    """Loads the templates of a package and of this one. Values are escaped, invisible characters shown."""
     return jinja2.Environment(
         loader=jinja2.ChoiceLoader(
             [
@@ -109,5 +115,5 @@ def environment_of(package: str) -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """A text with what cannot be seen in it shown by its code; anything else as it is."""
+    """Shows invisible characters of a text by their codes; other values are unchanged."""
     return visible(value) if type(value) is str else value

@@ -1,4 +1,4 @@
-"""The plots of a section: which metrics stand together, how they read, and what is drawn of them."""
+"""The plots of a report: the metrics of each plot, their formats and how they are drawn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxrl.tracking.metrics import evaluation_accuracy
 from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.svg import COLORS, NUM_COLORS
 
-Rows = Sequence[dict[str, Any]]  # of metrics, as `read_metrics` returns them
+Rows = Sequence[dict[str, Any]]  # metric rows, as `read_metrics` returns them
 
-_MAX_DOTS = 500  # raw points drawn per series; the line is drawn from all of them
-_MAX_MARKERS = 40  # evaluations marked per data set
-_MAX_BARS = 60  # bins of the seconds per phase
-_MAX_PHASES = NUM_COLORS - 1  # with names of their own; the rest is summed
+_MAX_DOTS = 500  # points drawn per curve; the line uses all values
+_MAX_MARKERS = 40  # markers per evaluation curve
+_MAX_BARS = 60  # bars of the plot of seconds per phase
+_MAX_PHASES = NUM_COLORS - 1  # phases with a colour; the others are summed
 
-# The order of events in a step; phases that are not listed follow by name.
+# Phases in the order of a step. Unlisted phases follow alphabetically.
 _PHASE_ORDER = (
     *("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
     *("update_weights", "testing", "save_checkpoint"),
@@ -32,13 +32,13 @@ _PHASE_ORDER = (
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A plot that is ready to be drawn.
+    """A plot of the report.
 
     Attributes:
       title: heading.
       unit: label of the vertical axis.
-      last: the number beside the heading, most often where the first curve ends.
-      legend: names of the curves in the order of `svg.COLORS`; empty where there is one curve.
+      last: number beside the heading, usually the last value of the first curve.
+      legend: names of the curves in the order of `svg.COLORS`; empty for a single curve.
       draw: draws the curves.
     """
 
@@ -51,14 +51,14 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class _Curves:
-    """Metrics by name that stand in one plot.
+    """The metrics of one plot.
 
     Attributes:
       title: heading.
       unit: label of the vertical axis.
       keys: (metric, label in the legend) of each curve.
       show: formats a value, for the axis and the headline.
-      floor: lowest value the vertical axis must reach, if any.
+      floor: value that the vertical axis must reach down to; None for no such value.
     """
 
     title: str
@@ -70,7 +70,7 @@ class _Curves:
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """One curve of a plot: values at steps."""
+    """A curve: values at steps."""
 
     label: str
     steps: np.ndarray
@@ -113,7 +113,7 @@ _OTHERS = (
 
 
 def plots_of(rows: Rows) -> Iterator[Plot]:
-    """The plots of a section, but for those whose metrics are missing."""
+    """The plots of a section; plots without data are left out."""
     plots = [
         _reward_plot(rows),
         _accuracy_plot(rows),
@@ -124,7 +124,7 @@ def plots_of(rows: Rows) -> Iterator[Plot]:
 
 
 def _reward_plot(rows: Rows) -> Plot | None:
-    """Reward, and the score beside it where shaping sets them apart."""
+    """The reward, and the score if shaping makes it different."""
     found = _named_series(_REWARD, rows)
     if len(found) == 2 and np.array_equal(found[0].values, found[1].values):
         found = found[:1]
@@ -144,7 +144,7 @@ def _series(label: str, key: str, rows: Rows) -> _Series:
 
 
 def _curves_plot(curves: _Curves, found: Sequence[_Series]) -> Plot | None:
-    """Dots for the steps and a line for their moving mean."""
+    """A plot with a dot per step and a line of the moving mean."""
     if not found:
         return None
 
@@ -161,7 +161,7 @@ def _curves_plot(curves: _Curves, found: Sequence[_Series]) -> Plot | None:
 
 
 def _accuracy_plot(rows: Rows) -> Plot | None:
-    """Accuracy on each data set of the evaluation, and that of the sampled training prompts behind it."""
+    """The accuracy on each evaluation set, and that on the sampled training prompts."""
     evaluations = _evaluation_series(rows)
     train = _series("training prompts, as sampled", "train/accuracy", rows)
     if not evaluations and not train.values.size:
@@ -192,7 +192,7 @@ def _evaluation_series(rows: Rows) -> list[_Series]:
 
 
 def _phases_plot(rows: Rows) -> Plot | None:
-    """Seconds of each step, stacked by phase; many steps are averaged in bins."""
+    """The seconds per step, stacked by phase. Many steps are averaged in bins."""
     seconds = _phase_seconds(rows)
     if not seconds:
         return None
@@ -215,7 +215,7 @@ def _phases_plot(rows: Rows) -> Plot | None:
 
 
 def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
-    """Seconds of each step by phase, in the order of events; the smallest are summed as "other"."""
+    """Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other"."""
     keys = {key for row in rows for key in row if re.fullmatch(r"timing_s/[^/]+", key)}
     seconds = {
         key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
@@ -247,7 +247,7 @@ def _draw_smoothed(axes: Axes, series: _Series, color: str) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a twentieth of the points; the window shrinks at the ends."""
+    """The centred moving mean over about 5% of the points. The window shrinks at the ends."""
     reach = len(values) // 40 + (len(values) > 8)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

@@ -1,4 +1,4 @@
-"""Plots against the step as inline SVG whose colours are CSS variables of the page: they follow its theme."""
+"""Draws plots over steps as inline SVG. Colours are CSS variables, so plots follow the theme of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 NUM_COLORS = 8  # --c0 ... --c7 in the style sheet
 
-# Matplotlib writes literal colours. These stand for CSS variables and are replaced in its output.
+# Matplotlib needs literal colours. These placeholders are replaced by CSS variables in its output.
 _INK, _GRID = "#010203", "#010204"
 COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(NUM_COLORS))
 _CSS_VARIABLES = {
@@ -25,8 +25,8 @@ _CSS_VARIABLES = {
 }
 
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it scales, can be found, and takes the page's font
-    "text.parse_math": False,  # a data set may have a dollar in its name
+    "svg.fonttype": "none",  # keep text as text: it can be searched and uses the font of the page
+    "text.parse_math": False,  # the name of a data set may contain a dollar
     "font.size": 10.0,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
@@ -43,21 +43,20 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": _INK,
 }
 
-# A program's name and a date, which a page has no use for.
+# Leave out the program's name and the date: equal input must give equal bytes.
 _NO_METADATA: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str) -> str:
-    """The <svg> element of one plot.
+    """Draws a plot as an <svg> element.
 
     Args:
       draw: draws the curves, in `COLORS`.
       unit: label of the vertical axis.
-      salt: element ids are hashes with it: the same in every run, and different in every plot of a page
-        if the salt is.
+      salt: salt of the hashes that are element ids; it must be unique on a page. Equal salts give equal ids.
     """
     out = io.StringIO()
-    # "default" first: whatever style the user's own matplotlibrc asks for.
+    # "default" first, to ignore the user's matplotlibrc.
     with (
         matplotlib.style.context(["default", _STYLE]),
         matplotlib.rc_context({"svg.hashsalt": salt}),
@@ -76,13 +75,13 @@ def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str) -> str:
 
 
 def _inline_svg(document: str) -> str:
-    """The <svg> element of an SVG document, fit to stand in a page and to take its colours."""
+    """Converts an SVG document to an <svg> element for an HTML page, with its colours as CSS variables."""
     svg = document[document.index("<svg") :]
-    # Names of groups repeat from plot to plot and nothing refers to them.
+    # The ids of groups repeat in each plot, and nothing refers to them.
     svg = re.sub(r' id="[a-z0-9.]+_\d+"', "", svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1)
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)
-    # Hundredths of a point are finer than any screen.
+    # Round coordinates: hundredths of a point are finer than any screen.
     svg = re.sub(r' (d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     return re.sub("#0102[0-9a-f]{2}", lambda match: _CSS_VARIABLES[match[0]], svg).strip()

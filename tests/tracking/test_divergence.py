@@ -1,22 +1,22 @@
-"""When a model counts as ruined, by its metrics, and which of its steps were sound."""
+"""Detects divergence by metrics, and remembers the last sound steps."""
 
 import dataclasses
 
 import pytest
 
-from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
+from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
 
 ACCURACY = "val-core/sums/acc/mean@8"
 
 
-def watched(rows, **config) -> CollapseDetector:
-    detector = CollapseDetector(CollapseConfig(**config))
+def watched(rows, **config) -> DivergenceDetector:
+    detector = DivergenceDetector(DivergenceConfig(**config))
     for step, metrics in rows.items():
         detector.observe(step, metrics)
     return detector
 
 
-def test_a_run_that_is_well_is_sound_where_it_was_measured():
+def test_a_healthy_run_is_sound_where_it_was_measured():
     detector = watched({0: {ACCURACY: 0.4}, 1: {"actor/ppo_kl": 0.01}, 2: {ACCURACY: 0.6}, 3: {}})
     assert detector.found == {}
     # Evaluation measures the end of its step, training the end of the step before.
@@ -25,12 +25,12 @@ def test_a_run_that_is_well_is_sound_where_it_was_measured():
     assert detector.sound_steps == [2, 3]
 
 
-def test_half_of_the_best_accuracy_is_a_collapse_until_it_is_back():
+def test_half_of_the_best_accuracy_is_a_divergence_until_it_recovers():
     detector = watched({0: {ACCURACY: 0.4}, 10: {ACCURACY: 0.8}, 11: {}, 12: {}})
     (fault,) = detector.observe(20, {ACCURACY: 0.39})
     assert fault == f"{ACCURACY} 0.39 has lost more than 50% of 0.8"
     assert detector.sound_steps == [10, 11]
-    # It is told once, and steps that look well meanwhile do not count.
+    # It is reported once, and steps without faults in between do not count.
     assert detector.observe(21, {"actor/ppo_kl": 0.0}) == []
     assert detector.observe(30, {ACCURACY: 0.1}) == []
     assert detector.sound_steps == [10, 11]
@@ -53,15 +53,15 @@ def test_a_reward_that_falls_by_a_set_amount():
     assert fault == "critic/score/mean -0.5 is 1.2 below 0.7"
 
 
-def test_one_that_learns_from_nothing_is_not_ruined():
+def test_a_run_that_starts_at_zero_has_not_diverged():
     detector = watched({0: {ACCURACY: 0.0}, 10: {ACCURACY: 0.0}, 20: {ACCURACY: 0.01}})
     assert detector.found == {} and detector.sound_steps == [20]
 
 
-def test_a_resumed_run_judges_the_same():
+def test_a_resumed_run_decides_the_same():
     detector = watched({0: {ACCURACY: 0.8}, 9: {}})
     detector.observe(10, {ACCURACY: 0.1})
-    again = CollapseDetector(CollapseConfig())
+    again = DivergenceDetector(DivergenceConfig())
     again.restore(detector.record())
     for one in (detector, again):
         assert one.observe(20, {ACCURACY: 0.3}) == []
@@ -80,6 +80,6 @@ def test_a_resumed_run_judges_the_same():
         ({"ranges": {"a": (float("nan"), 1)}}, r"ranges\.a"),
     ],
 )
-def test_settings_that_cannot_be_meant(changes, message):
+def test_invalid_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CollapseConfig(), **changes)
+        dataclasses.replace(DivergenceConfig(), **changes)

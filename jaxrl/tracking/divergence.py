@@ -1,14 +1,14 @@
-"""Has training ruined the model? Judged by metrics, so that a checkpoint from before can be kept.
+"""Detects divergence of training by metrics, so that a checkpoint from before it is kept.
 
-A learning rate that is too high ruins weights within a step, and they are finite: nothing stops, and a few
-saves later every checkpoint holds them. So each step's metrics are looked at, and it is remembered at which
-steps the weights were last found sound:
+With a learning rate that is too high, the weights can diverge within one step and stay finite. The run
+continues, and a few saves later all of its checkpoints are useless. The detector therefore checks the metrics
+of each step and remembers the newest steps with sound weights:
 
     step               18      19      20      21      22
-    training metrics   fine    fine    fine    out     out       what step 20 began with was fine: 19
-    evaluation         .75             .74             .02       20 was measured and was fine
+    training metrics   fine    fine    fine    out     out     measure weights before the step: 19 is sound
+    evaluation         .75             .74             .02     measures weights after the step: 20 is sound
 
-Not covered: stopping or going back by itself; that is for a person to decide.
+Not covered: stopping the run or going back to a checkpoint. That decision is left to the user.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Annotated, Any
 
 from jaxrl.checks import check_fields, coefficient, positive, shown
 
-# Metrics of evaluations, of which more is better.
+# Prefix of evaluation accuracies; higher is better.
 _EVALUATION = "val-core/"
 _REWARD = "critic/score/mean"
 
 
 @dataclasses.dataclass(frozen=True)
-class CollapseConfig:
-    """When a model counts as ruined; a checkpoint from before is then kept, and a message says so.
+class DivergenceConfig:
+    """Thresholds for divergence. On divergence the run prints a message and keeps a checkpoint from before.
 
     Attributes:
-      accuracy_loss: share of the best accuracy in evaluation (any `val-core/` metric) whose loss is a
-        collapse: at 0.5, less than half of the best. 1 does not look.
-      reward_loss: how far `critic/score/mean` may fall below its best, in units of reward; 0 does not look.
-      ranges: metric -> (low, high); outside of it is a collapse. The defaults are far from what training that
-        works shows: half a nat a token is a large step of a policy; a loss of 20 nats a token is worse than
-        guessing among a million tokens.
+      accuracy_loss: largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
+        best value: 0.5 detects divergence below half of the best. 1 disables the check.
+      reward_loss: largest allowed fall of `critic/score/mean` below its best value, in units of reward;
+        0 disables the check.
+      ranges: allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
+        training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats per token
+        is worse than guessing among a million tokens.
     """
 
     accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
@@ -59,15 +60,15 @@ def _is_range(bounds: Any) -> bool:
     return numbers and bounds[0] < bounds[1]
 
 
-class CollapseDetector:
-    """Follows the metrics of a stage.
+class DivergenceDetector:
+    """Checks the metrics of a training stage for divergence.
 
     Attributes:
-      found: what is wrong at present, a sentence for each metric, by metric.
+      found: present faults: metric -> one sentence.
     """
 
-    def __init__(self, config: CollapseConfig):
-        """Args: what counts as a collapse."""
+    def __init__(self, config: DivergenceConfig):
+        """Args: the thresholds."""
         self._config = config
         self._best: dict[str, float] = {}
         self._evaluated_step: int | None = None
@@ -75,10 +76,15 @@ class CollapseDetector:
         self.found: dict[str, str] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Takes in the metrics of a step, which were measured on its way, evaluation at its end.
+        """Checks the metrics of one step.
+
+        Args:
+          step: number of the step.
+          metrics: metrics of the step. Training metrics are measured with the weights at its beginning,
+            evaluation metrics with those at its end.
 
         Returns:
-          What has gone wrong with this step and was not wrong before.
+          One sentence for each fault that is new at this step.
         """
         before = dict(self.found)
         for name in metrics:
@@ -87,7 +93,7 @@ class CollapseDetector:
             if fault is not None:
                 self.found[name] = fault
         if not self.found:
-            # A step's own metrics tell how good the weights were that it began with.
+            # Training metrics of a step are measured with the weights of the step before.
             self._trained_step = max(step - 1, 0)
             if any(name.startswith(_EVALUATION) for name in metrics):
                 self._evaluated_step = step
@@ -95,7 +101,7 @@ class CollapseDetector:
 
     @property
     def sound_steps(self) -> list[int]:
-        """Steps whose weights were found sound: the newest by evaluation, and by training if newer."""
+        """The newest step that an evaluation found sound, and the newest by training metrics if later."""
         evaluated, trained = self._evaluated_step, self._trained_step
         if trained is None:
             return []
@@ -122,10 +128,10 @@ class CollapseDetector:
         self._best[name] = max(value, self._best.get(name, value))
         return self._best[name]
 
-    # What outlives a step
+    # Saving and restoring
 
     def record(self) -> dict[str, Any]:
-        """JSON-able: what a resumed run needs to judge the same."""
+        """The state of the detector as JSON-able values, for a checkpoint."""
         return {
             "best": dict(self._best),
             "evaluated_step": self._evaluated_step,
@@ -134,6 +140,6 @@ class CollapseDetector:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes on from a record."""
+        """Restores the state that `record` returned."""
         self._best, self.found = dict(record["best"]), dict(record["found"])
         self._evaluated_step, self._trained_step = record["evaluated_step"], record["trained_step"]

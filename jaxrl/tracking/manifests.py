@@ -1,11 +1,11 @@
-"""Seals: checksums of finished checkpoints, by which a reader knows that nothing has changed.
+"""Manifests: one file per checkpoint with the sizes and checksums of its files.
 
-    checkpoints/20/...           what Orbax has written
-    metrics.jsonl                rows to step 20, and later ones
-    checkpoints.seals/20.json    size and CRC-32 of all its files and of those rows; written last
+    checkpoints/20/...           the files that Orbax writes
+    metrics.jsonl                the metric rows of step 20 and before, then later ones
+    checkpoints.seals/20.json    the manifest: size and CRC-32 of each file and of those rows; written last
 
-A checkpoint without its seal was never finished, or not copied whole. A seal that cannot be read spoils its
-own checkpoint and no other; files with other names are nobody's and are ignored.
+A checkpoint without a manifest was never finished, or was copied in part. An unreadable manifest invalidates
+its own checkpoint only. Files with other names are ignored.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from jaxrl.tracking.durable import sync, write_atomically
 from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
 
-UNSEALED = "it has no seal"
-# Where a seal has the checksum of the rows: their path from the checkpoint, which no file of it can have.
+NO_MANIFEST = "it has no manifest"
+# Key of the checksum of the metric rows. It is their path from the checkpoint, so no file of a checkpoint
+# has the same key.
 _ROWS = "../../metrics.jsonl"
 _BLOCK_BYTES = 2**20
 
 
-class Seals:
-    """The seals of a folder of checkpoints."""
+class Manifests:
+    """The manifests of a folder of checkpoints."""
 
     def __init__(self, checkpoints: CheckpointFolder):
-        """Args: of which each is sealed. Nothing is made yet."""
-        self._checkpoints = checkpoints
-        self.folder = checkpoints.seals
-
-    def write(self, step: int, rows: RowChecksum | None = None) -> None:
-        """Seals a checkpoint, whose files are on the disk before its seal is.
+        """Creates no file or folder.
 
         Args:
-          step: of the checkpoint.
-          rows: of the metrics up to this step; None where no metrics are kept.
+          checkpoints: the checkpoints of one training stage.
+        """
+        self._checkpoints = checkpoints
+        self.folder = checkpoints.manifests
+
+    def write(self, step: int, rows: RowChecksum | None = None) -> None:
+        """Writes the manifest of a finished checkpoint, after flushing the checkpoint's files to disk.
+
+        Args:
+          step: the checkpoint's step.
+          rows: checksum of the metric rows up to this step; None if the stage keeps no metrics.
         """
         checkpoint = self._checkpoints.step(step)
         checksums = _checksums(checkpoint)
@@ -46,17 +51,17 @@ class Seals:
         for path in (*checkpoint.rglob("*"), checkpoint, self._checkpoints.path):
             sync(path)
         self.folder.mkdir(exist_ok=True)
-        write_atomically(self._checkpoints.seal(step), json.dumps(checksums).encode())
+        write_atomically(self._checkpoints.manifest(step), json.dumps(checksums).encode())
         sync(self.folder.parent)
 
     def fault(self, step: int) -> str | None:
-        """Why a checkpoint is not as it was written; None if it is. It only reads."""
+        """Returns why a checkpoint is damaged or unfinished; None if it is intact. Reads all of its files."""
         try:
-            written = _parse(self._checkpoints.seal(step).read_bytes())
+            written = _parse(self._checkpoints.manifest(step).read_bytes())
         except FileNotFoundError:
-            return UNSEALED
+            return NO_MANIFEST
         except (OSError, ValueError, RecursionError) as error:
-            return f"its seal cannot be read ({error})"
+            return f"its manifest cannot be read ({error})"
         try:
             found = _checksums(self._checkpoints.step(step))
         except OSError as error:
@@ -71,36 +76,36 @@ class Seals:
         return None
 
     def rows(self, step: int) -> RowChecksum | None:
-        """The checksum of the metrics that a checkpoint was saved with; None if its seal has none."""
+        """The checksum of the metric rows up to a checkpoint; None if the manifest has none or is damaged."""
         try:
-            written = _parse(self._checkpoints.seal(step).read_bytes())
+            written = _parse(self._checkpoints.manifest(step).read_bytes())
             return RowChecksum(*written[_ROWS])
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            # A seal that is damaged is told of as a fault of its checkpoint.
+            # `fault` reports a damaged manifest.
             return None
 
     def remove(self, step: int) -> None:
-        """Removes the seal of a checkpoint, if it has one."""
-        self._checkpoints.seal(step).unlink(missing_ok=True)
+        """Removes the manifest of a checkpoint, if there is one."""
+        self._checkpoints.manifest(step).unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
-        """Steps that have a seal, in order, readable or not, with a checkpoint or without."""
+        """The steps of all manifests in ascending order, also of unreadable ones and without a checkpoint."""
         if not self.folder.is_dir():
             return []
         return numbered(path.stem for path in self.folder.glob("*.json"))
 
 
 def numbered(names) -> list[int]:
-    """The names that are steps as we write them, "0" or "20" but not "020", in order."""
+    """The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not."""
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def _parse(content: bytes) -> dict[str, list[int]]:
-    seal = json.loads(content)
-    whole = isinstance(seal, dict) and seal
-    if not whole or not all(isinstance(checksum, list) for checksum in seal.values()):
+    manifest = json.loads(content)
+    whole = isinstance(manifest, dict) and manifest
+    if not whole or not all(isinstance(checksum, list) for checksum in manifest.values()):
         raise ValueError("it is no table of checksums")
-    return seal
+    return manifest
 
 
 def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
