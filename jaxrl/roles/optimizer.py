@@ -95,29 +95,37 @@ class Schedule(NamedTuple):
 
     They are arguments of the update's program, not constants in it: another rate compiles nothing.
 
+    Quotients are taken here, because XLA multiplies by the inverse of a constant, but divides by an argument:
+    the last bits of a run would depend on which of them it was.
+
     Attributes:
       lr: peak rate.
-      warmup_steps: steps of linear warm-up, at least 1.
+      per_warmup_step: 1 / number of steps of linear warm-up.
       stable_steps: step at which the decay begins.
-      decay_steps: step at which the decay ends; 0 for a constant rate.
+      per_decay_step: 1 / number of steps of the decay; 0 for a constant rate.
       final: rate after the decay, as a share of the peak.
+      half_decay: (1 - final) / 2.
     """
 
     lr: np.float32
-    warmup_steps: np.float32
+    per_warmup_step: np.float32
     stable_steps: np.float32
-    decay_steps: np.float32
+    per_decay_step: np.float32
     final: np.float32
+    half_decay: np.float32
 
     @classmethod
     def of(cls, config: OptimConfig) -> Schedule:
         """The schedule of an optimiser's settings."""
+        length = config.lr_decay_steps - config.lr_stable_steps
+        one = np.float32(1)
         return cls(
-            np.float32(config.lr),
-            np.float32(max(1, config.lr_warmup_steps)),
-            np.float32(config.lr_stable_steps),
-            np.float32(config.lr_decay_steps),
-            np.float32(config.lr_final),
+            lr=np.float32(config.lr),
+            per_warmup_step=one / np.float32(max(1, config.lr_warmup_steps)),
+            stable_steps=np.float32(config.lr_stable_steps),
+            per_decay_step=one / np.float32(length) if config.lr_decay_steps else np.float32(0),
+            final=np.float32(config.lr_final),
+            half_decay=np.float32((1 - config.lr_final) * 0.5),
         )
 
 
@@ -128,8 +136,7 @@ def learning_rate(schedule: Schedule, step: jax.Array) -> jax.Array:
     from 1: with a rate of 0 the first step would train nothing.
     """
     step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(1.0, (step + 1) / schedule.warmup_steps)
-    length = jnp.maximum(1.0, schedule.decay_steps - schedule.stable_steps)
-    done = jnp.clip((step - schedule.stable_steps) / length, 0.0, 1.0)
-    cosine = schedule.final + (1 - schedule.final) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-    return schedule.lr * warmup * jnp.where(schedule.decay_steps > 0, cosine, 1.0)
+    warmup = jnp.minimum(1.0, (step + 1) * schedule.per_warmup_step)
+    done = jnp.clip((step - schedule.stable_steps) * schedule.per_decay_step, 0.0, 1.0)
+    cosine = schedule.final + schedule.half_decay * (1 + jnp.cos(jnp.pi * done))
+    return schedule.lr * warmup * jnp.where(schedule.per_decay_step > 0, cosine, 1.0)

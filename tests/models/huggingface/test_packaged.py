@@ -302,9 +302,7 @@ def test_gguf_becomes_a_hugging_face_directory(tmp_path):
     assert config.tie_embeddings
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(tensors) == {
-        row.tensor_name(position)
-        for row in weight_table(config)
-        for position in row.positions()
+        row.tensor_name(position) for row in weight_table(config) for position in row.positions()
     }
     down = tensors["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(down, stored["blk.1.ffn_down"])
