@@ -583,7 +583,7 @@ def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
         tmp_path,
         problems,
         num_steps=4,
-        algorithm=AlgorithmConfig(recipe="grpo", updates_per_step=1),
+        algorithm=AlgorithmConfig(dataflow="grpo", updates_per_step=1),
         # Weights that diverge in their first update, and finite.
         optim=OptimConfig(lr=3.0, lr_warmup_steps=0),
         run=dataclasses.replace(whole.run, output=str(tmp_path), num_steps=4, keep_checkpoints=1),
