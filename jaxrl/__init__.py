@@ -8,7 +8,8 @@ metrics = jaxrl.train("grpo_tiny", num_steps=10)
 import importlib
 from typing import Any
 
-__all__ = ["open_run", "train"]
+# Found by `__getattr__`.
+__all__ = ["open_run", "train"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
