@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the reference pages, the README as first page, and files outside of `docs/` that pages link.
+"""Hooks of mkdocs: reference pages, the README as first page, and files outside of `docs/` that pages link.
 
-Nothing of it is written into `docs/`. A linked file of the repository (a benchmark's results, a recipe) becomes
+Nothing is written into `docs/`. A linked file of the repository (results of a benchmark, a recipe) becomes
 a page under `repository/`, and the link is changed to it, so that the site needs no server with the sources.
 """
 

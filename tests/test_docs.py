@@ -1,5 +1,6 @@
 """The documentation: every link leads somewhere, and the site builds without warnings."""
 
+import dataclasses
 import os
 import pathlib
 import posixpath
@@ -25,6 +26,35 @@ def test_links_lead_to_files(page):
     links = LINK.findall(CODE.sub("", page.read_text()))
     files = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert not [link for link in files if not pathlib.Path(page.parent, link).exists()]
+
+
+@pytest.mark.parametrize("page", ["tutorial", "from_trl", "troubleshooting", "faq"])
+def test_settings_that_a_page_names_exist(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    known = set(config_tree.leaf_names(Config))
+    groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count("."))}
+    groups |= {field.name for field in dataclasses.fields(Config)}
+    tables = {name for name, kind in config_tree.leaf_types(Config).items() if "dict" in str(kind)}
+    named = set(re.findall(r"(?:`|config\.)((?:[a-z]\w*\.)+[a-z]\w*)", text))
+    named = {name for name in named if name.split(".")[0] in groups and not name.endswith("_")}
+    files = {name for name in named if name.endswith((".py", ".md", ".jsonl", ".html"))}
+    inside = {name for name in named if any(name.startswith(f"{table}.") for table in tables)}
+    assert not named - files - inside - known - groups
+
+
+def test_errors_that_the_page_of_symptoms_quotes_are_raised():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "jaxrl").rglob("*.py")]
+    for quoted in (
+        "this run lacks",
+        "unknown setting",
+        "compiled programs are not kept",
+        "is in use by",
+        "no intact checkpoint is left",
+        "groups with",
+    ):
+        assert f"`{quoted}" in page, quoted
+        assert any(quoted in source for source in sources), quoted
 
 
 @pytest.mark.slow
