@@ -443,39 +443,28 @@ def _layout(verl: _Verl, result: Import) -> None:
     names = [f"{_ACTOR}.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
     if any([verl.get(name) for name in names]):
         result.set("mesh.offload_training_state", True, verl.origin(*names))
-    _rows(
-        verl,
-        result,
-        devices=devices,
-        replicas=d // context * p,
-        width=width if not megatron else t * p,
-    )
+    _rows(verl, result, d=d, replicas=d // context * p, width=1 if megatron else width)
 
 
-def _rows(verl: _Verl, result: Import, *, devices: int, replicas: int, width: int) -> None:
-    """Rows of a microbatch: as many tokens over all devices as verl's micro-batches have."""
-    longest = verl.whole("data.max_prompt_length", 512) + verl.whole(
-        "data.max_response_length", 512
-    )
-    dynamic = bool(verl.get(f"{_ACTOR}.use_dynamic_bsz", False))
-    tokens_name, size_name = (
-        f"{_ACTOR}.ppo_max_token_len_per_gpu",
-        f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    )
-    per_gpu, size = verl.whole(tokens_name, 16384), verl.whole(size_name)
-    if dynamic:
-        rows, why = per_gpu * devices // longest, verl.origin(tokens_name)
+def _rows(verl: _Verl, result: Import, *, d: int, replicas: int, width: int) -> None:
+    """Rows of a microbatch: as many tokens on each device as verl's micro-batches have.
+
+    Activations are split over d. A tensor group holds the same rows, so its size does not count.
+    """
+    limits = (verl.whole(f"data.max_{what}_length", 512) for what in ("prompt", "response"))
+    longest = sum(limits)
+    tokens_name = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    size_name = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    tokens, size = verl.whole(tokens_name, 16384), verl.whole(size_name)
+    if verl.get(f"{_ACTOR}.use_dynamic_bsz", False):
+        rows, why = tokens * d // longest, f"{verl.origin(tokens_name)}, x {d} replicas"
     elif size:
-        rows, why = size * devices // width, verl.origin(size_name)
+        rows, why = size * d // width, f"{verl.origin(size_name)}, x {d} replicas"
     else:
         rows, why = replicas, "one for each replica"
     result.set("train.row_tokens", longest, "the longest prompt and response")
-    result.set(
-        "train.rows", max(1, rows // replicas) * replicas, f"{why}: tokens of all devices at once"
-    )
-    result.set(
-        "train.logprob_chunk_tokens", min(longest, 2048), "verl has the logits of a micro-batch"
-    )
+    result.set("train.rows", max(1, rows // replicas) * replicas, why)
+    result.set("train.logprob_chunk_tokens", min(longest, 2048), "logits at a time")
     result.set("train.dtype", "bfloat16", "verl's mixed precision; master weights are float32")
     result.set("rollout.slots", "auto", "as many samples at a time as fit")
 

@@ -77,7 +77,7 @@ def test_dapo_32b(tmp_path, monkeypatch):
         "mesh.fsdp": 16,
         "mesh.offload_training_state": True,
         "train.row_tokens": 22528,
-        "train.rows": 128,
+        "train.rows": 16,
         "evaluation.temperature": 1.0,
         "evaluation.top_p": 0.7,
         "evaluation.num_samples": 1,
@@ -121,7 +121,7 @@ def test_grpo_on_gsm8k(tmp_path, monkeypatch):
         "mesh.train": "1-2-2",
         "mesh.generate": "1-2-1-2",
         "mesh.fsdp": 2,
-        "train.rows": 160,
+        "train.rows": 80,
         "evaluation.temperature": 0.0,
         "evaluation.every": 14 * 15,  # never but at the end
         "run.num_steps": 14 * 15,
