@@ -13,6 +13,7 @@ import pytest
 from jaxrl import cli
 from jaxrl.config import config_tree
 from jaxrl.config.schema import Config
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from tests.extras import needs_extra
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -85,3 +86,14 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert not broken
     # Nothing generated stays in the sources.
     assert not (ROOT / "docs" / "reference").exists()
+
+
+def test_layouts_that_pages_name_are_layouts():
+    text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("mesh", "from_verl"))
+    rows = re.findall(r"\| `(\d+-\d+-\d+)`(?:, `sharding.*?`)? \| (.*?) \| (.*?) \|", text)
+    assert len(rows) > 10
+    for train, *others in rows:
+        (generate,) = (cell.strip("`") for cell in others if "-" in cell)
+        (fsdp,) = (int(cell) for cell in others if cell.isdecimal())
+        layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
+        assert layout.d % fsdp == 0
