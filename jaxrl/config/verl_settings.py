@@ -320,6 +320,13 @@ class _Verl:
         value = self._given.get(name)
         return default if value is None else value
 
+    def text(self, name: str, default: Any = None) -> Any:
+        """As `get`; raises UserError if the value is no text."""
+        value = self.get(name, default)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{name} = {value!r} of verl: expected a text; correct it")
+        return value
+
     def number(self, name: str, default: Any = None) -> Any:
         """As `get`; raises UserError if the value is no number."""
         value = self.get(name, default)
@@ -396,7 +403,7 @@ def _layout(verl: _Verl, result: Import) -> None:
     generation shard hold tensor shards in training too, and t x fsdp devices hold one copy of the state.
     """
     devices = verl.whole("trainer.nnodes", 1) * verl.whole("trainer.n_gpus_per_node", 8)
-    megatron = verl.get(f"{_ACTOR}.strategy", "fsdp") == "megatron"
+    megatron = verl.text(f"{_ACTOR}.strategy", "fsdp") == "megatron"
     verl.get("critic.strategy")
     t_g = verl.whole(f"{_ROLLOUT}.tensor_model_parallel_size", 2 if devices > 1 else 1)
     width = verl.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1)
@@ -484,8 +491,8 @@ def _model(verl: _Verl, result: Import) -> None:
     if rank:
         result.set("model.lora.rank", rank, verl.origin(f"{_MODEL}.lora_rank"))
         if targets != "all-linear":
-            names = [targets] if isinstance(targets, str) else targets
-            known = tuple(_LORA_TARGETS[name] for name in names if name in _LORA_TARGETS)
+            names = targets if isinstance(targets, list) else [targets]
+            known = tuple(_LORA_TARGETS[str(name)] for name in names if str(name) in _LORA_TARGETS)
             if len(known) < len(names):
                 result.remarks.append(
                     f"target_modules {targets!r}: only {', '.join(_LORA_TARGETS)} can have adapters."
@@ -497,7 +504,7 @@ def _model(verl: _Verl, result: Import) -> None:
 
 
 def _data(verl: _Verl, result: Import) -> None:
-    prompt_key = verl.get("data.prompt_key", "prompt")
+    prompt_key = verl.text("data.prompt_key", "prompt")
     for files, first, others in (
         ("data.train_files", "data.train", "data.sources"),
         ("data.val_files", "data.evaluation", "data.evaluations"),
@@ -560,7 +567,7 @@ def _rewards(verl: _Verl, result: Import) -> None:
 
 
 def _dataflow(verl: _Verl, result: Import) -> None:
-    estimator = verl.get("algorithm.adv_estimator", "gae")
+    estimator = verl.text("algorithm.adv_estimator", "gae")
     if estimator not in ADVANTAGES:
         raise UserError(
             f"algorithm.adv_estimator {estimator!r} of verl has no counterpart; choose one of "
@@ -621,7 +628,7 @@ def _group_filter(verl: _Verl, result: Import, *, on: bool) -> None:
 
 
 def _loss(verl: _Verl, result: Import) -> None:
-    mode = verl.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    mode = verl.text(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode not in LOSSES:
         raise UserError(
             f"policy_loss.loss_mode {mode!r} of verl has no counterpart; choose one of {', '.join(LOSSES)}"
@@ -660,7 +667,7 @@ def _loss(verl: _Verl, result: Import) -> None:
         verl.origin(*names, f"{_ACTOR}.clip_ratio_c") if options.keys() & {"clip_low"} else setting
     )
     result.set("algorithm.loss_options", options, why)
-    aggregation = verl.get(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    aggregation = verl.text(f"{_ACTOR}.loss_agg_mode", "token-mean")
     aggregation = "seq-mean-token-mean" if mode == "sapo" else str(aggregation)
     result.set("algorithm.aggregation", aggregation, verl.origin(f"{_ACTOR}.loss_agg_mode"))
     scale = verl.number(f"{_ACTOR}.loss_scale_factor", verl.whole("data.max_response_length", 512))
@@ -680,7 +687,7 @@ def _kl(verl: _Verl, result: Import) -> None:
         result.set("algorithm.kl.loss_estimate", _estimate(name, kind), verl.origin(name))
     control = "algorithm.kl_ctrl"
     coef, kind = verl.number(f"{control}.kl_coef", 0.001), verl.get("algorithm.kl_penalty", "kl")
-    adaptive = verl.get(f"{control}.type", "fixed") == "adaptive"
+    adaptive = verl.text(f"{control}.type", "fixed") == "adaptive"
     target, horizon = (
         verl.number(f"{control}.target_kl", 0.1),
         verl.number(f"{control}.horizon", 10000),
@@ -712,7 +719,8 @@ def _correction(verl: _Verl, result: Import) -> None:
     bounds, bypass = get("rollout_rs_threshold"), get("bypass_mode", False)
     loss_type = get("loss_type", "ppo_clip")
     if weights:
-        low, high = _bounds(threshold) if "_" in str(threshold) else (0.0, float(threshold))
+        # A single number cuts weights from above alone.
+        low, high = _bounds(threshold) if "_" in str(threshold) else (0.0, _bound(threshold))
         result.set(f"{ours}.weights", str(weights), verl.origin(f"{_CORRECTION}.rollout_is"))
         result.set(f"{ours}.highest", high, verl.origin(f"{_CORRECTION}.rollout_is_threshold"))
         result.set(f"{ours}.lowest", low, "IcePop sets weights outside of both bounds to 0")
@@ -730,7 +738,7 @@ def _correction(verl: _Verl, result: Import) -> None:
                 f"{ours}.reject.{over}_ratio", (1 / high, 1 / low), f"{name} {bound}, inverted"
             )
         else:
-            result.set(f"{ours}.reject.{name}", float(bound), f"{name} {bound}")
+            result.set(f"{ours}.reject.{name}", _bound(bound), f"{name} {bound}")
     if bypass:
         result.set(f"{ours}.bypass", True, verl.origin(f"{_CORRECTION}.bypass_mode"))
         if loss_type == "reinforce":
@@ -740,16 +748,24 @@ def _correction(verl: _Verl, result: Import) -> None:
 
 def _bounds(text: Any) -> tuple[float, float]:
     """(lowest, highest) of "lo_hi"; of a single number c it is (1/c, c)."""
+    low, _, high = str(text).partition("_")
+    if not high:
+        return 1 / _bound(low), _bound(low)
+    if _bound(low) > _bound(high):
+        raise UserError(f"bound {text!r} of verl's rollout_correction: write the lower one first")
+    return _bound(low), _bound(high)
+
+
+def _bound(text: Any) -> float:
     try:
-        numbers = [float(part) for part in str(text).split("_")]
-        low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
-        if not 0 < low <= high:
-            raise ValueError(text)
-    except (ValueError, ZeroDivisionError) as error:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = 0.0
+    if not value >= 1e-30:
         raise UserError(
-            f"bound {text!r} of verl's rollout_correction: expected a number or LOW_HIGH; correct it"
-        ) from error
-    return low, high
+            f"bound {text!r} of verl's rollout_correction: expected a number above 0; correct it"
+        )
+    return value
 
 
 # Schedules.
@@ -785,7 +801,7 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
         elif steps:
             result.set(setting, steps, f"trainer.{frequency} {every}: at the end only")
     _learning_rate(verl, result, steps)
-    resume = verl.get("trainer.resume_mode", "auto")
+    resume = verl.text("trainer.resume_mode", "auto")
     if resume in ("auto", "disable"):
         value = "auto" if resume == "auto" else "never"
         result.set("run.resume", value, verl.origin("trainer.resume_mode"))
@@ -796,7 +812,7 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
         )
     loggers = verl.get("trainer.logger", ["console"])
     project = verl.get("trainer.project_name", "verl_examples")
-    if "wandb" in loggers:
+    if loggers == "wandb" or (isinstance(loggers, list) and "wandb" in loggers):
         result.set("run.wandb_project", str(project), verl.origin("trainer.logger"))
     if (hosts := verl.whole("trainer.nnodes", 1)) > 1:
         result.remarks.append(

@@ -6,11 +6,13 @@ import re
 import pytest
 
 from jaxrl import cli
+from jaxrl.commands.import_verl import recipe_text
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
 from jaxrl.config.verl_files import read_verl
 from jaxrl.config.verl_settings import SAME, convert_settings
+from jaxrl.errors import UserError
 
 SCRIPTS = pathlib.Path(__file__).parent / "verl"
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_verl.md"
@@ -207,7 +209,7 @@ def test_a_recipe_is_not_written_over(tmp_path, capsys):
         (
             "x a.b=1 algorithm.rollout_correction.rollout_rs=token_k1 "
             "algorithm.rollout_correction.rollout_rs_threshold=7_x\n",
-            "expected a number or LOW_HIGH",
+            "expected a number above 0",
         ),
     ],
 )
@@ -296,3 +298,37 @@ def test_fsdp_with_tensor_parallel_rollout_is_a_layout(given, train, generate, f
     found = convert_settings({f"trainer.{name}": value for name, value in given.items()})
     settings = {line.setting: line.value for line in found.lines}
     check(settings, {"mesh.train": train, "mesh.generate": generate, "mesh.fsdp": fsdp})
+
+
+@pytest.mark.parametrize("odd", ["word", -1, 0, 0.5, [1], ["a", None], True, 10**30, "a_b", ""])
+def test_odd_values_are_refused_or_written(odd):
+    for script in sorted(SCRIPTS.iterdir()):
+        file = read_verl(script)
+        for name in (*file.settings, *(row.verl for row in SAME)):
+            try:
+                found = convert_settings(file.settings | {name: odd})
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                compile(recipe_text("run.sh", file, found), name, "exec")
+
+
+def test_rules_of_the_correction_are_converted():
+    prefix = "algorithm.rollout_correction"
+    found = convert_settings(
+        {
+            f"{prefix}.rollout_is": "sequence",
+            f"{prefix}.rollout_is_threshold": "0.5_5.0",
+            f"{prefix}.rollout_rs": "token_k1,seq_mean_k3",
+            f"{prefix}.rollout_rs_threshold": "2.0,0.01",
+        }
+    )
+    settings = {line.setting: line.value for line in found.lines}
+    expected = {
+        "algorithm.correction.weights": "sequence",
+        "algorithm.correction.lowest": 0.5,
+        "algorithm.correction.highest": 5.0,
+        "algorithm.correction.reject.token_ratio": (0.5, 2.0),
+        "algorithm.correction.reject.seq_mean_k3": 0.01,
+    }
+    check(settings, expected)
