@@ -40,7 +40,7 @@ def check(settings, expected):
 
 
 def test_dapo_32b(tmp_path, monkeypatch):
-    for name in ("NNODES", "MODEL_PATH", "TRAIN_FILE", "RAY_DATA_HOME", "CKPTS_DIR", "TEST_FILE"):
+    for name in ("NODES", "MODEL", "ROOT", "CKPTS"):
         monkeypatch.delenv(name, raising=False)
     settings, text = imported(tmp_path, SCRIPTS / "dapo_32b.sh")
     expected = {
@@ -86,6 +86,7 @@ def test_dapo_32b(tmp_path, monkeypatch):
         "evaluation.every": 5,
         "run.save_every": 5,
         "run.wandb_project": "DAPO",
+        "run.output": "data/ckpts/DAPO-Qwen2.5-32B",
     }
     check(settings, expected)
     assert "1-8-16, not 1-1-128" in text.replace("\n# ", " ")
