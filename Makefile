@@ -8,7 +8,7 @@ SEED ?= 0
 # What is installed besides jaxrl itself: for the demo nothing, for all else what tests and checks need, which
 # adds to the same environment. EXTRAS=dev,parity adds torch and Transformers, which some tests compare with;
 # they skip without them, and fail where their extra is named but not there.
-EXTRAS ?= $(if $(filter-out demo demo-lm,$(or $(MAKECMDGOALS),demo)),dev)
+EXTRAS ?= $(if $(filter docs,$(MAKECMDGOALS)),docs,$(if $(filter-out demo demo-lm,$(or $(MAKECMDGOALS),demo)),dev))
 comma := ,
 # A stamp per extra, so that one named later is installed then, and one that is there is not again.
 INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))
@@ -16,7 +16,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm test test-all check format clean
+.PHONY: demo demo-lm docs test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -30,6 +30,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m ""
+
+# The documentation as a site in build/site; a warning is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/python -m mkdocs build --strict
 
 # What pre-commit and CI run: format, lint, types, tests.
 check: $(INSTALLED)

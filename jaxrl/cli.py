@@ -62,6 +62,9 @@ COMMANDS = {
         "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"
     ),
     "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
+    "import-verl": Command(
+        "jaxrl.commands.import_verl:main", "writes a recipe from verl's YAML or command line"
+    ),
     "doctor": Command(
         "jaxrl.commands.doctor_command:main", "looks whether this machine is ready to train"
     ),

@@ -91,3 +91,8 @@ def test_a_misspelt_extra_is_refused(make):
     installed, ran, errors = make("test", "EXTRAS=dev,partiy", status=2)
     assert "EXTRAS names ['partiy']; known are ['aot', 'aot-gpu', 'dev'," in errors
     assert installed == ran == []
+
+
+def test_the_site_installs_what_builds_it(make):
+    assert make("docs")[0] == [".[docs]"]
+    assert make("docs")[0] == []

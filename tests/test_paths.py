@@ -111,6 +111,8 @@ COMMANDS = {
         "{}",
     ],
     "browse": ["browse", "{}"],
+    "import-verl": ["import-verl", "{}"],
+    "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
     "plan --save": ["plan", *TINY, "--topology", "v5p:2x2x1", "--save", "{}"],

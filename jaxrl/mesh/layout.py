@@ -131,6 +131,7 @@ class ParallelLayout:
                 raise UserError(
                     f"mesh.generate {generate}: {what}={gen} does not divide {what[0]}={train} of mesh.train "
                     f"{config.train}; generation shards are unions of training shards, so choose a divisor"
+                    + (_fsdp_remedy(t_g, p * t * d) if what == "t_g" else "")
                 )
         if (d_g, d_again) != (p * t // (p_g * t_g), d):
             raise UserError(
@@ -145,6 +146,17 @@ class ParallelLayout:
                 f"does not divide d={d} of mesh.train {config.train}; all are shares of the d replicas"
             )
         return ParallelLayout(p, t, d, p_g, t_g, *shares)
+
+
+def _fsdp_remedy(t_g: int, devices: int) -> str:
+    """The layout with the sharding of verl's FSDP over all devices and its rollout TP of t_g."""
+    if t_g > devices or devices % t_g:
+        return ""
+    d = devices // t_g
+    return (
+        f" (FSDP over {devices} devices with tensor parallel {t_g} in generation is mesh.train 1-{t_g}-{d}, "
+        f"mesh.fsdp {d}, mesh.generate 1-{t_g}-1-{d})"
+    )
 
 
 def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:

@@ -73,6 +73,7 @@ def test_a_generate_layout_that_is_not_four_sizes_is_refused(generate):
     [
         ("1-4-2", "1-3-1-2", "t_g=3 does not divide t=4"),
         ("1-4-2", "1-8-1-2", "t_g=8 does not divide t=4"),
+        ("1-1-4", "1-2-1-2", "is mesh.train 1-2-2, mesh.fsdp 2, mesh.generate 1-2-1-2"),
         ("4-1-2", "3-1-1-2", "p_g=3 does not divide p=4"),
         # The remedy is the layout that would have been right.
         ("1-4-2", "1-2-4-2", "use 1-2-2-2"),

@@ -1,0 +1,251 @@
+"""Writes a recipe from settings of verl: a YAML file, or the shell script of a run.
+
+    jaxrl import-verl run_dapo_qwen2.5_32b.sh --out my_dapo.py
+    jaxrl import-verl ppo_trainer.yaml --num_train_prompts 7473 --out my_ppo.py
+
+Each line of the recipe says which setting of verl it was made of. Settings without a counterpart are named at
+its top, with the reason. The script is read, not executed; variables that it does not assign are taken from
+the environment. docs/from_verl.md has the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import pathlib
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl.checks import check_path
+from jaxrl.config.command_line import load_config
+from jaxrl.config.config_tree import leaf_types, type_name
+from jaxrl.config.schema import Config
+from jaxrl.config.verl_files import VerlFile, read_verl
+from jaxrl.config.verl_settings import Import, Line, convert_settings
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.files import shown_path
+
+_WIDTH = 100
+_MAX_OF_A_GROUP = 4
+_FUNCTION = """
+
+def get_config():
+    config = to_config_dict(Config())
+"""
+_IMPORTS = """
+from jaxrl.config.config_tree import to_config_dict
+from jaxrl.config.schema import Config
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with program name and arguments; returns the exit status."""
+    program, *arguments = argv
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file or shell script of verl")
+    parser.add_argument("--out", default="", help="recipe to write; standard output without it")
+    parser.add_argument(
+        "--num_train_prompts", type=int, default=0, help="prompts in the training files, for epochs"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        _import(args.file, args.out, args.num_train_prompts)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def recipe_text(source: str, file: VerlFile, found: Import) -> str:
+    """The text of a recipe.
+
+    Args:
+      source: name of verl's file.
+      file: its settings.
+      found: what they were converted to.
+    """
+    names = {line.setting: line.value for line in found.lines}
+    return "".join(
+        [
+            f'"""{names.get("name", "A recipe")}: imported from settings of verl."""\n\n',
+            *(f"{line}\n" for line in _remarks(source, file, found)),
+            _IMPORTS,
+            _FUNCTION,
+            *(f"{line}\n" for line in _assignments(found.lines)),
+            "    return config.lock()\n",
+        ]
+    )
+
+
+def _import(path: str, out: str, num_train_prompts: int) -> None:
+    check_path("FILE", path)
+    check_path("--out", out)
+    if num_train_prompts < 0:
+        raise UserError(f"--num_train_prompts {num_train_prompts}: expected 0 or more")
+    file = read_verl(path)
+    found = convert_settings(file.settings, num_train_prompts=num_train_prompts)
+    text = recipe_text(shown_path(path), file, found)
+    fault = _fault_of(text)
+    if out:
+        try:
+            with pathlib.Path(out).open("x") as target:
+                target.write(text)
+        except FileExistsError as error:
+            raise UserError(f"{out} is there already; name another file") from error
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror}") from error
+    else:
+        print(text, end="")
+    without = sum(map(len, found.without.values()))
+    print(
+        f"{len(found.lines)} settings; {without} of verl's have no counterpart, {len(found.unknown)} are not "
+        "known; the recipe names them",
+        file=sys.stderr,
+    )
+    if fault:
+        raise UserError(f"the recipe was written, and is refused as it stands: {fault}")
+
+
+def _fault_of(text: str) -> str:
+    """Why a recipe is refused; "" if it loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "imported.py")
+        path.write_text(text)
+        try:
+            load_config(Config, str(path), {})
+        except UserError as error:
+            return str(error).removeprefix(f"{path}:")
+    return ""
+
+
+def _remarks(source: str, file: VerlFile, found: Import) -> Iterator[str]:
+    yield from _comment(f"Imported from {source}.")
+    for remark in found.remarks:
+        yield from _comment(remark)
+    if found.without:
+        yield from _comment("Without a counterpart, and why:")
+    for reason, names in found.without.items():
+        yield from _comment(f"  {reason}: {', '.join(_shortened(names))}")
+    if found.unknown:
+        yield from _comment("Not known to jaxrl; see docs/from_verl.md:")
+        yield from _comment(f"  {', '.join(found.unknown)}")
+    if file.unresolved:
+        yield from _comment("Not resolved, since the file does not say their values:")
+    for name, value in file.unresolved.items():
+        yield from _comment(f"  {name} = {value}")
+
+
+def _shortened(names: Sequence[str]) -> Iterator[str]:
+    """The names, with long groups of them as one: a composed file of verl has 900 settings."""
+    groups = collections.defaultdict(list)
+    for name in names:
+        groups[".".join(name.split(".")[:3])].append(name)
+    for group, members in groups.items():
+        if len(members) > _MAX_OF_A_GROUP:
+            yield f"{group}.* ({len(members)})"
+        else:
+            yield from members
+
+
+def _comment(text: str) -> Iterator[str]:
+    # Names and values are those of a file: a line break in one would end the comment.
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    indent = "# " + " " * (len(text) - len(text.lstrip()))
+    yield from textwrap.wrap(
+        text.strip(),
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + ("  " if text.startswith(" ") else ""),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _assignments(lines: Sequence[Line]) -> Iterator[str]:
+    """The lines of `get_config`, in the order of the settings, with a blank line between groups."""
+    kinds = leaf_types(Config)
+    rank = {name: number for number, name in enumerate(kinds)}
+    group = ""
+    # The last value of a setting counts.
+    for line in sorted(
+        _merged({line.setting: line for line in lines}.values(), kinds),
+        key=lambda x: rank[x.setting],
+    ):
+        if line.setting.rpartition(".")[0] and line.setting.partition(".")[0] != group:
+            group = line.setting.partition(".")[0]
+            yield ""
+        yield from _assignment(
+            line.setting, _literal(line.value, type_name(kinds[line.setting])), line.why
+        )
+
+
+def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
+    """The lines with entries of free-form dicts (data.sources.more.path) collected to a dict each."""
+    tables: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line.setting in kinds:
+            yield line
+            continue
+        table = next(
+            name for name in kinds if line.setting.startswith(f"{name}.") and _is_table(kinds[name])
+        )
+        *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
+        entry = tables.setdefault(table, {})
+        for name in groups:
+            entry = entry.setdefault(name, {})
+        entry[leaf] = line.value
+    yield from (Line(table, entries, "") for table, entries in tables.items())
+
+
+def _is_table(kind: Any) -> bool:
+    return type_name(kind).startswith("dict")
+
+
+def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
+    line = f"    config.{setting} = {literal}"
+    why = "".join(c if c.isprintable() else "?" for c in why)
+    short = why.replace("actor_rollout_ref.", "")
+    if not why:
+        yield line
+    elif len(line) + len(short) + 4 <= _WIDTH:
+        yield f"{line}  # {short}"
+    else:
+        yield from textwrap.wrap(
+            short,
+            _WIDTH,
+            initial_indent="    # ",
+            subsequent_indent="    # ",
+            break_long_words=False,
+        )
+        yield line
+
+
+def _literal(value: Any, kind: str) -> str:
+    if isinstance(value, dict):
+        return (
+            "{" + ", ".join(f"{_literal(k, '')}: {_literal(v, '')}" for k, v in value.items()) + "}"
+        )
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and "float" in kind
+        and "int" not in kind
+    ):
+        value = float(value)
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    if isinstance(value, tuple):
+        return (
+            "("
+            + ", ".join(_literal(item, "") for item in value)
+            + ("," if len(value) == 1 else "")
+            + ")"
+        )
+    text = repr(value)
+    plain = isinstance(value, str) and '"' not in value and "\\" not in text
+    return f'"{value}"' if plain else text

@@ -1,0 +1,335 @@
+"""`jaxrl import-verl`: scripts and files of verl become recipes with the same settings."""
+
+import pathlib
+import re
+
+import pytest
+
+from jaxrl import cli
+from jaxrl.commands.import_verl import recipe_text
+from jaxrl.config.command_line import load_config
+from jaxrl.config.config_tree import flatten_config
+from jaxrl.config.schema import Config
+from jaxrl.config.verl_files import read_verl
+from jaxrl.config.verl_settings import SAME, convert_settings
+from jaxrl.errors import UserError
+
+SCRIPTS = pathlib.Path(__file__).parent / "verl"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_verl.md"
+
+
+def imported(tmp_path, source, *arguments, status=0):
+    """(settings by dotted name, text of the recipe) of a file of verl."""
+    out = tmp_path / "recipe.py"
+    assert cli.main(["jaxrl", "import-verl", str(source), "--out", str(out), *arguments]) == status
+    return flatten_config(load_config(Config, str(out), {})), out.read_text()
+
+
+def refused(tmp_path, capsys, text, name="run.sh"):
+    """The one line that a file is refused with."""
+    source = tmp_path / name
+    source.write_text(text) if isinstance(text, str) else source.write_bytes(text)
+    assert cli.main(["jaxrl", "import-verl", str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and not out
+    return err
+
+
+def check(settings, expected):
+    assert {name: settings[name] for name in expected} == expected
+
+
+def test_dapo_32b(tmp_path, monkeypatch):
+    for name in ("NODES", "MODEL", "ROOT", "CKPTS"):
+        monkeypatch.delenv(name, raising=False)
+    settings, text = imported(tmp_path, SCRIPTS / "dapo_32b.sh")
+    expected = {
+        "name": "DAPO-Qwen2.5-32B",
+        "weights": "data/models/Qwen2.5-32B",
+        "tokenizer.path": "data/models/Qwen2.5-32B",
+        "data.train.path": "data/data/dapo-math-17k.parquet",
+        "data.evaluation.path": "data/data/aime-2024.parquet",
+        "data.max_prompt_tokens": 2048,
+        "data.overlong": "left",
+        "data.chat": True,
+        "rollout.max_response_tokens": 20480,
+        "rollout.num_prompts": 512,
+        "rollout.num_samples": 16,
+        "rollout.generation_prompts": 1536,
+        "rollout.max_generation_batches": 10,
+        "rollout.keep_groups": "correctness",
+        "rollout.top_k": 0,
+        "reward.grader": "answer",
+        "reward.overlong_buffer_tokens": 4096,
+        "reward.overlong_penalty": 1.0,
+        "algorithm.dataflow": "dapo",
+        "algorithm.advantage": "grpo",
+        "algorithm.loss_options.clip_low": 0.2,
+        "algorithm.loss_options.clip_high": 0.28,
+        "algorithm.loss_options.dual_clip": 10.0,
+        "algorithm.aggregation": "token-mean",
+        "algorithm.updates_per_step": 16,
+        "algorithm.kl.loss_coef": 0.0,
+        "algorithm.kl.reward_coef": 0.0,
+        "optim.lr": 1e-6,
+        "optim.lr_warmup_steps": 10,
+        "optim.weight_decay": 0.1,
+        "mesh.train": "1-8-16",
+        "mesh.generate": "1-4-2-16",
+        "mesh.fsdp": 16,
+        "mesh.offload_training_state": True,
+        "train.row_tokens": 22528,
+        "train.rows": 16,
+        "evaluation.temperature": 1.0,
+        "evaluation.top_p": 0.7,
+        "evaluation.num_samples": 1,
+        "evaluation.every": 5,
+        "run.save_every": 5,
+        "run.wandb_project": "DAPO",
+        "run.output": "data/ckpts/DAPO-Qwen2.5-32B",
+    }
+    check(settings, expected)
+    assert "1-8-16, not 1-1-128" in text.replace("\n# ", " ")
+    assert "rollout.memory_fraction" in text and "gpu_memory_utilization" in text
+    assert "Not known" not in text
+
+
+def test_grpo_on_gsm8k(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA", "/data")
+    script = SCRIPTS / "grpo_gsm8k.sh"
+    settings, text = imported(tmp_path, script, "--num_train_prompts", "14973")
+    expected = {
+        "name": "qwen2.5_7b",
+        "weights": "Qwen/Qwen2.5-7B-Instruct",
+        "data.train.path": "/data/gsm8k/train.parquet",
+        "data.evaluation.path": "/data/gsm8k/test.parquet",
+        "data.overlong": "drop",
+        "model.lora.rank": 64,
+        "model.lora.alpha": 32.0,
+        "model.lora.targets": ("q", "v"),
+        "algorithm.dataflow": "grpo",
+        "algorithm.advantage_options.normalize_std": False,
+        "algorithm.loss_options.clip_high": 0.2,  # verl's defaults, not ours
+        "algorithm.loss_options.dual_clip": 3.0,
+        "algorithm.aggregation_options.scale": 1024.0,
+        "algorithm.updates_per_step": 4,
+        "algorithm.kl.loss_coef": 0.001,
+        "algorithm.kl.loss_estimate": "k3",
+        "algorithm.correction.weights": "token",
+        "algorithm.correction.highest": 2.0,
+        "algorithm.correction.reject.token_ratio": (0.25, 2.0),
+        "optim.lr": 3e-6,
+        "optim.weight_decay": 0.01,
+        "optim.lr_warmup_steps": 0,
+        "mesh.train": "1-2-2",
+        "mesh.generate": "1-2-1-2",
+        "mesh.fsdp": 2,
+        "train.rows": 80,
+        "evaluation.temperature": 0.0,
+        "evaluation.every": 14 * 15,  # never but at the end
+        "run.num_steps": 14 * 15,
+        "run.save_every": 20,
+        "run.wandb_project": "",
+        "reward.overlong_buffer_tokens": 0,
+    }
+    check(settings, expected)
+    assert settings["data.sources.train_2.path"] == "/data/math/train.parquet"
+    assert settings["data.evaluations.evaluation_2.path"] == "/data/math/test.parquet"
+    assert (
+        "Not known to jaxrl; see docs/from_verl.md:\n#   actor_rollout_ref.actor.clip_ration"
+        in text
+    )
+    assert "my_reward.py:score" in text
+
+
+def test_ppo_with_a_critic(tmp_path):
+    settings, text = imported(tmp_path, SCRIPTS / "ppo_critic.yaml")
+    expected = {
+        "name": "ppo_1024",
+        "data.train.path": str(pathlib.Path.home() / "data/gsm8k/train.parquet"),
+        "train.remat": "none",
+        "algorithm.dataflow": "ppo",
+        "algorithm.advantage": "gae",
+        "algorithm.advantage_options.lam": 0.95,
+        "algorithm.whiten": True,
+        "algorithm.epochs": 2,
+        "algorithm.kl.reward_coef": 0.002,
+        "algorithm.kl.reward_estimate": "k1",
+        "algorithm.kl.target": 0.2,
+        "algorithm.kl.horizon": 5000.0,
+        "critic.lr": 2e-5,
+        "critic.clip": 0.4,
+        "critic.epochs": 2,
+        "critic.warmup_steps": 5,
+        "critic.weights": "Qwen/Qwen2-7B-Instruct",
+        "optim.lr_warmup_steps": 20,
+        "optim.lr_decay_steps": 200,
+        "optim.lr_final": 0.1,
+        "mesh.train": "2-4-2",
+        "mesh.generate": "1-2-4-2",
+        "mesh.sharding": "ZeRO-1",
+        "evaluation.temperature": 0.6,
+        "evaluation.num_samples": 4,
+        "run.num_steps": 200,
+        "run.wandb_project": "ppo",
+    }
+    check(settings, expected)
+    assert "trainer.default_local_dir = ${nowhere.at_all}/x" in text
+    assert "2 hosts" in text
+
+
+def test_the_recipe_goes_to_standard_output_without_out(capsys):
+    assert cli.main(["jaxrl", "import-verl", str(SCRIPTS / "ppo_critic.yaml")]) == 0
+    out, err = capsys.readouterr()
+    compile(out, "recipe", "exec")
+    assert 'config.name = "ppo_1024"' in out and " have no counterpart" in err
+
+
+def test_a_recipe_is_not_written_over(tmp_path, capsys):
+    script = str(SCRIPTS / "ppo_critic.yaml")
+    out = tmp_path / "mine.py"
+    out.write_text("mine")
+    assert cli.main(["jaxrl", "import-verl", script, "--out", str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err and out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo hello\n", "has no setting of verl"),
+        ("", "has no setting of verl"),
+        ("python3 -m x data.train_files='abc\n", ":1: a quote or an array is not closed"),
+        ("n=$((2 ** x)); y\n", r":1: \$\(\(2 \*\* x\)\) cannot be computed"),
+        ("n=$((1 / 0))\n", "cannot be computed"),
+        (b"\xff\xfe", "not UTF-8"),
+        ("python a.py data.train_batch_size=many\n", "expected a number"),
+        ("python a.py data.train_batch_size=100\n", "does not divide by ppo_mini_batch_size 256"),
+        ("python a.py algorithm.adv_estimator=best\n", "choose one of gae, grpo"),
+        ("python a.py trainer.n_gpus_per_node=3\n", "3 devices of verl do not divide"),
+        ("python a.py trainer.n_gpus_per_node=0\n", "at least 1"),
+        (
+            "x a.b=1 algorithm.rollout_correction.rollout_rs=token_k1 "
+            "algorithm.rollout_correction.rollout_rs_threshold=7_x\n",
+            "expected a number above 0",
+        ),
+    ],
+)
+def test_a_malformed_script_is_one_line(tmp_path, capsys, text, message):
+    assert re.search(message, refused(tmp_path, capsys, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: [1, 2\n", r":2 is no YAML"),
+        ("- 1\n", "has no groups of settings"),
+        ("a: 1\n", "has no setting of verl"),
+        ("data: &x {y: *x}\n", "nests more than|is no YAML"),
+        ("data: {a: '${data.b}', b: '${data.a}'}\n", "do not end"),
+        (
+            "data: {a0: '', "
+            + ", ".join(f"a{n}: '${{data.a{n - 1}}}${{data.a{n - 1}}}'" for n in range(1, 40))
+            + "}\n",
+            "do not end",
+        ),
+    ],
+)
+def test_a_malformed_yaml_is_one_line(tmp_path, capsys, text, message):
+    assert re.search(message, refused(tmp_path, capsys, text, "verl.yaml"))
+
+
+def test_names_and_values_of_a_file_execute_nothing(tmp_path):
+    source = tmp_path / "verl.yaml"
+    source.write_text(
+        'trainer: {experiment_name: "\\"\\"\\"\\nraise SystemExit(7)", "a\\nraise SystemExit(8)": 1}\n'
+        'data: {train_files: "x\\"\\nraise SystemExit(9)"}\n'
+    )
+    settings, text = imported(tmp_path, source)
+    assert settings["data.train.path"] == 'x"\nraise SystemExit(9)'
+    assert "trainer.a?raise SystemExit(8)" in text
+
+
+def test_a_refused_recipe_is_written_and_says_why(tmp_path, capsys):
+    source, out = tmp_path / "run.sh", tmp_path / "recipe.py"
+    source.write_text("python a.py actor_rollout_ref.rollout.temperature=-1\n")
+    assert cli.main(["jaxrl", "import-verl", str(source), "--out", str(out)]) == 2
+    assert "refused as it stands: rollout.temperature -1.0 is below" in capsys.readouterr().err
+    assert "config.rollout.temperature = -1" in out.read_text()
+
+
+def test_the_page_has_every_setting_with_one_counterpart():
+    page = PAGE.read_text()
+    for row in SAME:
+        assert f"`{row.verl.removeprefix('actor_rollout_ref.')}`" in page, row.verl
+        assert f"`{row.jaxrl}`" in page, row.jaxrl
+
+
+def test_values_are_read_as_hydra_reads_them(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "B=$((4 * (2 + 1)))\nexport N=${NOT_SET_ANYWHERE:-x$B}\n"
+        "python a.py data.a=1e-6 data.b=yes data.c=null data.d=[a,1] ++data.e='a b' \\\n"
+        "  # data.f=1 \\\n"
+        "  data.g=$N data.h=$NOT_SET_ANYWHERE 'data.i=${data.a}' data.j=.5 # data.k=2\n"
+    )
+    file = read_verl(script)
+    assert file.settings == {
+        "data.a": 1e-6,
+        "data.b": "yes",
+        "data.c": None,
+        "data.d": ["a", 1],
+        "data.e": "a b",
+        "data.g": "x12",
+        "data.i": 1e-6,
+        "data.j": 0.5,
+    }
+    assert file.unresolved == {"data.h": "$NOT_SET_ANYWHERE"}
+
+
+@pytest.mark.parametrize(
+    ("given", "train", "generate", "fsdp"),
+    [
+        ({"n_gpus_per_node": 1}, "1-1-1", "1-1-1-1", 1),
+        ({"n_gpus_per_node": 4}, "1-2-2", "1-2-1-2", 2),
+        ({"n_gpus_per_node": 8}, "1-2-4", "1-2-1-4", 4),
+        ({"n_gpus_per_node": 8, "nnodes": 4}, "1-2-16", "1-2-1-16", 16),
+    ],
+)
+def test_fsdp_with_tensor_parallel_rollout_is_a_layout(given, train, generate, fsdp):
+    found = convert_settings({f"trainer.{name}": value for name, value in given.items()})
+    settings = {line.setting: line.value for line in found.lines}
+    check(settings, {"mesh.train": train, "mesh.generate": generate, "mesh.fsdp": fsdp})
+
+
+@pytest.mark.parametrize("odd", ["word", -1, 0, 0.5, [1], ["a", None], True, 10**30, "a_b", ""])
+def test_odd_values_are_refused_or_written(odd):
+    for script in sorted(SCRIPTS.iterdir()):
+        file = read_verl(script)
+        for name in (*file.settings, *(row.verl for row in SAME)):
+            try:
+                found = convert_settings(file.settings | {name: odd})
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                compile(recipe_text("run.sh", file, found), name, "exec")
+
+
+def test_rules_of_the_correction_are_converted():
+    prefix = "algorithm.rollout_correction"
+    found = convert_settings(
+        {
+            f"{prefix}.rollout_is": "sequence",
+            f"{prefix}.rollout_is_threshold": "0.5_5.0",
+            f"{prefix}.rollout_rs": "token_k1,seq_mean_k3",
+            f"{prefix}.rollout_rs_threshold": "2.0,0.01",
+        }
+    )
+    settings = {line.setting: line.value for line in found.lines}
+    expected = {
+        "algorithm.correction.weights": "sequence",
+        "algorithm.correction.lowest": 0.5,
+        "algorithm.correction.highest": 5.0,
+        "algorithm.correction.reject.token_ratio": (0.5, 2.0),
+        "algorithm.correction.reject.seq_mean_k3": 0.01,
+    }
+    check(settings, expected)

@@ -1,0 +1,99 @@
+"""The documentation: every link leads somewhere, and the site builds without warnings."""
+
+import dataclasses
+import os
+import pathlib
+import posixpath
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl import cli
+from jaxrl.config import config_tree
+from jaxrl.config.schema import Config
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from tests.extras import needs_extra
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page):
+    links = LINK.findall(CODE.sub("", page.read_text()))
+    files = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert not [link for link in files if not pathlib.Path(page.parent, link).exists()]
+
+
+@pytest.mark.parametrize("page", ["tutorial", "from_trl", "from_verl", "troubleshooting", "faq"])
+def test_settings_that_a_page_names_exist(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    if page == "from_verl":  # the first column has names of verl
+        text = "\n".join(re.findall(r"^\|[^|\n]*\|(.*)$", text, re.MULTILINE))
+    known = set(config_tree.leaf_names(Config))
+    groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count("."))}
+    groups |= {field.name for field in dataclasses.fields(Config)}
+    tables = {name for name, kind in config_tree.leaf_types(Config).items() if "dict" in str(kind)}
+    named = set(re.findall(r"(?:`|config\.)((?:[a-z]\w*\.)+[a-z]\w*)", text))
+    named = {name for name in named if name.split(".")[0] in groups and not name.endswith("_")}
+    files = {name for name in named if name.endswith((".py", ".md", ".jsonl", ".html"))}
+    inside = {name for name in named if any(name.startswith(f"{table}.") for table in tables)}
+    assert named & known and not named - files - inside - known - groups
+
+
+def test_errors_that_the_page_of_symptoms_quotes_are_raised():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "jaxrl").rglob("*.py")]
+    for quoted in (
+        "this run lacks",
+        "unknown setting",
+        "compiled programs are not kept",
+        "is in use by",
+        "no intact checkpoint is left",
+        "groups with",
+        "training stops here",
+    ):
+        assert f"`{quoted}" in page, quoted
+        assert any(quoted in source for source in sources), quoted
+
+
+@pytest.mark.slow
+@needs_extra("docs", "mkdocs")
+def test_the_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    settings = (tmp_path / "reference" / "settings.html").read_text()
+    for name in config_tree.leaf_names(Config):
+        assert f"<code>{name}</code>" in settings, name
+    commands = (tmp_path / "reference" / "commands.html").read_text()
+    for name in cli.COMMANDS:
+        assert f"usage: jaxrl {name}" in commands, name
+    assert "user_reward" in (tmp_path / "reference" / "names.html").read_text()
+    broken = []
+    for page in tmp_path.rglob("*.html"):
+        for link in re.findall(r'(?:href|src)="([^"#?]+)[^"]*"', page.read_text()):
+            if "://" in link or link.startswith(("mailto:", "data:", "/")):
+                continue
+            if not pathlib.Path(posixpath.normpath(page.parent / link)).exists():
+                broken.append(f"{page.relative_to(tmp_path)}: {link}")
+    assert not broken
+    # Nothing generated stays in the sources.
+    assert not (ROOT / "docs" / "reference").exists()
+
+
+def test_layouts_that_pages_name_are_layouts():
+    text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("mesh", "from_verl"))
+    rows = re.findall(r"\| `(\d+-\d+-\d+)`(?:, `sharding.*?`)? \| (.*?) \| (.*?) \|", text)
+    assert len(rows) > 10
+    for train, *others in rows:
+        (generate,) = (cell.strip("`") for cell in others if "-" in cell)
+        (fsdp,) = (int(cell) for cell in others if cell.isdecimal())
+        layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
+        assert layout.d % fsdp == 0
