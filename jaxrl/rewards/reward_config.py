@@ -35,7 +35,7 @@ class JudgeConfig:
       weight: weight of the judge's score in the reward.
       template: prompt of the judge, with {response} and optionally {question} and {answer}.
       chat: whether to apply the chat template of the judge's tokenizer.
-      low, high: range of the score at the end of the verdict ("Score: 7").
+      score_range: lowest and highest score at the end of the verdict ("Score: 7").
       failed_score: score of a response whose verdict has none.
       max_response_chars: characters of a response; a longer one keeps its end.
       max_prompt_tokens, max_verdict_tokens: longest prompt and verdict.
@@ -46,8 +46,7 @@ class JudgeConfig:
     weight: Annotated[float, score()] = 1.0
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
     chat: bool = True
-    low: Annotated[float, score()] = 0.0
-    high: Annotated[float, score()] = 10.0
+    score_range: tuple[Annotated[float, score()], Annotated[float, score()]] = (0.0, 10.0)
     failed_score: Annotated[float, score()] = 0.0
     max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
@@ -57,7 +56,8 @@ class JudgeConfig:
     def __post_init__(self):
         check_fields(self)
         JudgeTemplate(self.template)
-        score_parser(low=self.low, high=self.high)
+        low, high = self.score_range
+        score_parser(low=low, high=high)
 
 
 @dataclasses.dataclass(frozen=True)

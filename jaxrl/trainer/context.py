@@ -260,7 +260,7 @@ def check_evaluation_fits(config: Config, num_problems: int) -> None:
         tokens,
         settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
         f"rollout.max_response_tokens {tokens:,}",
-        remedy="lower evaluation.num_samples, or data.evaluation.limit",
+        remedy="lower evaluation.num_samples, or data.evaluation.size",
     )
 
 

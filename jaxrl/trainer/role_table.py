@@ -280,12 +280,13 @@ def _model_reward(model: RewardModel, config: Config) -> RewardTerm:
 
 def _judge_reward(judge: GenerativeJudge, config: Config) -> RewardTerm:
     options = config.reward.judge
+    low, high = options.score_range
     return JudgeReward(
         "judge",
         options.weight,
         judge,
         JudgeTemplate(options.template, options.max_response_chars, judge.special_texts),
-        score_parser(low=options.low, high=options.high),
+        score_parser(low=low, high=high),
         options.failed_score,
     )
 

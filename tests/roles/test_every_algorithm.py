@@ -266,7 +266,7 @@ def test_a_kl_estimate_by_its_name(name):
             {
                 "algorithm__loss": "geo_mean",
                 "algorithm__loss_options": {},
-                "algorithm__correction__reject__token_k3": 0.1,
+                "algorithm__correction__reject": {"token_k3": 0.1},
             },
             "correction.reject.token_k3 corrects single tokens of it",
         ),
@@ -296,7 +296,7 @@ def test_a_kl_estimate_by_its_name(name):
         (
             {
                 "algorithm__correction__bypass": True,
-                "algorithm__correction__veto": 1e-4,
+                "algorithm__correction__reject": {"veto": 1e-4},
                 "train__load_balancing_coef": 0.01,
             },
             "train.load_balancing_coef is divided before",

@@ -540,10 +540,10 @@ def make(index, rng):
 
 def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, problems):
     (tmp_path / "made.py").write_text(MADE)
-    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), limit=6)
+    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), size=6)
     data = DataConfig(
         train=few,
-        evaluation=SourceConfig(path=str(problems / "evaluation.jsonl"), limit=2),
+        evaluation=SourceConfig(path=str(problems / "evaluation.jsonl"), size=2),
         sources={"made": SourceConfig(path=f"{tmp_path / 'made.py'}:make", weight=0.5)},
         template="{prompt}\n",
         max_prompt_tokens=24,
