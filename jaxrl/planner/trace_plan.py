@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.extend import core as jax_core
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
@@ -35,7 +36,6 @@ from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import step_shape
 from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algos.registry import lookup
+from jaxrl.config.model_shape import check_policy, tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
@@ -31,7 +32,6 @@ from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.user_environment import environment_of
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
 from jaxrl.trainer.role_models import (
     RoleModels,
     check_same_tokens,

@@ -22,6 +22,7 @@ from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
+from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.checkpoints import Checkpoints, all_meet
 from jaxrl.tracking.collapse import CollapseConfig, CollapseDetector
@@ -31,7 +32,6 @@ from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.timers import Timers
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.run_files import keep_run_files
 
 logger = logging.getLogger(__name__)

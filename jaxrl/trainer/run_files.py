@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.config.config_tree import format_config
+from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
@@ -20,7 +21,6 @@ from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
-from jaxrl.trainer.model_shape import tokenizer_directory
 
 logger = logging.getLogger(__name__)
 

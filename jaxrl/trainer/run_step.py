@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
@@ -16,7 +17,6 @@ from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.losses import likelihood
-from jaxrl.trainer.batch_shapes import row_limits, step_shape
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.role_table import ROLES, PhaseParts
 from jaxrl.trainer.roles import Roles
