@@ -60,7 +60,6 @@ def trace_plan(config: Config) -> Plan:
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
     updates, flops = _traced(roles)
-    hardware = f" ({config.hardware})" if config.hardware else ""
     pools = tuple(
         PlannedPool(
             pool.name,
@@ -72,7 +71,7 @@ def trace_plan(config: Config) -> Plan:
     )
     notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen))
     return Plan(
-        title=f"{config.name}, {algorithm.dataflow.title}{hardware}",
+        title=f"{config.name}, {algorithm.dataflow.title}",
         pools=pools,
         notes=(*notes, *describe_flow(roles), *flops),
         left_out=tuple(_left_out(roles)),

@@ -22,7 +22,7 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.kept_rollouts import KeptRollouts
-from jaxrl.trainer.context import RunContext, training_sampling
+from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
@@ -82,7 +82,7 @@ class RlStage(TrainingStage):
         self._starting_params = starting_params
         self._graders = graders_of(run.config, run.problems.settings)
         self._prompts = prompt_stream(run)
-        self._generation = Generation(roles.actor, training_sampling(run), timer)
+        self._generation = Generation(roles.actor, run.sampling, timer)
         self._state = StepState(run)
         self._evaluation = Evaluation(run, self._graders)
         # Last, because it starts a process and only `close` ends it: nothing after this may raise.
