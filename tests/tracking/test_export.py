@@ -184,7 +184,7 @@ def test_training_goes_on_from_an_exported_adapter(tmp_path):
         model=ADAPTED, weights=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")
     )
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
-    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, None)
+    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
     run = RunContext(
         config,
         algorithm_of(config),
