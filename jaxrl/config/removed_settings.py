@@ -22,6 +22,7 @@ REMOVED = {
     "preference.optim": "set optim",
     "reward.judge.high": "set reward.judge.score_range, (0.0, 10.0)",
     "reward.judge.low": "set reward.judge.score_range, (0.0, 10.0)",
+    "reward.judge.max_response_chars": "it is twice reward.judge.max_prompt_tokens",
     "rollout.if_too_few": "set rollout.on_shortage",
     "rollout.smallest_bucket": "the engine chooses it",
     "rollout.unroll": "the engine chooses it",

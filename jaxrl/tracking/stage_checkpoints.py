@@ -1,8 +1,8 @@
 """The checkpoints of a training stage, with what a resumed stage needs besides the learners' states.
 
-restore                       the states and the record of the newest intact checkpoint
-note, start_saving, commit    a finished step: its record, its states, then its seal beside the rows of the log
-save_after_failure            the last finished step, unless the failed one has changed the learners
+resume                       the states and the record of the newest intact checkpoint
+start_saving, commit_step    a finished step: its states, then its seal beside the rows of the log
+save_after_failure           the last finished step, unless the failed one has changed the learners
 """
 
 from __future__ import annotations

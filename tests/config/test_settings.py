@@ -147,7 +147,6 @@ MEANT = {
             "model.rope_theta",
             "model.vocab_size",
             "reward.judge.max_prompt_tokens",
-            "reward.judge.max_response_chars",
             "reward.judge.max_verdict_tokens",
             "reward.judge.slots",  # where a judge is loaded, its memory is counted from its own shape
             "seed",
