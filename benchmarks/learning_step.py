@@ -192,7 +192,7 @@ def measure_update(rounds: int) -> Iterator[Figure]:
     lengths = [tokens] * 64
     operations = float(training_flops(MODEL, np.array(lengths)).sum())
     chain, operations_of_chain = product_chain(MODEL, rows * tokens, layers)
-    options = {"rows": rows, "tokens": tokens, "unroll": MODEL.num_layers}
+    options = {"rows": rows, "tokens": tokens}
     taken = in_turns({"update": updating(MODEL, lengths, **options), "products": chain}, rounds)
     scale = operations / operations_of_chain
     ideal = Seconds(taken["products"].cpu * scale, taken["products"].clock * scale)
@@ -245,7 +245,7 @@ def measure_packing(rounds: int) -> Iterator[Figure]:
         shape_for(lengths, rows=8, tokens=longest), microbatches=len(lengths) // 8
     )
     calls = {
-        "packed": updating(MODEL, lengths, rows=8, tokens=longest, unroll=MODEL.num_layers),
+        "packed": updating(MODEL, lengths, rows=8, tokens=longest),
         "padded": padded_update(lengths, padded),
     }
     taken = in_turns(calls, rounds)
@@ -282,7 +282,7 @@ def padded_update(lengths: Sequence[int], shape: PackedShape) -> Callable[[], An
         sequence=np.where(live, batch.sequence, -1),
         loss_mask=np.where(live, batch.positions >= length // 8, False).astype(np.float32),
     )
-    actor = actor_of(MODEL, shape, unroll=MODEL.num_layers)
+    actor = actor_of(MODEL, shape)
     actor.init()
     placed = actor.place(batch)
     return lambda: (actor.update(placed, LOSS), actor.state)
@@ -354,7 +354,7 @@ def measure_prompts(rounds: int) -> Iterator[Figure]:
     for prompt, answer in ((64, 448), (256, 256), (448, 64)):
         lengths = [prompt + answer] * 32
         # Rows with room for a prompt and several answers.
-        options = {"rows": 2, "tokens": 2048, "unroll": MODEL.num_layers}
+        options = {"rows": 2, "tokens": 2048}
         calls = {
             name: updating(MODEL, lengths, **options, shared=shared)
             for name, shared in (("with each answer", 0), ("once a row", prompt - 1))

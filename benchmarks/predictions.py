@@ -29,6 +29,7 @@ import jax
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
@@ -48,7 +49,6 @@ from jaxrl.planner.simulation.workload import (
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer.cross_checks import shares_forward
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2
@@ -187,7 +187,11 @@ class Ran:
         critic = dataclasses.replace(config.model, num_scores=1)
         forward = passes.inference(config.model, one).total_s * full
         # The first minibatch gets its log-probabilities from the update.
-        shared = 1 - shares_forward(config) / config.algorithm.updates_per_step
+        shared = (
+            1
+            - shares_forward(config.algorithm, config.train.load_balancing_coef)
+            / config.algorithm.updates_per_step
+        )
         slots = GenerationStrategy(1, 1, config.rollout.slots)
         found = {
             "gen": batches * engine.generation(config.model, one, slots).total_s,

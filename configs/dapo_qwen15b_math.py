@@ -22,7 +22,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = to_config_dict(Config())
     config.name = "dapo_qwen15b_math"
-    config.hardware = "one accelerator of 80 GB or more"
     config.weights = "Qwen/Qwen2.5-1.5B"
     config.model = model_shapes("qwen2.5-1.5b")
     config.tokenizer.path = "Qwen/Qwen2.5-1.5B"

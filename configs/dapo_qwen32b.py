@@ -53,20 +53,19 @@ _TEMPLATE = (
 
 # Devices, number of replicas d, and slots on each replica of t_g = 8 devices.
 _LAYOUTS = {
-    "v5p-128": ("TPU v5p:4x4x8, 128 chips of 95 GB", 16, 96),
-    "v6e-256": ("TPU v6e:16x16, 256 chips of 32 GB", 32, 22),
-    "h100-128": ("16 hosts x 8 H100 of 80 GB", 16, 83),
-    "h200-64": ("8 hosts x 8 H200 of 141 GB", 8, 158),
+    "v5p-128": (16, 96),  # TPU v5p:4x4x8, 128 chips of 95 GB
+    "v6e-256": (32, 22),  # TPU v6e:16x16, 256 chips of 32 GB
+    "h100-128": (16, 83),  # 16 hosts x 8 H100 of 80 GB
+    "h200-64": (8, 158),  # 8 hosts x 8 H200 of 141 GB
 }
 
 
 def get_config(layout: str = "v5p-128"):
     if layout not in _LAYOUTS:
         raise UserError(f"layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
-    hardware, d, slots = _LAYOUTS[layout]
+    d, slots = _LAYOUTS[layout]
     config = to_config_dict(Config())
     config.name = "dapo_qwen32b"
-    config.hardware = hardware
     config.weights = "Qwen/Qwen2.5-32B"
     config.tokenizer.path = "Qwen/Qwen2.5-32B"
 

@@ -17,7 +17,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "dapo_qwen32b.py")
     config.name = "dapo_qwen3_30b_a3b"
-    config.hardware = "4 hosts x 8 H100 of 80 GB"
     config.weights = "Qwen/Qwen3-30B-A3B"
     config.tokenizer.path = "Qwen/Qwen3-30B-A3B"
     config.model = model_shapes("qwen3-30b-a3b")

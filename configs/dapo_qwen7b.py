@@ -16,7 +16,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "dapo_qwen32b.py")
     config.name = "dapo_qwen7b"
-    config.hardware = "8 accelerators of 80 GB or more: 8 x H100, or TPU v5p:2x2x2"
     config.weights = "Qwen/Qwen2.5-7B"
     config.tokenizer.path = "Qwen/Qwen2.5-7B"
     config.model = model_shapes("qwen2.5-7b")

@@ -14,7 +14,6 @@ from jaxrl.config.schema import Config
 def get_config():
     config = to_config_dict(Config())
     config.name = "dapo_tiny"
-    config.hardware = "two CPU cores"
 
     # Sums of three one-digit numbers from reasoning-gym, for instance "5 + 9 - 7 =": two written steps.
     for split, seed, size in ((config.data.train, 1, 20_000), (config.data.evaluation, 2, 128)):

@@ -19,7 +19,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = to_config_dict(Config())
     config.name = "grpo_qwen05b_gsm8k"
-    config.hardware = "one accelerator of 24 GB or more"
     config.weights = "Qwen/Qwen2.5-0.5B-Instruct"
     config.model = model_shapes("qwen2.5-0.5b")
     config.tokenizer.path = "Qwen/Qwen2.5-0.5B-Instruct"

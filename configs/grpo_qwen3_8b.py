@@ -16,7 +16,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
     config.name = "grpo_qwen3_8b"
-    config.hardware = "8 accelerators of 80 GB or more: 8 x H100, or TPU v5p:2x2x2"
     config.weights = "Qwen/Qwen3-8B"
     config.model = model_shapes("qwen3-8b")
     config.tokenizer.path = "Qwen/Qwen3-8B"

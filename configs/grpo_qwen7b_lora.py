@@ -21,7 +21,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
     config.name = "grpo_qwen7b_lora"
-    config.hardware = "one accelerator of 40 GB or more"
     config.weights = "Qwen/Qwen2.5-7B-Instruct"
     config.model = model_shapes("qwen2.5-7b")
     config.model.lora.rank = 32

@@ -22,7 +22,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "grpo_qwen05b_gsm8k.py")
     config.name = "ppo_llama8b"
-    config.hardware = "8 accelerators of 80 GB or more"
     config.weights = "meta-llama/Llama-3.1-8B-Instruct"
     config.model = model_shapes("llama-3.1-8b")
     config.tokenizer.path = "meta-llama/Llama-3.1-8B-Instruct"

@@ -19,7 +19,6 @@ from jaxrl.config.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "ppo_llama8b.py")
     config.name = "safe_rlhf_llama8b"
-    config.hardware = "16 accelerators of 80 GB or more: 2 hosts x 8 H100, or TPU v5p:2x2x4"
     config.mesh.train = "1-1-16"
     config.mesh.generate = "1-1-1-16"
     config.mesh.fsdp = 16

@@ -13,14 +13,14 @@ import pathlib
 
 from jaxrl.config.command_line import load_recipe
 from jaxrl.config.config_tree import to_config_dict
-from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.data_config import EvaluationSourceConfig, SourceConfig
 
 
 def get_config():
     config = load_recipe(pathlib.Path(__file__).with_name("dapo_tiny.py"))
     config.name = "sft_conversations_tiny"
     config.data.train = to_config_dict(SourceConfig())
-    config.data.evaluation = to_config_dict(SourceConfig())
+    config.data.evaluation = to_config_dict(EvaluationSourceConfig())
     config.sft.path = "conversations.jsonl"
     config.sft.num_steps = 300
     config.sft.examples_per_step = 16

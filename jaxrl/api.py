@@ -40,6 +40,7 @@ from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
+from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models import lora
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner.resolve import resolved
@@ -48,7 +49,6 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_weights import files_of_run
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.findings import REINFORCEMENT
-from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.program import claimed
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import Roles, build_roles

@@ -59,7 +59,10 @@ LATE_IMPORTS = {
         "jaxrl.tracking.browse.browse_app",
     ): "extra `serve`",
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
-    ("jaxrl/trainer/run_files.py", "jaxrl.tracking.report"): "matplotlib takes a second to import",
+    (
+        "jaxrl/tracking/run_report.py",
+        "jaxrl.tracking.report",
+    ): "matplotlib takes a second to import",
 }
 
 # Whoever imports what a text names, which `imports_of` cannot see.

@@ -32,13 +32,11 @@ def test_every_setting_has_a_help_text(root):
 def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
     given = {
         "slots": 3,
-        "smallest_bucket": 2,
         "prefill_prompts": 1,
         "prefill_chunk_tokens": 64,
         "tokens_per_dispatch": 4,
         "dtype": "float32",
         "kv_dtype": "int8",
-        "unroll": 2,
         "decode_attention": "xla",
     }
     assert set(given) == set(leaf_names(EngineSettings))

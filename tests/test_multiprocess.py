@@ -57,7 +57,7 @@ SETTINGS = {
     "rollout.tokens_per_dispatch": 4,
     "reward.overlong_buffer_tokens": 2,
     # Few problems, so that they are met again by what was learned of them.
-    "data.train.limit": 20,
+    "data.train.size": 20,
     "data.curriculum.by": "pass_rate",
     "train.rows": 4,
     "train.row_tokens": 48,

@@ -50,7 +50,7 @@ CHEAP = {
     "train.row_tokens": 384,
     "train.logprob_chunk_tokens": 64,
     "data.max_prompt_tokens": 368,
-    "data.evaluation.limit": 2,
+    "data.evaluation.size": 2,
     "evaluation.num_samples": 1,
     # A CPU has no products of bfloat16.
     "rollout.dtype": "float32",

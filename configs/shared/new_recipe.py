@@ -23,7 +23,7 @@ def get_config():
     # prompt, and answer or solution, are recognised; prompt_field and answer_field name others.
     config.data.train.path = "openai/gsm8k:main"
     config.data.evaluation.path = "openai/gsm8k:main"
-    config.data.evaluation.limit = 128
+    config.data.evaluation.size = 128
     # Prompts go through the model's chat template. Text around "{prompt}" is your instruction.
     config.data.chat = True
     config.data.template = "{prompt}\nEnd with a line: Answer: NUMBER"

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxrl.checks import check_path
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
+from jaxrl.config.model_shape import tokenizer_of
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
@@ -32,7 +33,6 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.flags import add_flags
 from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
-from jaxrl.trainer.context import tokenizer_of
 from jaxrl.trainer.hub_files import with_hub_files
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 

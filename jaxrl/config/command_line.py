@@ -234,12 +234,16 @@ def _apply_override(
 def _add_entry(
     tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """Adds an entry with default settings if `name` is inside one (data.sources.gsm8k.path).
+    """Adds an entry if `name` is inside one (data.sources.gsm8k.path) or is one (correction.reject.veto).
+
+    An entry of settings begins with their defaults, any other with None.
 
     Returns:
-      Annotations of the entry's settings by dotted name; empty if `name` is not inside an entry.
+      Annotations of the entry's settings by dotted name; empty if `name` belongs to no entry.
     """
     *groups, key, leaf = ["", "", *name.split(".")]
+    if value := config_tree.entry_type(kinds.get(name.removesuffix(f".{leaf}"))):
+        return _add_typed_entry(tree, name, value)
     path = ".".join(filter(None, groups))
     entry = config_tree.entry_class(kinds.get(path))
     if entry is None or not key.isidentifier():
@@ -255,6 +259,15 @@ def _add_entry(
     for other in given:
         entries[key][other] = given[other]
     return {f"{path}.{key}.{other}": kind for other, kind in leaves.items()}
+
+
+def _add_typed_entry(tree: ml_config_dict.ConfigDict, name: str, value: Any) -> dict[str, Any]:
+    """Adds a free-form dict's entry of one value, None, which the override then replaces."""
+    group, _, key = name.rpartition(".")
+    entries = config_path.get_value(group, tree)
+    if key not in entries:
+        entries[key] = ml_config_dict.FieldReference(None, field_type=object)
+    return {name: value | None}
 
 
 def _require_setting(tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str) -> None:

@@ -273,7 +273,11 @@ def _read(annotation: Any, value: Any, path: str, root: type) -> Any:
             raise _wrong_type(path, value, annotation)
         entries = {key: _filled(entry, value[key]) for key in value}
         return {k: _read_group(entry, e, _join(path, k), root) for k, e in entries.items()}
-    return checks.check_value(path, _plain(value), annotation)
+    value = _plain(value)
+    if entry_type(annotation) and _is_mapping(value):
+        # The command line removes an entry by "none".
+        value = {key: entry for key, entry in value.items() if entry is not None}
+    return checks.check_value(path, value, annotation)
 
 
 def _filled(group: type[DataclassInstance], entry: Any) -> Any:
@@ -287,6 +291,12 @@ def _filled(group: type[DataclassInstance], entry: Any) -> Any:
 def entry_class(annotation: Any) -> type[DataclassInstance] | None:
     """The dataclass of a free-form dict's entries; None if the entries are not dataclasses."""
     return group_class(_dict_value_type(annotation)) if _is_dict(annotation) else None
+
+
+def entry_type(annotation: Any) -> Any:
+    """The type of a free-form dict's entries; None if they are groups, dicts or of any type."""
+    value = _dict_value_type(annotation) if _is_dict(annotation) else Any
+    return None if value is Any or group_class(value) or _is_dict(value) else value
 
 
 def _plain(value: Any) -> Any:

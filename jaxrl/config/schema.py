@@ -37,7 +37,6 @@ class Config:
       seed: random seed of weights, data order and sampling.
       weights: Hugging Face directory with the initial weights; "" starts from random weights.
       adapter: PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters.
-      hardware: hardware that the recipe was written for; a note for readers, not used by the program.
       placement: devices of each role, as a dict of pool name -> pool settings in the format of
         `mesh.pools.read_placement`; {} puts all roles on all devices.
     """
@@ -46,7 +45,6 @@ class Config:
     seed: Annotated[int, SEED] = 0
     weights: Annotated[str, PATH] = ""
     adapter: Annotated[str, PATH] = ""
-    hardware: Annotated[str, NAME] = ""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     placement: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from jaxrl.checks import NAME, PATH, check_fields, count, steps
 from jaxrl.roles.optim_config import StageOptimConfig
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P, truncation_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,3 +111,16 @@ class EvaluationConfig:
 
     def __post_init__(self):
         check_fields(self)
+
+    def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
+        """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
+
+        Stop strings and environment belong to the task, so they are those of training.
+        """
+        return dataclasses.replace(
+            training,
+            num_samples=self.num_samples,
+            step=step,
+            temperature=self.temperature,
+            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p),
+        )

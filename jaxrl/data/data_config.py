@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from jaxrl.checks import (
     NAME,
@@ -17,7 +17,7 @@ from jaxrl.checks import (
 )
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
-from jaxrl.data.records import MAX_TASK_SEED, MAX_TASK_SIZE, check_task_options
+from jaxrl.data.records import MAX_TASK_SEED, check_task_options
 from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
 
@@ -26,7 +26,7 @@ MAX_ROWS = 10**9
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceConfig:
+class EvaluationSourceConfig:
     """A source of problems: a file, a function that generates them, or a procedural task of reasoning-gym.
 
     Attributes:
@@ -38,10 +38,9 @@ class SourceConfig:
         another; "" recognises them.
       solution_field: field with worked solutions, for supervised training; None recognises one, if there is.
       task: name of a reasoning-gym data set.
-      size, seed, options: number of problems of a task or a function, its seed, and its own settings. With
-        size 0 problems are generated without end, when they are drawn; evaluation needs a size.
-      limit: number of problems to use, from the first on; 0 uses all.
-      weight: share of its prompts among the training sources, relative to theirs; no effect in evaluation.
+      size: number of problems, from the first on. 0 uses all problems of a file. A task or a function then
+        generates problems without end, when they are drawn; evaluation needs a size.
+      seed, options: seed of a task or a function, and its own settings.
       grader, grader_options: grader of its answers, as reward.grader; "" takes that one.
       template: text around its problems; "" takes data.template.
       chat: whether the chat template renders its problems; None takes data.chat.
@@ -53,11 +52,9 @@ class SourceConfig:
     answer_field: Annotated[str, NAME] = ""
     solution_field: Annotated[str, NAME] | None = None
     task: Annotated[str, NAME] = ""
-    size: Annotated[int, at_least(0, at_most=MAX_TASK_SIZE)] = 0
+    size: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
     seed: Annotated[int, between(0, MAX_TASK_SEED)] = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    limit: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
-    weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
     grader: Annotated[str, PATH] = ""
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     template: Annotated[str, PROSE] = ""
@@ -85,14 +82,20 @@ class SourceConfig:
         return names_function(self.path)
 
     @property
-    def num_generated(self) -> int:
-        """Number of problems of a task or a function; 0 for an endless source."""
-        return min(filter(None, (self.size, self.limit)), default=0)
-
-    @property
     def is_endless(self) -> bool:
         """Whether problems are generated without end."""
-        return (bool(self.task) or self.has_function) and not self.num_generated
+        return (bool(self.task) or self.has_function) and not self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig(EvaluationSourceConfig):
+    """A source of training problems; `EvaluationSourceConfig` documents the inherited settings.
+
+    Attributes:
+      weight: share of its prompts among the training sources, relative to theirs.
+    """
+
+    weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +146,9 @@ class DataConfig:
     """
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
-    evaluation: SourceConfig = dataclasses.field(default_factory=SourceConfig)
+    evaluation: EvaluationSourceConfig = dataclasses.field(default_factory=EvaluationSourceConfig)
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    evaluations: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    evaluations: dict[str, EvaluationSourceConfig] = dataclasses.field(default_factory=dict)
     template: Annotated[str, PROSE] = "{prompt}"
     chat: bool = False
     system_prompt: Annotated[str, PROSE] = ""
@@ -177,7 +180,8 @@ class DataConfig:
     def evaluation_sources(self) -> dict[str, SourceConfig]:
         """Every evaluation source, by the name of its setting; empty if none is named."""
         first = {"data.evaluation": self.evaluation} if self.evaluation.is_named else {}
-        return first | _further("evaluations", self.evaluations)
+        sources = first | _further("evaluations", self.evaluations)
+        return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 
     def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
         """Returns the prompt format of a source.
@@ -197,7 +201,10 @@ class DataConfig:
         )
 
 
-def _further(group: str, sources: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
+_Source = TypeVar("_Source", bound=EvaluationSourceConfig)
+
+
+def _further(group: str, sources: dict[str, _Source]) -> dict[str, _Source]:
     return {f"data.{group}.{name}": source for name, source in sources.items()}
 
 

@@ -170,10 +170,12 @@ def encode_prompts(
 
 
 def evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
-    """Joins the prompts of all evaluation sets.
+    """Joins the prompts of all evaluation sets; without sets there are no prompts.
 
     Their `ids_N`, which seed the sampling, are row numbers over all sets together.
     """
+    if not sources:
+        return Prompts(np.zeros(0, np.int64), (), (), (), ())
     starts = [0, *itertools.accumulate(len(source.lengths) for source in sources)]
     return Prompts.concatenate(
         [

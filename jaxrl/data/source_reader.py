@@ -116,12 +116,11 @@ class _Reader:
     def read_task(self) -> Source:
         """Problems of a task of reasoning-gym, as many as the settings say."""
         settings = self.settings
-        size = settings.size or settings.limit
         records = reasoning_gym_records(
-            settings.task, size=size, seed=settings.seed, **settings.options
+            settings.task, size=settings.size, seed=settings.seed, **settings.options
         )
-        used = tuple(map(self._named, records[: settings.limit or size]))
-        return Source(self.name, settings, self._task_origin, size, used)
+        used = tuple(map(self._named, records))
+        return Source(self.name, settings, self._task_origin, settings.size, used)
 
     def read_endless(self) -> Source:
         """The first problems of an endless function or task, and the means to generate the others."""
@@ -200,8 +199,9 @@ class _Reader:
         settings = self.settings
         if not settings.has_function:
             return open_rows(settings.path)
-        size, seed = settings.num_generated, settings.seed
-        return FunctionRows(settings.path, size=size, seed=seed, options=settings.options)
+        return FunctionRows(
+            settings.path, size=settings.size, seed=settings.seed, options=settings.options
+        )
 
     def _layout(self, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         return recognise(
@@ -226,7 +226,7 @@ class _Reader:
         keys = None if self.keep_duplicates else rows.keys(fields)
         known: dict[Any, tuple[Any, str]] = {}
         for index in range(len(rows)):
-            if self.settings.limit and len(self.records) == self.settings.limit:
+            if self.settings.size and len(self.records) == self.settings.size:
                 return index
             exact = index if keys is None else next(keys)
             if exact not in known:

@@ -75,7 +75,6 @@ class EvaluateConfig(EngineSettings):
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
     tokens: bool = False
     slots: Annotated[int, count(1)] = 64
-    smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     # Wider than the type in EngineSettings: "auto" is resolved when model and devices are known.

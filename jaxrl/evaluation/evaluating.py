@@ -390,6 +390,8 @@ def _engine_config(
         max_prompt_tokens=prompt,
         max_response_tokens=response,
         stop_ids=stop_ids,
+        # Sets often have few problems with answers of very different lengths.
+        smallest_bucket=8,
     )
 
 

@@ -53,7 +53,7 @@ def read_sets(
             path=path,
             prompt_field=prompt_field,
             answer_field=answer_field,
-            limit=limit,
+            size=limit,
         )
         source = read_source(settings, f"--set {path}", refuse_bad_rows=True)
         sets[name] = source.with_readable_truths(

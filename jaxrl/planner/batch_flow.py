@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.planner.planned_roles import PlannedRoles
-from jaxrl.trainer.batch_shapes import step_shape
 
 
 def describe_flow(roles: PlannedRoles) -> tuple[tuple[str, str], ...]:

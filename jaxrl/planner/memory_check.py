@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
+from jaxrl.config.model_shape import is_here, with_stored_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import host_memory_bytes, memory_bytes
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import samples
-from jaxrl.trainer.model_shape import is_here, with_stored_shape
 
 ANY_DEVICE_BYTES = 2**40
 """Memory of a device if none is known: more than any device has."""

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.schema import Config
+from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.planner.memory_check import check_memory_here
 from jaxrl.planner.search.mapping_choice import with_searched_layout
 from jaxrl.planner.slot_choice import with_chosen_slots
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.cross_checks import pools_of
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.program import claimed, is_settled
 
 

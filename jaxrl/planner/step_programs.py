@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.programs import (
     Program,
@@ -20,7 +21,6 @@ from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.reward_model import RewardModel
-from jaxrl.trainer.batch_shapes import step_shape
 from jaxrl.trainer.cross_checks import compared_role
 
 

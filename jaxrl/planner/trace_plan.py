@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.extend import core as jax_core
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
@@ -35,7 +36,6 @@ from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.batch_shapes import step_shape
 from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
 
@@ -60,7 +60,6 @@ def trace_plan(config: Config) -> Plan:
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
     updates, flops = _traced(roles)
-    hardware = f" ({config.hardware})" if config.hardware else ""
     pools = tuple(
         PlannedPool(
             pool.name,
@@ -72,7 +71,7 @@ def trace_plan(config: Config) -> Plan:
     )
     notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen))
     return Plan(
-        title=f"{config.name}, {algorithm.dataflow.title}{hardware}",
+        title=f"{config.name}, {algorithm.dataflow.title}",
         pools=pools,
         notes=(*notes, *describe_flow(roles), *flops),
         left_out=tuple(_left_out(roles)),

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from jaxrl.checks import (
     PATH,
     PROSE,
-    at_least,
     between,
     check_fields,
     check_value,
@@ -35,10 +34,10 @@ class JudgeConfig:
       weight: weight of the judge's score in the reward.
       template: prompt of the judge, with {response} and optionally {question} and {answer}.
       chat: whether to apply the chat template of the judge's tokenizer.
-      low, high: range of the score at the end of the verdict ("Score: 7").
+      score_range: lowest and highest score at the end of the verdict ("Score: 7").
       failed_score: score of a response whose verdict has none.
-      max_response_chars: characters of a response; a longer one keeps its end.
-      max_prompt_tokens, max_verdict_tokens: longest prompt and verdict.
+      max_prompt_tokens: longest prompt. Of a response the last two characters per token are in it.
+      max_verdict_tokens: longest verdict.
       slots: number of verdicts decoded at once.
     """
 
@@ -46,10 +45,8 @@ class JudgeConfig:
     weight: Annotated[float, score()] = 1.0
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
     chat: bool = True
-    low: Annotated[float, score()] = 0.0
-    high: Annotated[float, score()] = 10.0
+    score_range: tuple[Annotated[float, score()], Annotated[float, score()]] = (0.0, 10.0)
     failed_score: Annotated[float, score()] = 0.0
-    max_response_chars: Annotated[int, at_least(1, at_most=MAX_RESPONSE_CHARS)] = 8000
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
     slots: Annotated[int, count(1)] = 64
@@ -57,7 +54,13 @@ class JudgeConfig:
     def __post_init__(self):
         check_fields(self)
         JudgeTemplate(self.template)
-        score_parser(low=self.low, high=self.high)
+        low, high = self.score_range
+        score_parser(low=low, high=high)
+
+    @property
+    def max_response_chars(self) -> int:
+        """Characters of a response that the judge reads: two per token of the longest prompt."""
+        return min(2 * self.max_prompt_tokens, MAX_RESPONSE_CHARS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,71 +19,60 @@ from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.moments import RunningMoments, merge_moments
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
-from jaxrl.checks import between, check_fields, coefficient, positive_coefficient
+from jaxrl.checks import between, check_fields, check_value, coefficient, positive_coefficient
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
-Ratios = tuple[
-    Annotated[float, positive_coefficient()], Annotated[float, positive_coefficient(or_inf=True)]
-]
-"""(lowest, highest) allowed pi_train / pi_rollout."""
+_RATIO = positive_coefficient()
+_RATIO_OR_INF = positive_coefficient(or_inf=True)
+RATIOS = tuple[Annotated[float, _RATIO], Annotated[float, _RATIO_OR_INF]]
+NATS = Annotated[float, positive_coefficient()]
+Limit = NATS | RATIOS
 
-Nats = Annotated[float, positive_coefficient()]
-"""The largest allowed divergence, in nats."""
+REJECTIONS: dict[str, Any] = {
+    "token_ratio": RATIOS,
+    "token_k2": NATS,
+    "token_k3": NATS,
+    "seq_sum_ratio": RATIOS,
+    "seq_sum_k2": NATS,
+    "seq_sum_k3": NATS,
+    "seq_mean_ratio": RATIOS,
+    "seq_mean_k2": NATS,
+    "seq_mean_k3": NATS,
+    "seq_max_k2": NATS,
+    "seq_max_k3": NATS,
+    "veto": Annotated[float, between(0, 1, has_low=False, has_high=False)],
+}
+"""The rules of `CorrectionConfig.reject`, with the type and range of their limits.
 
-
-@dataclasses.dataclass(frozen=True)
-class RejectionConfig:
-    """Rejection rules. None turns a rule off; a token is kept only if every rule that is set accepts it.
-
-    Each rule sees the original mask and has its own metrics, `rollout_corr/rollout_rs_<name>_*`. In these
-    names a ratio is called k1, as in verl: `rollout_rs_token_k1_masked_fraction`.
-
-    Attributes:
-      token_ratio: (lowest, highest) pi_train / pi_rollout of a token; inf for no upper bound.
-      seq_sum_ratio, seq_mean_ratio: bounds of the ratio of a whole sequence: the product over its tokens, or
-        their geometric mean.
-      token_k2, seq_sum_k2, seq_mean_k2, seq_max_k2: largest k2 = (log ratio)^2 / 2 in nats, of a token, or as
-        sum, mean or maximum over a sequence.
-      token_k3, seq_sum_k3, seq_mean_k3, seq_max_k3: the same for k3 = ratio - 1 - log ratio.
-    """
-
-    token_ratio: Ratios | None = None
-    token_k2: Nats | None = None
-    token_k3: Nats | None = None
-    seq_sum_ratio: Ratios | None = None
-    seq_sum_k2: Nats | None = None
-    seq_sum_k3: Nats | None = None
-    seq_mean_ratio: Ratios | None = None
-    seq_mean_k2: Nats | None = None
-    seq_mean_k3: Nats | None = None
-    seq_max_k2: Nats | None = None
-    seq_max_k3: Nats | None = None
-
-    def __post_init__(self):
-        check_fields(self)
-        for name, bound in self.given.items():
-            if isinstance(bound, tuple) and bound[0] > bound[1]:
-                raise ValueError(
-                    f"{name} {bound} has its lowest ratio above its highest; write it as (0.5, 2.0)"
-                )
-
-    @property
-    def given(self) -> dict[str, tuple[float, float] | float]:
-        """The bounds that are set, by name."""
-        return {name: bound for name, bound in vars(self).items() if bound is not None}
-
-    @property
-    def rejections(self) -> tuple[Rejection, ...]:
-        """The bounds that are set, as rules of `algos.rollout_correction`."""
-        return tuple(_rejection(name, bound) for name, bound in self.given.items())
+A ratio has two limits, (lowest, highest) pi_train / pi_rollout; inf for no upper limit. It is the ratio of a
+token, or the product (sum) or geometric mean over a sequence. k2 = (log ratio)^2 / 2 and
+k3 = ratio - 1 - log ratio have one limit in nats, for a token, or for the sum, mean or maximum over a
+sequence. "veto" rejects sequences with a token whose ratio is below its limit.
+"""
 
 
-def _rejection(name: str, bound: tuple[float, float] | float) -> Rejection:
+def _check_rejections(limits: Mapping[str, Limit]) -> None:
+    """Raises UserError if a rule is unknown, or its limit has the wrong type or range."""
+    for name, limit in limits.items():
+        if name not in REJECTIONS:
+            near = difflib.get_close_matches(name, REJECTIONS) or list(REJECTIONS)
+            raise UserError(f"reject.{name} is not a rejection rule; near: {', '.join(near)}")
+        check_value(f"reject.{name}", limit, REJECTIONS[name])
+        if isinstance(limit, tuple) and limit[0] > limit[1]:
+            raise UserError(
+                f"reject.{name} {limit} has its lowest ratio above its highest; write it as (0.5, 2.0)"
+            )
+
+
+def _rejection(name: str, limit: Limit) -> Rejection:
+    if isinstance(limit, tuple):
+        over = name.removesuffix("_ratio")
+        return Rejection(f"{over}_k1", over, "k1", *algos.ratio_bounds(*limit))
+    if name == "veto":
+        return Rejection(name, "seq_max", "k1", *algos.ratio_bounds(limit, math.inf))
     over, _, by = name.rpartition("_")
-    if isinstance(bound, tuple):
-        return Rejection(f"{over}_k1", over, "k1", *algos.ratio_bounds(*bound))
-    return Rejection(name, over, by, -math.inf, bound)
+    return Rejection(name, over, by, -math.inf, limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +89,9 @@ class CorrectionConfig:
       highest: upper bound of weights (TIS, truncated importance sampling); inf for none.
       lowest: if above 0, weights outside lowest..highest become 0 (IcePop).
       normalize: scale weights to mean 1 over the step, or in bypass over each minibatch.
-      reject: rejection rules.
-      veto: reject sequences with a token below this ratio (`rollout_rs_veto_*`); 0 for none.
+      reject: rejection rules, name of `REJECTIONS` -> limit or limits: {"token_k3": 0.1, "seq_mean_ratio":
+        (0.5, 2.0)}. A token is kept only if every rule accepts it. Each rule sees the original mask and has
+        its own metrics, `rollout_corr/rollout_rs_<name>_*`, where a ratio is called k1, as in verl.
     """
 
     bypass: bool = False
@@ -107,16 +99,15 @@ class CorrectionConfig:
     highest: Annotated[float, positive_coefficient(or_inf=True)] = 2.0
     lowest: Annotated[float, coefficient()] = 0.0
     normalize: bool = False
-    reject: RejectionConfig = dataclasses.field(default_factory=RejectionConfig)
-    veto: Annotated[float, between(0, 1, has_high=False)] = 0.0
+    # A dict has no hash. Compiled functions take this class as a static argument.
+    reject: dict[str, Limit] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """All rejection rules, the veto included."""
-        if not self.veto:
-            return self.reject.rejections
-        bounds = algos.ratio_bounds(self.veto, math.inf)
-        return (*self.reject.rejections, Rejection("veto", "seq_max", "k1", *bounds))
+        """The rules of `reject`, as those of `algos.rollout_correction`, in the order of `REJECTIONS`."""
+        return tuple(
+            _rejection(name, self.reject[name]) for name in REJECTIONS if name in self.reject
+        )
 
     @property
     def weighs(self) -> bool:
@@ -127,7 +118,7 @@ class CorrectionConfig:
         """Raises UserError if single tokens are corrected for a loss that takes the ratio of a sequence."""
         by_token = ["correction.weights 'token'"] if self.weights == "token" else []
         by_token += [
-            f"correction.reject.{name}" for name in self.reject.given if name.startswith("token_")
+            f"correction.reject.{name}" for name in self.reject if name.startswith("token_")
         ]
         if by_token:
             raise UserError(
@@ -148,6 +139,7 @@ class CorrectionConfig:
 
     def __post_init__(self):
         check_fields(self)
+        _check_rejections(self.reject)
         if not 0 <= self.lowest < self.highest:
             raise ValueError(
                 f"lowest {self.lowest} and highest {self.highest} bound a ratio: 0 <= lowest < highest"

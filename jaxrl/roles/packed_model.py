@@ -45,6 +45,18 @@ Batch = TypeVar("Batch")
 Values = TypeVar("Values")
 
 
+# Models on CPU that are trained without a layer scan: at most so many layers, of at least this width.
+_UNROLLED_LAYERS = 8
+_WIDE = 256
+
+
+def layers_per_iteration(num_layers: int, d_model: int, platform: str | None) -> int:
+    """Layers per iteration of the layer scan in training: all of a shallow, wide model on CPU, else 1."""
+    # A scan copies the kept activations of all layers into one array. That is slow for wide layers.
+    pays = platform == "cpu" and d_model >= _WIDE and num_layers <= _UNROLLED_LAYERS
+    return num_layers if pays else 1
+
+
 class PackedModel:
     """A model and its sharding: pure functions of weights and microbatches. It holds no weights."""
 
@@ -93,7 +105,7 @@ class PackedModel:
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
-            unroll=train.layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
+            unroll=layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             in_8_bits=matmul_in(train.matmuls),
         )

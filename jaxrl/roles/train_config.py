@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import MAX_LAYERS, at_least, check_fields, coefficient, count, token_count
+from jaxrl.checks import check_fields, coefficient, count, token_count
 
-# What "auto" stands for (docs/learning.md has the measurements).
-_UNROLLED_LAYERS = 8
-_WIDE = 256
+# For `share_prompts` "auto" (docs/learning.md has the measurements).
 _ANSWERS_OF_A_ROW = 4
 
 
@@ -30,8 +28,6 @@ class TrainConfig:
       matmuls: precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or "fp8"
         (needs the extra `qwix`). It does not apply to sampling.
       remat: activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`.
-      unroll: number of layers per iteration of the layer scan; the number of all layers means no scan. "auto"
-        is all layers on CPU for up to 8 layers of width 256 or more, else 1.
       pipeline_microbatches: number of parts of the rows that pass through the pipeline stages one after
         another, for layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less,
         and each part is less work.
@@ -48,7 +44,6 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     matmuls: Literal["full", "int8", "fp8"] = "full"
     remat: Literal["full", "projections", "offload", "none"] = "none"
-    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
     pipeline_microbatches: Annotated[int, coefficient()] = 0
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     load_balancing_coef: Annotated[float, coefficient()] = 0.0
@@ -65,14 +60,6 @@ class TrainConfig:
     def shares_prompts(self) -> bool:
         """Whether prompts are shared; False while "auto" is not resolved."""
         return self.share_prompts is True
-
-    def layers_per_iteration(self, num_layers: int, d_model: int, platform: str | None) -> int:
-        """`unroll`, resolved for a model and the platform of its mesh."""
-        if self.unroll != "auto":
-            return self.unroll
-        # A scan copies the kept activations of all layers into one array. That is slow for wide layers.
-        pays = platform == "cpu" and d_model >= _WIDE and num_layers <= _UNROLLED_LAYERS
-        return num_layers if pays else 1
 
     def with_shared_prompts(
         self,

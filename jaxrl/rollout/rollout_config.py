@@ -17,8 +17,17 @@ from jaxrl.checks import (
     token_count,
 )
 from jaxrl.errors import UserError
-from jaxrl.rollout.sampling import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.sampling import (
+    MIN_P,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    truncation_of,
+)
 from jaxrl.rollout.settings import EngineSettings
+from jaxrl.rollout.user_environment import TokenizerLike, environment_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +104,32 @@ class RolloutConfig(EngineSettings):
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
             )
+
+    def sampling(self, seed: int, tokenizer: TokenizerLike) -> SamplingOptions:
+        """Options of sampling training data. The step is set for each call.
+
+        Args:
+          seed: seed of the run.
+          tokenizer: tokenizer of the policy, for the environment.
+
+        Raises:
+          UserError: the environment cannot be loaded.
+        """
+        return SamplingOptions(
+            num_samples=self.num_samples,
+            seed=seed,
+            step=0,
+            temperature=self.temperature,
+            truncation=truncation_of(
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                min_tokens=self.min_response_tokens,
+                repetition_penalty=self.repetition_penalty,
+            ),
+            stop_strings=tuple(self.stop_strings),
+            environment=environment_of(self.environment, tokenizer),
+        )
 
     def check_partial(self, dataflow: str, *, dynamic_sampling: bool, one_step_off: bool) -> None:
         """Raises UserError if partial rollout cannot work with the dataflow or the other settings.

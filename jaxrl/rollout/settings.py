@@ -29,30 +29,22 @@ class EngineSettings:
 
     Attributes:
       slots: maximum number of samples decoded at the same time.
-      smallest_bucket: smallest number of slots that a decode program is compiled for. A larger value compiles
-        fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
-        have at most 64 tokens, else 32.
       prefill_prompts: number of prompts per prefill.
       prefill_chunk_tokens: maximum number of prompt tokens per prefill program; longer prompts are prefilled
         in chunks. 0 prefills each prompt at once.
       tokens_per_dispatch: number of tokens decoded before the host checks the slots again.
       dtype: data type of weights and activations.
       kv_dtype: data type of the KV cache; "" means `dtype`. int8 stores a scale per token and head.
-      unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
-        and each layer has separate arrays. That is twice as fast on CPU, where a scan copies weights and
-        cache. "auto" is all layers for models of up to 8 layers on CPU, else 1.
       decode_attention: kernel for attention to the cache, "auto" or one of
         `models.kernels.paged_attention.IMPLEMENTATIONS`.
     """
 
     slots: Annotated[int, count(1)] = 256
-    smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = "auto"
     prefill_prompts: Annotated[int, count(1)] = 32
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
-    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
 
     def __post_init__(self):
@@ -76,6 +68,12 @@ class EngineConfig(EngineSettings):
       context_tokens: maximum number of tokens of a prompt and its response together; 0 means T + R.
       stop_ids: token ids that end a response.
       attention: attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
+      smallest_bucket: smallest number of slots that a decode program is compiled for. A larger value compiles
+        fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
+        have at most 64 tokens, else 32.
+      unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
+        and each layer has separate arrays. That is twice as fast on CPU, where a scan copies weights and
+        cache. "auto" is all layers for models of up to 8 layers on CPU, else 1.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]
@@ -83,6 +81,8 @@ class EngineConfig(EngineSettings):
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...]
     context_tokens: Annotated[int, token_count(0)] = 0
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = "auto"
+    unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
 
     def layers_per_iteration(self, num_layers: int, platform: str | None) -> int:
         """The value of `unroll` for a model and the platform of its mesh."""

@@ -41,8 +41,6 @@ class ServeConfig(EngineSettings):
     grpc_port: Annotated[int, between(0, 65_535)] = 9000
     grpc: bool = True
     slots: Annotated[int, count(1)] = 64
-    # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
-    smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = 8
     prefill_prompts: Annotated[int, count(1)] = 8
     # The activations of a long prompt may not fit if it is prefilled at once.
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048

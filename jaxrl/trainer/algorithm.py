@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective, shares_forward
 from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.roles.advantage_estimator import Estimator
@@ -39,10 +40,11 @@ def algorithm_of(config: Config) -> Algorithm:
       UserError: settings of the algorithm are unknown or contradict each other.
     """
     cross_checks.check_algorithm(config)
+    settings, coef = config.algorithm, config.train.load_balancing_coef
     return Algorithm(
         find_dataflow(config.algorithm.dataflow),
         cross_checks.roles_of(config),
-        cross_checks.estimator_of(config),
-        cross_checks.policy_objective(config),
-        cross_checks.shares_forward(config),
+        estimator_of(settings),
+        policy_objective(settings, coef),
+        shares_forward(settings, coef),
     )

@@ -8,30 +8,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.algos.registry import lookup
+from jaxrl.config.model_shape import check_policy, tokenizer_of
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
 from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
 from jaxrl.data.problems import Problems, encode, stream_inputs
-from jaxrl.data.prompt_encoding import EncodedPrompts, evaluation_prompts
+from jaxrl.data.prompt_encoding import evaluation_prompts
 from jaxrl.data.prompt_sources import GeneratedPrompts
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.data.trained_tokenizer import tokenizer_from
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.evaluation.sampled_answers import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement, take_devices
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.user_environment import environment_of
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.model_shape import check_policy, tokenizer_directory
 from jaxrl.trainer.role_models import (
     RoleModels,
     check_same_tokens,
@@ -94,6 +90,11 @@ class RunContext:
         return RoleBuilder(self.config, self.meshes, self.models)
 
     @property
+    def sampling(self) -> SamplingOptions:
+        """Options of sampling training data."""
+        return self.config.rollout.sampling(self.config.seed, self.tokenizer)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a response: those of the tokenizer and those of the config."""
         return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
@@ -129,8 +130,8 @@ def build_context(
     check_role_batches(config, meshes_of(placement))
     check_policy(config, tokenizer)
     models = models.with_tokenizers(tokenizer, found.own_tokenizers)
-    evaluation_prompts = _evaluation_prompts(evaluation)
-    check_evaluation_fits(config, len(evaluation_prompts))
+    prompts = evaluation_prompts(evaluation)
+    check_evaluation_fits(config, len(prompts))
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -144,7 +145,7 @@ def build_context(
         models=models,
         placement=placement,
         problems=problems,
-        evaluation_prompts=evaluation_prompts,
+        evaluation_prompts=prompts,
         demonstrations=found.demonstrations,
         pairs=found.pairs,
         train_prompts=stream_inputs(problems.train, train, config.data, tokenizer) if train else (),
@@ -155,12 +156,6 @@ def build_context(
 def meshes_of(placement: Placement) -> dict[str, Mesh]:
     """The mesh of each role of a placement."""
     return {role: pool.mesh_of(role) for pool in placement.pools for role in pool.roles}
-
-
-def _evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
-    if not sources:
-        return Prompts(np.zeros(0, np.int64), (), (), (), ())
-    return evaluation_prompts(sources)
 
 
 def supervised_stream(
@@ -213,45 +208,6 @@ def preference_stream(
     )
 
 
-def training_sampling(run: RunContext) -> SamplingOptions:
-    """Options of sampling training data. The step is set for each call.
-
-    Raises:
-      UserError: the environment cannot be loaded.
-    """
-    rollout = run.config.rollout
-    return SamplingOptions(
-        num_samples=rollout.num_samples,
-        seed=run.config.seed,
-        step=0,
-        temperature=rollout.temperature,
-        truncation=truncation_of(
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            min_tokens=rollout.min_response_tokens,
-            repetition_penalty=rollout.repetition_penalty,
-        ),
-        stop_strings=tuple(rollout.stop_strings),
-        environment=environment_of(rollout.environment, run.tokenizer),
-    )
-
-
-def evaluation_sampling(run: RunContext, *, step: int) -> SamplingOptions:
-    """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
-
-    Stop strings and environment belong to the task, so they are the same as in training.
-    """
-    options = run.config.evaluation
-    return dataclasses.replace(
-        training_sampling(run),
-        num_samples=options.num_samples,
-        step=step,
-        temperature=options.temperature,
-        truncation=truncation_of(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p),
-    )
-
-
 def check_evaluation_fits(config: Config, num_problems: int) -> None:
     """Raises UserError if the answers of an evaluation do not fit into this machine's memory."""
     num_samples, tokens = config.evaluation.num_samples, config.rollout.max_response_tokens
@@ -260,7 +216,7 @@ def check_evaluation_fits(config: Config, num_problems: int) -> None:
         tokens,
         settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
         f"rollout.max_response_tokens {tokens:,}",
-        remedy="lower evaluation.num_samples, or data.evaluation.limit",
+        remedy="lower evaluation.num_samples, or data.evaluation.size",
     )
 
 
@@ -278,14 +234,3 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
             check_vocabulary(models.by_role[role], tokenizer, directory)
             if row.same_tokens:
                 check_same_tokens(tokenizer, row.setting, directory)
-
-
-def tokenizer_of(
-    config: Config, problems: Problems, demonstrations: Sequence[Demonstration]
-) -> Tokenizer:
-    """The tokenizer that a config names, or one trained on its problems and demonstrations."""
-    directory = tokenizer_directory(config)
-    if directory:
-        return load_tokenizer(directory)
-    vocab_size = config.tokenizer.vocab_size
-    return tokenizer_from(problems, demonstrations, config.data, vocab_size=vocab_size)

@@ -22,12 +22,11 @@ from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.dataflows import old_logprobs
+from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, places, read_placement
-from jaxrl.roles import losses
-from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES
 from jaxrl.rollout import drivers
 from jaxrl.trainer.role_table import ROLES
 
@@ -92,53 +91,6 @@ def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
       roles: of the run, if they are known already.
     """
     return read_placement(config.placement, config.mesh, roles or roles_of(config))
-
-
-def estimator_of(config: Config) -> Estimator:
-    """The advantage estimator of a config.
-
-    Raises:
-      UserError: its name or an option is unknown.
-    """
-    algorithm = config.algorithm
-    return Estimator.of(
-        algorithm.advantage,
-        algorithm.advantage_options,
-        whiten=algorithm.whiten,
-        kl_estimate=algorithm.kl.reward_estimate,
-    )
-
-
-def shares_forward(config: Config) -> bool:
-    """Whether the first update also computes the old log-probabilities of its minibatch."""
-    return old_logprobs.shares_forward(
-        config.algorithm, estimator_of(config), config.train.load_balancing_coef
-    )
-
-
-def policy_objective(config: Config) -> Objective:
-    """The actor's loss.
-
-    Raises:
-      UserError: a name or an option is unknown, or loss and aggregation contradict each other.
-    """
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    shares = shares_forward(config)
-    corrects = correction.weighs or bool(correction.rejections)
-    # The current policy itself gives the correction ratio if there is no separate old policy, or if both are
-    # equal.
-    inside = correction.bypass or (corrects and shares)
-    return losses.policy(
-        algorithm.loss,
-        algorithm.loss_options,
-        aggregation=algorithm.aggregation,
-        aggregation_options=algorithm.aggregation_options,
-        entropy_coef=algorithm.entropy_coef,
-        kl_coef=algorithm.kl.loss_coef,
-        kl_estimate=algorithm.kl.loss_estimate,
-        correction=correction if inside else None,
-        shares_forward=shares,
-    )
 
 
 # Each rule passes settings to the check that it calls.
@@ -208,7 +160,7 @@ def _advantage(config: Config) -> None:
     computed = {VALUES} if "critic" in dataflow.roles else set()
     computed |= {BASELINE} if dataflow.greedy_baseline else set()
     computed |= set(dataflow.gives)
-    estimator = estimator_of(config)
+    estimator = estimator_of(config.algorithm)
     estimator.check_inputs(config.algorithm.dataflow, frozenset(computed | {SUM_PI_SQUARED}))
     estimator.check_uses(config.algorithm.dataflow, frozenset(computed))
     estimator.check_group_size(config.rollout.num_samples)
@@ -216,14 +168,14 @@ def _advantage(config: Config) -> None:
 
 
 def _separate_rewards(config: Config) -> None:
-    if "score_BK" in estimator_of(config).inputs:
+    if "score_BK" in estimator_of(config.algorithm).inputs:
         config.reward.check_several_terms(config.algorithm.advantage)
         config.algorithm.kl.check_separate_rewards(config.algorithm.advantage)
 
 
 def _old_logprobs(config: Config) -> None:
     old_logprobs.check_old_logprobs(
-        config.algorithm, estimator_of(config), config.train.load_balancing_coef
+        config.algorithm, estimator_of(config.algorithm), config.train.load_balancing_coef
     )
 
 
@@ -231,7 +183,7 @@ def _loss(config: Config) -> None:
     loss = lookup(POLICY_LOSSES, config.algorithm.loss, "policy loss")
     if "ref_logprob" in array_names(loss):
         config.algorithm.kl.check_ref_logprobs(config.algorithm.loss)
-    policy_objective(config)
+    policy_objective(config.algorithm, config.train.load_balancing_coef)
 
 
 RULES: tuple[Callable[[Config], Any], ...] = (

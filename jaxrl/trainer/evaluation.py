@@ -9,7 +9,7 @@ from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, score_without_leng
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.tracking.report_content import keep_samples
-from jaxrl.trainer.context import RunContext, evaluation_sampling
+from jaxrl.trainer.context import RunContext
 
 
 class Evaluation:
@@ -19,7 +19,7 @@ class Evaluation:
         """Raises UserError if the environment cannot be loaded."""
         self._run = run
         self._grading = Grading(graders)
-        self._options = evaluation_sampling(run, step=EVALUATION_STEP)
+        self._options = run.config.evaluation.sampling(run.sampling, step=EVALUATION_STEP)
 
     def __call__(self, actor: Actor, when: str) -> Metrics:
         """Metrics of an actor; the report shows sample answers of "before" and "after" training."""

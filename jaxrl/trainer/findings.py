@@ -13,6 +13,8 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.model_shape import tokenizer_directory
+from jaxrl.config.requirements import Finder
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
@@ -23,8 +25,6 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
-from jaxrl.trainer.model_shape import tokenizer_directory
-from jaxrl.trainer.requirements import Finder
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 

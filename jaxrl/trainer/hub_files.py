@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.requirements import Finder
 from jaxrl.config.schema import Config
 from jaxrl.hub.hub_names import HubName, hub_name
 from jaxrl.hub.local_paths import EVALUATION, TRAINING, open_hub
 from jaxrl.mesh import hosts
 from jaxrl.trainer.cross_checks import pools_of
-from jaxrl.trainer.requirements import Finder
 from jaxrl.trainer.role_table import ROLES
 
 # Besides the weights of the roles in `ROLES`.

@@ -20,28 +20,23 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import timing_per_token
 from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
-from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
+from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import Checkpoints, wait_for_all_processes
-from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
+from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lock import run_lock
 from jaxrl.tracking.metrics import MetricsWriter, WandbOptions
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.stage_checkpoints import StageCheckpoints
 from jaxrl.tracking.timers import Timers
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.run_files import keep_run_files
 
 logger = logging.getLogger(__name__)
 
 # With quick steps, print a line only now and then.
 _LINE_EVERY_S = 2.0
-# Key of the divergence detector's state in a checkpoint's record; checkpoints of older versions use it too.
-_DIVERGENCE = "collapse"
-# Seconds that a failed process waits for the others to fail in the same way.
-_MEET_S = 30
 
 
 class TrainingStage(abc.ABC):
@@ -139,7 +134,6 @@ class Loop:
         self._save_every = save_every
         self._log_every = log_every
         self._evaluate_every = evaluate_every
-        self._may_restart = may_restart
         self._accepts_lost_rows = accepts_lost_rows
         self._num_devices = num_devices
         self._waits = waits
@@ -147,16 +141,12 @@ class Loop:
         self._ownership = ownership
         self._on_begin = on_begin
         self._wandb = wandb
-        self._checkpoints = Checkpoints(self.folder.checkpoints.path, keep=keep_checkpoints)
-        self._detector = DivergenceDetector(divergence)
+        self._checkpoints = StageCheckpoints(
+            self.folder, keep=keep_checkpoints, divergence=divergence, may_restart=may_restart
+        )
         self._timers = Timers()
         self._exit = contextlib.ExitStack()
         self._writer: MetricsWriter | None = None
-        self._record: dict[str, Any] = {}
-        self._saved_step: int | None = None
-        # The last step with a written row, and the update count of each learner at that step.
-        self._noted_step = 0
-        self._num_updates: dict[str, int] = {}
 
     def __enter__(self) -> Loop:
         return self
@@ -187,7 +177,9 @@ class Loop:
                 self._save_last_step(stage.learners)
                 raise
             except Exception:  # a step may raise anything; it is raised again below
-                self._save_what_is_finished(stage.learners)
+                save = functools.partial(self._save_last_step, stage.learners)
+                if message := self._checkpoints.save_after_failure(stage.learners, save):
+                    self._message(f"{self._title}: {message}")
                 raise
 
     def _one_step(self, stage: TrainingStage) -> dict[str, float]:
@@ -231,44 +223,19 @@ class Loop:
 
     def _resume(self, learners: Mapping[str, Learner]) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint into `learners`; returns its record, or None without one."""
-        step = self._newest_intact()
+        step = self._checkpoints.newest_intact()
         finished = step is not None and step >= self._num_steps
         # A finished stage is only read, so any number of runs may use it at the same time.
         if self._ownership is not None and not finished:
             self._exit.enter_context(self._ownership)
             # Another run may have continued it before this one got the lock.
-            step = self._newest_intact()
+            step = self._checkpoints.newest_intact()
         self._exit.callback(self._close_checkpoints)
         if step is None:
-            hosts.on_first(self._check_nothing_is_lost)
+            hosts.on_first(self._checkpoints.check_nothing_is_lost)
             return None
-        like = {name: role.abstract_state() for name, role in learners.items()}
-        for name, state in self._checkpoints.restore(step, like).items():
-            learners[name].state = state
-        self._record = self._checkpoints.read_record(step)
-        if _DIVERGENCE in self._record:
-            self._detector.restore(self._record[_DIVERGENCE])
-        self.step = self._saved_step = step
-        return self._record
-
-    def _newest_intact(self) -> int | None:
-        return hosts.on_first(self._checkpoints.stored.newest_intact)
-
-    def _check_nothing_is_lost(self) -> None:
-        """Raises UserError if the folder has traces of progress but no checkpoint to resume from."""
-        remains = self._checkpoints.stored.remains()
-        rows = _num_rows(self.folder)
-        if self._may_restart or not (remains or rows):
-            return
-        checkpoints, manifests = self.folder.checkpoints.path, self.folder.checkpoints.manifests
-        found = "; ".join(
-            [*remains, f"{rows} rows in {self.folder.metrics.name}"] if rows else remains
-        )
-        raise UserError(
-            f"{self.folder} has begun and no intact checkpoint is left ({found}); restore {checkpoints} and "
-            f"{manifests} from where they are whole, use another `name`, or begin the stage again with "
-            "--config.run.resume=or_restart, which moves what is there aside"
-        )
+        self.step = step
+        return self._checkpoints.resume(step, learners)
 
     def _begin(self, stage: TrainingStage) -> bool:
         """Opens the logs and the live view, and saves the initial state as the checkpoint of step 0.
@@ -278,12 +245,12 @@ class Loop:
         Returns:
           Whether the stage is new: no step is done, and no evaluation before the first step is logged.
         """
-        resumed = self._saved_step is not None
-        aside = None if resumed else hosts.on_first(self._move_aside)
+        resumed = self._checkpoints.saved_step is not None
+        aside = None if resumed else hosts.on_first(self._checkpoints.move_aside)
         # Opened first: an unreadable log is the last reason to refuse the run.
         log_is_empty = hosts.on_first(lambda: self._open_log(resumed))
         self._on_begin()
-        self._checkpoints.prepare(self._saved_step)
+        self._checkpoints.prepare(self._checkpoints.saved_step)
         self._progress = self._exit.enter_context(
             Progress(
                 self._title,
@@ -298,21 +265,13 @@ class Loop:
             self._message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
             self._message(f"{self._title}: going on from the checkpoint of step {self.step}")
-        self._note_record(stage.record())
-        self._note_finished(stage.learners)
+        self._checkpoints.note_record(stage.record())
+        self._checkpoints.note_finished(self.step, stage.learners)
         if not resumed:
             self._start_saving(stage.learners)
             self._commit()
         self._step_started_s = time.perf_counter()
         return log_is_empty and self.step == 0
-
-    def _move_aside(self) -> str | None:
-        """Moves the old folder aside for a new start; returns a message with its new place."""
-        if not (self._checkpoints.stored.remains() or _num_rows(self.folder)):
-            return None
-        aside = self.folder.path.with_name(f"{self.folder.path.name}.aside.{time.time_ns()}")
-        self.folder.path.rename(aside)
-        return str(aside)
 
     def _open_log(self, resumed: bool) -> bool:
         """Opens the log; returns whether it is empty."""
@@ -341,7 +300,7 @@ class Loop:
         self._check_finite(metrics)
         self.step += 1
         self._watch(metrics)
-        self._note_record(stage.record())
+        self._checkpoints.note_record(stage.record())
         stopping = self._stop.arrived()
         with self._stop.saving():
             self._record_step(metrics, stage, stopping=stopping)
@@ -363,39 +322,17 @@ class Loop:
         metrics |= timing_per_token(metrics) | work_rates(metrics)
         if self._finished or self.step % self._log_every == 0:
             self._write(metrics)
-        self._note_finished(stage.learners)
+        self._checkpoints.note_finished(self.step, stage.learners)
         if saving:
             # After the row, so that a checkpoint always has the rows of all its steps.
             self._commit()
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step if it is not saved yet. No learner may have changed since."""
-        if self._saved_step is not None and self._saved_step != self.step:
+        if self._checkpoints.saved_step is not None and self._checkpoints.saved_step != self.step:
             with self._stop.saving():
                 self._start_saving(learners)
                 self._commit()
-
-    def _save_what_is_finished(self, learners: Mapping[str, Learner]) -> None:
-        """Saves the last finished step after a failed one, unless the failed step has changed the learners.
-
-        It prints what was saved and raises nothing, so that the original error is reported.
-        """
-        # A save is collective. Other processes may have died, or may wait for this one.
-        failed = f"step {self._noted_step + 1}"
-        if self._saved_step is None or not wait_for_all_processes(f"{failed} failed", _MEET_S):
-            return
-        fault = "had begun to change the weights"
-        if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
-            fault = "was not finished"
-            try:
-                self._save_last_step(learners)
-            except Exception as error:  # only logged: it must not replace the original error
-                fault = f"was not finished, and what came before could not be saved ({error!r})"
-        # A checkpoint may still be in writing. If that fails, it may be the reason why the step has failed.
-        with contextlib.suppress(UserError):
-            self._checkpoints.wait()
-        last = self._checkpoints.stored.newest_complete(up_to=self.step)
-        self._message(f"{self._title}: {failed} {fault}; the last checkpoint is of step {last}")
 
     def _close_checkpoints(self) -> None:
         with self._stop.saving():
@@ -411,41 +348,17 @@ class Loop:
         """Prints a message for the user."""
         self._progress.message(text)
 
-    def _note_record(self, record: Mapping[str, Any]) -> None:
-        self._record = {**record, _DIVERGENCE: self._detector.record()}
-
-    def _note_finished(self, learners: Mapping[str, Learner]) -> None:
-        """Marks the step as finished and its row as written, so that its state may be saved."""
-        self._noted_step = self.step
-        self._num_updates = {name: role.num_updates for name, role in learners.items()}
-
     def _start_saving(self, learners: Mapping[str, Learner]) -> None:
-        states = {name: role.for_training() for name, role in learners.items()}
-        self._checkpoints.save(self.step, states, self._record)
+        self._checkpoints.start_saving(self.step, learners)
 
     def _commit(self) -> None:
         rows = None if self._writer is None else self._writer.checksum
-        self._checkpoints.commit(self._detector.sound_steps, rows=rows)
-        self._saved_step = self.step
+        self._checkpoints.commit_step(self.step, rows)
 
     def _watch(self, metrics: Mapping[str, float]) -> None:
         """Warns when a divergence begins."""
-        faults = self._detector.observe(self.step, metrics)
-        if not faults:
-            return
-        self._checkpoints.wait()
-        stored = self._checkpoints.stored
-        sound = max(self._detector.sound_steps, default=None)
-        step = None if sound is None else stored.newest_complete(up_to=sound)
-        kept = "no checkpoint from before was saved"
-        if step is not None:
-            kept = (
-                f"the checkpoint of step {step}, from before, is kept. To go on from it stop the run, move "
-                f"the newer ones out of {stored.paths.path}, and start again with a lower learning rate, say"
-            )
-        self._message(
-            f"{self._title} step {self.step}: the model may have diverged ({'; '.join(faults)}); {kept}"
-        )
+        if warning := self._checkpoints.divergence(self.step, metrics):
+            self._message(f"{self._title} {warning}")
 
     def _pace(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
         tokens = metrics.get("perf/total_num_tokens", math.nan)
@@ -468,7 +381,11 @@ class Loop:
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            kept = "none" if self._saved_step is None else f"step {self._saved_step}"
+            kept = (
+                "none"
+                if self._checkpoints.saved_step is None
+                else f"step {self._checkpoints.saved_step}"
+            )
             raise UserError(
                 f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
                 f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "
@@ -515,13 +432,6 @@ def open_loop(
         on_begin=functools.partial(keep_run_files, run),
         wandb=wandb,
     )
-
-
-def _num_rows(folder: StageFolder) -> int:
-    path = folder.metrics
-    if not path.exists():
-        return 0
-    return len(read_bytes(path, absent="remove it", max_bytes=None).splitlines())
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:

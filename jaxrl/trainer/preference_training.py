@@ -16,6 +16,7 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
+from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
@@ -33,7 +34,6 @@ from jaxrl.roles.pairs import (
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
-from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import open_loop
 from jaxrl.trainer.supervised import ExamplesStage, starting_params
 from jaxrl.trainer.weights import copied

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl.config.config_tree import format_config
+from jaxrl.config.model_shape import with_stored_shape
 from jaxrl.config.schema import Config
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
+from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
-from jaxrl.trainer.interrupt import StopRequested, StopSignal
-from jaxrl.trainer.model_shape import with_stored_shape
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report

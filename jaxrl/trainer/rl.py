@@ -18,12 +18,12 @@ from jaxrl.dataflows.samplers import Generation
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
+from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
-from jaxrl.trainer.context import RunContext, training_sampling
+from jaxrl.tracking.kept_rollouts import KeptRollouts
+from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
-from jaxrl.trainer.interrupt import StopSignal
-from jaxrl.trainer.kept_rollouts import KeptRollouts
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
@@ -82,13 +82,22 @@ class RlStage(TrainingStage):
         self._starting_params = starting_params
         self._graders = graders_of(run.config, run.problems.settings)
         self._prompts = prompt_stream(run)
-        self._generation = Generation(roles.actor, training_sampling(run), timer)
+        self._generation = Generation(roles.actor, run.sampling, timer)
         self._state = StepState(run)
         self._evaluation = Evaluation(run, self._graders)
         # Last, because it starts a process and only `close` ends it: nothing after this may raise.
         self._functions = reward_functions(run.config, timer)
         rewards = rewards_of(run.config, roles, timer, self._graders, self._functions)
-        self._rollouts = KeptRollouts(run, timer, terms=rewards.term_names)
+        self._rollouts = KeptRollouts(
+            run.config.run,
+            run.config.run_folder,
+            run.tokenizer,
+            timer,
+            stop_ids=run.stop_ids,
+            terms=rewards.term_names,
+            # A step that trains on the sampler's log-probabilities has none of the trainer's.
+            has_old_logprob=not run.config.algorithm.correction.bypass,
+        )
         self._sampler = sampler_of(run, self._generation, rewards, self._prompts)
         build = StepBuilder(run, roles, self._state, timer)
         self._step = build.step(self._sampler, self._generation, rewards, self._rollouts.look)

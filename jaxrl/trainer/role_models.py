@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.model_shape import is_here, model_of
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
@@ -20,7 +21,6 @@ from jaxrl.models import lora
 from jaxrl.models.heads import score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.trainer.model_shape import is_here, model_of
 from jaxrl.trainer.role_table import ROLES
 
 

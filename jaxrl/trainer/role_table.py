@@ -14,6 +14,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxrl.config.batch_shapes import (
+    check_judge_batches,
+    check_training_batches,
+    judge_engine_config,
+    row_limits,
+)
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.dataflows.costs import CostPhase
@@ -36,12 +42,6 @@ from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.trainer.batch_shapes import (
-    check_judge_batches,
-    check_training_batches,
-    judge_engine_config,
-    row_limits,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,12 +280,13 @@ def _model_reward(model: RewardModel, config: Config) -> RewardTerm:
 
 def _judge_reward(judge: GenerativeJudge, config: Config) -> RewardTerm:
     options = config.reward.judge
+    low, high = options.score_range
     return JudgeReward(
         "judge",
         options.weight,
         judge,
         JudgeTemplate(options.template, options.max_response_chars, judge.special_texts),
-        score_parser(low=options.low, high=options.high),
+        score_parser(low=low, high=high),
         options.failed_score,
     )
 

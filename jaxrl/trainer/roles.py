@@ -13,6 +13,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxrl.config.batch_shapes import (
+    check_sampling_batches,
+    check_training_batches,
+    engine_config,
+)
 from jaxrl.config.schema import Config
 from jaxrl.mesh.pools import read_placement
 from jaxrl.mesh.sharding_strategies import state_rules
@@ -25,11 +30,6 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.trainer.batch_shapes import (
-    check_sampling_batches,
-    check_training_batches,
-    engine_config,
-)
 from jaxrl.trainer.role_models import RoleModels
 from jaxrl.trainer.role_table import ROLES, BuildParts
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxrl.config.config_tree import format_config
+from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
-from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
-from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE, copy_companions, write_json
-from jaxrl.tracking import report_content
-from jaxrl.tracking.durable import ensure_writable, write_atomically
+from jaxrl.tracking import run_report
+from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.run_model_files import write_model_files
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
-from jaxrl.trainer.model_shape import tokenizer_directory
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ def _check_rows(config: Config) -> None:
 
 
 def _stages(config: Config) -> dict[str, StageFolder]:
-    """The folders that the report reads, by section title."""
+    """The folders that the report reads, by section title; reinforcement learning first."""
     return {
         title_of(config): config.run_folder.rl,
         "Preferences": config.run_folder.preference,
@@ -97,23 +94,15 @@ def keep_run_files(run: RunContext) -> None:
 
 def keep_model_files(run: RunContext) -> None:
     """Writes `model/` into the run's folder: all that `tracking.export.export_run` needs besides weights."""
-    config, model = run.config, run.model
-    directory = config.run_folder.model
-    ensure_writable(directory)
-    tokenizer = tokenizer_directory(config)
-    if tokenizer:
-        copy_companions(pathlib.Path(tokenizer), directory)
-    else:
-        run.tokenizer.save(directory)
-    if config.weights:
-        base = read_config_json(config.weights)
-    else:
-        end = run.tokenizer.stop_ids[0]
-        base = {"max_position_embeddings": config.train.row_tokens, "eos_token_id": end}
-    write_json(directory / "config.json", config_json(model, dtype="float32", base=base))
-    if model.lora.rank:
-        values = adapter_config_json(model, base=config.weights)
-        write_json(directory / ADAPTER_CONFIG_FILE, values)
+    config = run.config
+    write_model_files(
+        config.run_folder.model,
+        run.model,
+        run.tokenizer,
+        tokenizer_directory=tokenizer_directory(config),
+        weights=config.weights,
+        max_positions=config.train.row_tokens,
+    )
 
 
 def _parse(text: str) -> dict[str, str]:
@@ -122,62 +111,18 @@ def _parse(text: str) -> dict[str, str]:
 
 def write_run_report(run: RunContext) -> pathlib.Path:
     """Writes the report of the whole run as one HTML page; returns its path."""
-    # Imported late: the plotting libraries take a second to import.
-    from jaxrl.tracking import report
-
     config = run.config
-    accepts = config.run.resume == "accept_lost_rows"
-    rows = {
-        title: report_content.rows_of(folder, accepts_lost_rows=accepts)
-        for title, folder in _stages(config).items()
-    }
-    sections = [report.Section(title, found) for title, found in rows.items() if found]
-    path = config.run_folder.report
-    report.write_report(
-        path,
-        title=f"{config.name}, seed {config.seed}",
-        summary=_summary(run, rows),
-        sections=sections,
-        samples=[
-            report.SamplePair(
-                before["prompt"],
-                before["answer"],
-                report.Response(before["text"], before["correct"]),
-                report.Response(after["text"], after["correct"]),
-            )
-            for before, after in report_content.sample_pairs(config.run_folder)
-        ],
-        config_text=format_config(config),
-    )
-    return path
-
-
-def _summary(
-    run: RunContext, rows: Mapping[str, list[dict[str, Any]]]
-) -> Sequence[tuple[str, str]]:
-    """Headline numbers of the report."""
-    config = run.config
-    rl = rows[title_of(config)]
-    entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
     kind = run.meshes["actor"].devices.flat[0].device_kind
-    lines = []
-    # A supervised run may have no problems; then accuracy is left out.
-    if rl:
-        lines = report_content.evaluation_lines(
-            rl, run.evaluation_prompts.sources, num_samples=config.evaluation.num_samples
-        )
-    if entropy:
-        lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
-    lines += [
-        (
-            f"{title}, steps and minutes",
-            f"{found[-1]['step']:,}, {report_content.minutes_of(found):.1f}",
-        )
-        for title, found in rows.items()
-        if found
-    ]
-    return [
-        *lines,
-        ("parameters", f"{run.model.num_params:,}"),
-        ("devices", f"{run.placement.num_devices} x {kind}"),
-    ]
+    return run_report.write_run_report(
+        config.run_folder,
+        _stages(config),
+        title=f"{config.name}, seed {config.seed}",
+        config_text=format_config(config),
+        accepts_lost_rows=config.run.resume == "accept_lost_rows",
+        evaluation_sources=run.evaluation_prompts.sources,
+        num_samples=config.evaluation.num_samples,
+        facts=(
+            ("parameters", f"{run.model.num_params:,}"),
+            ("devices", f"{run.placement.num_devices} x {kind}"),
+        ),
+    )

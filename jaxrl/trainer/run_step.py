@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.algos.policy_losses import HAVE_OTHER_TERMS
+from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
@@ -17,7 +18,6 @@ from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.losses import likelihood
-from jaxrl.trainer.batch_shapes import row_limits, step_shape
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.role_table import ROLES, PhaseParts
 from jaxrl.trainer.roles import Roles

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxrl.config.batch_shapes import row_limits
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
 from jaxrl.data.preferences import PreferenceStream
@@ -17,15 +18,14 @@ from jaxrl.dataflows.step_metrics import prefixed
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
+from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.decoder import Params
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.policy import Actor
-from jaxrl.trainer.batch_shapes import row_limits
 from jaxrl.trainer.context import RunContext, supervised_stream
-from jaxrl.trainer.interrupt import StopSignal
 from jaxrl.trainer.loop import TrainingStage, open_loop
 from jaxrl.trainer.weights import load_or_init
 from jaxrl.types import TrainBatch

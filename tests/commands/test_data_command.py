@@ -76,7 +76,7 @@ def test_a_recipe_is_shown_without_training(capsys):
 
 
 def test_overrides_change_a_recipe(capsys):
-    assert data("--config=recipe.py", "--config.data.sources.sums.limit", "2") == 0
+    assert data("--config=recipe.py", "--config.data.sources.sums.size", "2") == 0
     assert "2 rows, 2 prompts" in capsys.readouterr().out
     assert data("--config=recipe.py", "--config.data.bad_rows=error") == 2
     error = capsys.readouterr().err

@@ -105,7 +105,6 @@ MEANT = {
             "reward.functions.brevity.weight",
             "reward.grader_weight",
             "reward.judge.failed_score",
-            "reward.judge.low",
             "reward.judge.weight",
             "reward.model_weight",
         ),
@@ -127,11 +126,8 @@ MEANT = {
     )
     | dict.fromkeys(
         (
-            "data.evaluation.limit",
-            "data.train.limit",
             "evaluation.top_k",
             "rollout.prefill_chunk_tokens",
-            "rollout.smallest_bucket",
             "rollout.top_k",
             "run.keep_checkpoints",
             "run.rollouts_prompts",
@@ -151,7 +147,6 @@ MEANT = {
             "model.rope_theta",
             "model.vocab_size",
             "reward.judge.max_prompt_tokens",
-            "reward.judge.max_response_chars",
             "reward.judge.max_verdict_tokens",
             "reward.judge.slots",  # where a judge is loaded, its memory is counted from its own shape
             "seed",
@@ -159,7 +154,7 @@ MEANT = {
         ),
         LARGE,
     )
-    | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | dict.fromkeys(("data.train.weight",), RELATIVE)
     | {"optim.grad_clip": NO_LIMIT}
     | dict.fromkeys(
         (
@@ -176,16 +171,15 @@ MEANT = {
         ),
         FITS,
     ),
-    "10^9": dict.fromkeys(("data.evaluation.limit", "data.train.limit"), ALL)
+    "10^9": dict.fromkeys(("data.evaluation.size", "data.train.size"), ALL)
     | {"optim.grad_clip": NO_LIMIT}
-    | dict.fromkeys(("data.evaluation.weight", "data.train.weight"), RELATIVE)
+    | dict.fromkeys(("data.train.weight",), RELATIVE)
     | dict.fromkeys(("model.rope_local_theta", "model.rope_theta", "seed"), LARGE),
     # Llama 3 models stretched to a million tokens have 3.6e9.
     "2^31": dict.fromkeys(("model.rope_local_theta", "model.rope_theta"), LARGE),
     "0": dict.fromkeys(
         (
             "algorithm.correction.lowest",
-            "algorithm.correction.veto",
             "algorithm.entropy_coef",
             "algorithm.kl.loss_coef",
             "algorithm.kl.reward_coef",
@@ -197,9 +191,7 @@ MEANT = {
             "cost.pretrain_coef",
             "critic.lr",
             "critic.warmup_steps",
-            "data.evaluation.limit",
             "data.evaluation.seed",
-            "data.train.limit",
             "data.train.seed",
             "evaluation.min_p",
             "evaluation.temperature",
@@ -221,7 +213,6 @@ MEANT = {
             "reward.grader_weight",
             "reward.grader_workers",
             "reward.judge.failed_score",
-            "reward.judge.low",
             "reward.judge.weight",
             "reward.model_weight",
             "reward.overlong_buffer_tokens",
@@ -282,7 +273,6 @@ PROSE = {"data.system_prompt", "data.answer_prefix"}
 # Names of the user's own. What they name is looked up before training.
 NAMES = {
     "name",
-    "hardware",
     "sft.prompt_field",
     "sft.response_field",
     "sft.messages_field",

@@ -131,9 +131,9 @@ def test_missing_and_empty_files_say_what_to_put_there(tmp_path):
         read(write(tmp_path, "", ""))
 
 
-def test_a_limit_takes_the_first(tmp_path):
+def test_a_size_takes_the_first(tmp_path):
     path = write(tmp_path, GOOD, GOOD, '{"q": "?", "a": 3}', "{")
-    source = read(path, limit=2)
+    source = read(path, size=2)
     assert [record.answer for record in source.records] == ["2", "3"]
     assert source.num_rows == 3
 

@@ -6,13 +6,13 @@ import jax
 import pytest
 from plans import TINY, TINY_LAYOUT, TINY_TRAIN, buffers_named, plan_32b, plan_tiny, tiny_config
 
+from jaxrl.config.batch_shapes import engine_config
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
-from jaxrl.trainer.batch_shapes import engine_config
 
 # Parts of its rows hold blocks of 8-bit moments.
 WIDE = dataclasses.replace(TINY, d_model=128, d_ff=256)

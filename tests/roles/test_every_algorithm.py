@@ -11,6 +11,7 @@ from jaxrl.algos.aggregation import AGGREGATIONS, count
 from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
@@ -18,7 +19,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
-from jaxrl.trainer.cross_checks import check_algorithm, estimator_of, policy_objective
+from jaxrl.trainer.cross_checks import check_algorithm
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4
@@ -37,6 +38,14 @@ OPTIONS = {
     "kl_cov": {"kl_coef": 1.0, "fraction": 0.1},
     "trpo": {"kl_coef": 0.1},
 }
+
+
+def estimator_in(config: Config):
+    return estimator_of(config.algorithm)
+
+
+def objective_in(config: Config):
+    return policy_objective(config.algorithm, config.train.load_balancing_coef)
 
 
 def make_config(**changes) -> Config:
@@ -65,7 +74,7 @@ def batch_of(shape: str = "packed"):
 def test_an_advantage_by_its_name(name):
     changes = {"reward__functions": TERMS} if name == "gdpo" else {}
     recipe = RECIPE_OF.get(name, "grpo")
-    estimator = estimator_of(
+    estimator = estimator_in(
         make_config(algorithm__advantage=name, algorithm__dataflow=recipe, **changes)
     )
     packing, batch = batch_of()
@@ -87,7 +96,7 @@ def test_an_advantage_by_its_name(name):
 
 def test_gdpo_normalises_each_term_on_its_own():
     """A term of another scale weighs as much as the first; in their sum it would drown it."""
-    estimator = estimator_of(make_config(algorithm__advantage="gdpo", reward__functions=TERMS))
+    estimator = estimator_in(make_config(algorithm__advantage="gdpo", reward__functions=TERMS))
     packing, batch = batch_of("two updates")
     term_BK = np.stack([SCORE, 1000.0 * np.arange(8)], axis=1).astype(np.float32)
     weight_K = np.array([1.0, 0.5], np.float32)
@@ -132,7 +141,7 @@ def test_the_whole_update_is_made_of_an_objective(name):
         changes = {"algorithm__kl__loss_coef": 0.1, "algorithm__kl__loss_estimate": name}
     else:
         changes = {"algorithm__loss": name, "algorithm__loss_options": OPTIONS.get(name, {})}
-    objective = policy_objective(make_config(**changes))
+    objective = objective_in(make_config(**changes))
     actor = tiny_actor()
     _, batch = batch_of("two updates")
 
@@ -171,7 +180,7 @@ def check_gradient(objective: Objective) -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_by_its_name(name):
     config = make_config(algorithm__loss=name, algorithm__loss_options=OPTIONS.get(name, {}))
-    check_gradient(policy_objective(config))
+    check_gradient(objective_in(config))
 
 
 OWN_LOSS = """
@@ -194,12 +203,12 @@ def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(f"import jax\nimport jax.numpy as jnp\n{OWN_LOSS}")
     own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
-    check_gradient(policy_objective(make_config(**own_loss)))
+    check_gradient(objective_in(make_config(**own_loss)))
     with pytest.raises(UserError, match="has no option least; it has most"):
         check_algorithm(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
     with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
         check_algorithm(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
-    estimator = estimator_of(
+    estimator = estimator_in(
         make_config(
             algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}
         )
@@ -211,7 +220,7 @@ def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
 def test_an_aggregation_by_its_name(name):
     options = {"scale": 8.0} if name.endswith("norm") else {}
     check_gradient(
-        policy_objective(
+        objective_in(
             make_config(algorithm__aggregation=name, algorithm__aggregation_options=options)
         )
     )
@@ -220,7 +229,7 @@ def test_an_aggregation_by_its_name(name):
 @pytest.mark.parametrize("name", ["k3+", "full"])
 def test_a_kl_estimate_by_its_name(name):
     config = make_config(algorithm__kl__loss_coef=0.1, algorithm__kl__loss_estimate=name)
-    check_gradient(policy_objective(config))
+    check_gradient(objective_in(config))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_a_kl_estimate_by_its_name(name):
             {
                 "algorithm__loss": "geo_mean",
                 "algorithm__loss_options": {},
-                "algorithm__correction__reject__token_k3": 0.1,
+                "algorithm__correction__reject": {"token_k3": 0.1},
             },
             "correction.reject.token_k3 corrects single tokens of it",
         ),
@@ -296,7 +305,7 @@ def test_a_kl_estimate_by_its_name(name):
         (
             {
                 "algorithm__correction__bypass": True,
-                "algorithm__correction__veto": 1e-4,
+                "algorithm__correction__reject": {"veto": 1e-4},
                 "train__load_balancing_coef": 0.01,
             },
             "train.load_balancing_coef is divided before",

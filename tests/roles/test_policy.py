@@ -17,7 +17,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.correction import CorrectionConfig, RejectionConfig, corrected
+from jaxrl.roles.correction import CorrectionConfig, corrected
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.objective import Objective
@@ -234,8 +234,8 @@ def test_weights_are_born_the_same_on_every_mesh():
 
 
 def test_how_it_is_computed_changes_nothing(reference):
-    """Rematerialised, with layers unrolled and other chunks of log-probabilities."""
-    train = TrainConfig(remat="projections", unroll=2, logprob_chunk_tokens=5)
+    """Rematerialised, with other chunks of log-probabilities."""
+    train = TrainConfig(remat="projections", logprob_chunk_tokens=5)
     params, metrics = step(fresh(train=train), packed(sequences()))
     assert_close(params, reference[0], scale=1)
     assert metrics == pytest.approx(reference[1], rel=1e-4, abs=1e-5)
@@ -360,7 +360,7 @@ def test_the_ratio_is_one_at_the_first_update(layout):
 
 
 REJECTION = CorrectionConfig(
-    bypass=True, reject=RejectionConfig(token_ratio=(0.5, 2.0), seq_max_k2=4.0), veto=0.05
+    bypass=True, reject=dict(token_ratio=(0.5, 2.0), seq_max_k2=4.0, veto=0.05)
 )
 REJECTING = policy("clipped", OPTIONS, correction=REJECTION, entropy_coef=0.1)
 
@@ -409,7 +409,7 @@ def test_what_the_loss_rejects_counts_nowhere():
             {
                 "weights": "token",
                 "normalize": True,
-                "reject": RejectionConfig(seq_mean_ratio=(0.5, 2.0)),
+                "reject": dict(seq_mean_ratio=(0.5, 2.0)),
             },
             id="normalised, some rejected",
         ),

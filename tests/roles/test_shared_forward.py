@@ -17,25 +17,26 @@ from test_policy import (
 )
 
 from jaxrl.config.schema import Config
+from jaxrl.dataflows import algorithm_parts
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
-from jaxrl.roles.correction import CorrectionConfig, RejectionConfig
+from jaxrl.roles.correction import CorrectionConfig
 from jaxrl.roles.losses import policy
-from jaxrl.trainer.cross_checks import check_algorithm, shares_forward
+from jaxrl.trainer.cross_checks import check_algorithm
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
 CORRECTIONS = {
     "none": CorrectionConfig(),
     "weights": CorrectionConfig(weights="token", normalize=True),
-    "rejections": CorrectionConfig(
-        weights="sequence", reject=RejectionConfig(token_ratio=(0.2, 6.0))
-    ),
-    "all": CorrectionConfig(
-        weights="token", normalize=True, reject=RejectionConfig(token_ratio=(0.2, 6.0))
-    ),
+    "rejections": CorrectionConfig(weights="sequence", reject=dict(token_ratio=(0.2, 6.0))),
+    "all": CorrectionConfig(weights="token", normalize=True, reject=dict(token_ratio=(0.2, 6.0))),
 }
+
+
+def shares_forward(config: Config) -> bool:
+    return algorithm_parts.shares_forward(config.algorithm, config.train.load_balancing_coef)
 
 
 def step(shape, correction, *, shares, layout=ONE_DEVICE):

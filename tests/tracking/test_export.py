@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.commands.convert import main as convert
+from jaxrl.config.model_shape import check_policy
 from jaxrl.config.schema import Config
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
@@ -29,7 +30,6 @@ from jaxrl.tracking.lock import run_lock
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import pools_of
-from jaxrl.trainer.model_shape import check_policy
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.weights import load_or_init
 

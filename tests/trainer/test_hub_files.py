@@ -8,7 +8,12 @@ import jax
 import pytest
 
 from jaxrl.config.schema import Config
-from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
+from jaxrl.data.data_config import (
+    DataConfig,
+    EvaluationSourceConfig,
+    SourceConfig,
+    TokenizerConfig,
+)
 from jaxrl.errors import UserError
 from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.layout import LayoutConfig
@@ -40,7 +45,7 @@ CONFIG = Config(
     tokenizer=TokenizerConfig(path="me/tiny"),
     data=DataConfig(
         train=SourceConfig(path="me/sums"),
-        evaluation=SourceConfig(path="me/sums"),
+        evaluation=EvaluationSourceConfig(path="me/sums"),
         sources={"more": SourceConfig(path="me/sums:default:test")},
     ),
 )

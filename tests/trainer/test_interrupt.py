@@ -14,9 +14,9 @@ from test_program import make_config, problems, warm, whole  # noqa: F401
 
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.packed_model import TrainConfig
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.trainer.interrupt import StopRequested, StopSignal
 
 ROOT = pathlib.Path(__file__).parents[2]
 # For what happens in well under a second on a machine that does nothing else.

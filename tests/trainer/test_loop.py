@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder
-from jaxrl.trainer.interrupt import StopRequested, StopSignal
 from jaxrl.trainer.loop import Loop, TrainingStage
 
 # A machine may be busy, and what is over time ends this process.

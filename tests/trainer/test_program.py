@@ -14,7 +14,12 @@ from extras import import_extra
 
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, SftConfig
-from jaxrl.data.data_config import CurriculumConfig, DataConfig, SourceConfig
+from jaxrl.data.data_config import (
+    CurriculumConfig,
+    DataConfig,
+    EvaluationSourceConfig,
+    SourceConfig,
+)
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
@@ -67,7 +72,11 @@ def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
         ),
         data=DataConfig(
             train=source,
-            evaluation=dataclasses.replace(source, path=str(problems / "evaluation.jsonl")),
+            evaluation=EvaluationSourceConfig(
+                source="repeat",
+                path=str(problems / "evaluation.jsonl"),
+                solution_field="solution",
+            ),
             template="{prompt}\n",
             max_prompt_tokens=16,
         ),
@@ -194,7 +203,7 @@ def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problem
 
 
 def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, capsys):
-    data = dataclasses.replace(whole.data, evaluation=SourceConfig())
+    data = dataclasses.replace(whole.data, evaluation=EvaluationSourceConfig())
     config = make_config(tmp_path, problems, num_steps=2, data=data)
     assert program.train(warm(config, whole), devices=one_device()) == 0
     said = "data.evaluation names no problems, so there is no accuracy"
@@ -543,10 +552,10 @@ def make(index, rng):
 
 def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, problems):
     (tmp_path / "made.py").write_text(MADE)
-    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), limit=6)
+    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), size=6)
     data = DataConfig(
         train=few,
-        evaluation=SourceConfig(path=str(problems / "evaluation.jsonl"), limit=2),
+        evaluation=EvaluationSourceConfig(path=str(problems / "evaluation.jsonl"), size=2),
         sources={"made": SourceConfig(path=f"{tmp_path / 'made.py'}:make", weight=0.5)},
         template="{prompt}\n",
         max_prompt_tokens=24,

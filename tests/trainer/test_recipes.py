@@ -370,7 +370,7 @@ def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
 @pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
 def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
     changes = {
-        "algorithm__correction__reject__token_ratio": (1.5, 2.0),
+        "algorithm__correction__reject": {"token_ratio": (1.5, 2.0)},
         "algorithm__correction__bypass": bypass,
     }
     config = make_config(folder, tmp_path, "grpo", **changes)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.config.batch_shapes import row_limits
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import SftConfig
 from jaxrl.data import load_tokenizer
@@ -18,7 +19,6 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
-from jaxrl.trainer.batch_shapes import row_limits
 from jaxrl.trainer.context import build_context, supervised_stream
 from jaxrl.trainer.findings import fine_tuning
 

@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.tracking.rollout_files import RolloutFiles
+from jaxrl.tracking.run_config import RunConfig
+from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import TokenStrings, logprobs_by_response, sample_rows
-from jaxrl.trainer.context import RunContext
 from jaxrl.types import PackedBatch, Scored
 
 
 class KeptRollouts:
     """Keeps the samples of the steps that the config selects; the first process writes them."""
 
-    def __init__(self, run: RunContext, timer: StepTimer, *, terms: Sequence[str]):
-        """Args: the run, the loop of its steps, and the names of its reward terms."""
-        config = run.config.run
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        tokenizer: Tokenizer,
+        timer: StepTimer,
+        *,
+        stop_ids: Iterable[int],
+        terms: Iterable[str],
+        has_old_logprob: bool,
+    ):
+        """Deletes and writes nothing yet.
+
+        Args:
+          config: settings of what is kept.
+          folder: folder of the run.
+          tokenizer: tokenizer of the policy.
+          timer: loop of the steps.
+          stop_ids: token ids that end a response.
+          terms: names of the terms of the reward.
+          has_old_logprob: whether a step has log-probabilities of the trainer, besides those of the sampler.
+        """
         self._timer = timer
         self._terms = tuple(terms)
         self._most_prompts = config.rollouts_prompts or None
-        # A step that trains on the sampler's log-probabilities has none of the trainer's.
-        self._has_old_logprob = not run.config.algorithm.correction.bypass
-        self._stop_ids = frozenset(run.stop_ids)
-        self._token_strings = TokenStrings(run.tokenizer)
-        self._files = RolloutFiles(run.config.run_folder.rollouts, every=config.rollouts_every)
+        self._has_old_logprob = has_old_logprob
+        self._stop_ids = frozenset(stop_ids)
+        self._token_strings = TokenStrings(tokenizer)
+        self._files = RolloutFiles(folder.rollouts, every=config.rollouts_every)
         self._begun = False
 
     def begin_step(self) -> None:

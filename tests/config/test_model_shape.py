@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
+from jaxrl.config.model_shape import check_policy, model_of, tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -14,7 +15,6 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.trainer.model_shape import check_policy, model_of, tokenizer_directory
 from jaxrl.trainer.role_models import role_models
 
 STORED = ModelConfig(

@@ -1,4 +1,4 @@
-"""Determines the shape of a run's model: from its checkpoint, or from the config.
+"""Determines the shape of a run's model, from its checkpoint or the config, and its tokenizer.
 
     config.weights = DIR                          DIR/config.json has the shape
     config.model = model_shapes("qwen2.5-32b")    a shape by name, for planning without the files
@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from jaxrl.config.schema import Config
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.demonstrations import Demonstration
+from jaxrl.data.problems import Problems
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
@@ -125,3 +129,14 @@ def _check_same_adapters(ours: LoraConfig, stored: LoraConfig, directory: str) -
             f"adapter in {directory} has {stored.rank}, {stored.alpha}, {', '.join(stored.targets)}; "
             "set model.lora to these, or change `adapter`"
         )
+
+
+def tokenizer_of(
+    config: Config, problems: Problems, demonstrations: Sequence[Demonstration]
+) -> Tokenizer:
+    """The tokenizer that a config names, or one trained on its problems and demonstrations."""
+    directory = tokenizer_directory(config)
+    if directory:
+        return load_tokenizer(directory)
+    vocab_size = config.tokenizer.vocab_size
+    return tokenizer_from(problems, demonstrations, config.data, vocab_size=vocab_size)

@@ -6,12 +6,12 @@ import pathlib
 
 import pytest
 
+from jaxrl.config.requirements import Finder
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.source_reader import read_source
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import EVERYTHING, Pool
-from jaxrl.trainer.requirements import Finder
 
 SHARED = pathlib.Path(__file__).parents[2] / "../shared/data"
 
