@@ -20,7 +20,6 @@ from jaxrl.models.shapes import model_shapes
 def get_config():
     config = to_config_dict(Config())
     config.name = "grpo_smollm2"
-    config.hardware = "two CPU cores, 6 GB of memory"
     config.weights = str(PACKAGED_MODELS["smollm2-135m-instruct"].folder)
     config.model = model_shapes("smollm2-135m")
 

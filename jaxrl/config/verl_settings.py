@@ -84,9 +84,9 @@ SAME = (
     ),
     Counterpart("data.max_prompt_length", "data.max_prompt_tokens", 512),
     Counterpart("data.max_response_length", "rollout.max_response_tokens", 512),
-    Counterpart("data.train_max_samples", "data.train.limit", None, lambda n: max(n, 0), "-1 is 0"),
+    Counterpart("data.train_max_samples", "data.train.size", None, lambda n: max(n, 0), "-1 is 0"),
     Counterpart(
-        "data.val_max_samples", "data.evaluation.limit", None, lambda n: max(n, 0), "-1 is 0"
+        "data.val_max_samples", "data.evaluation.size", None, lambda n: max(n, 0), "-1 is 0"
     ),
     Counterpart(
         "data.apply_chat_template_kwargs.enable_thinking", "data.chat_options.enable_thinking"

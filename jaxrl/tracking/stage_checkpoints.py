@@ -77,13 +77,13 @@ class StageCheckpoints(Checkpoints):
         remains, rows = self.stored.remains(), self._num_rows()
         if self._may_restart or not (remains or rows):
             return
-        checkpoints, seals = self._folder.checkpoints.path, self._folder.checkpoints.manifests
+        checkpoints, manifests = self._folder.checkpoints.path, self._folder.checkpoints.manifests
         found = "; ".join(
             [*remains, f"{rows} rows in {self._folder.metrics.name}"] if rows else remains
         )
         raise UserError(
             f"{self._folder} has begun and no intact checkpoint is left ({found}); restore {checkpoints} and "
-            f"{seals} from where they are whole, use another `name`, or begin the stage again with "
+            f"{manifests} from where they are whole, use another `name`, or begin the stage again with "
             "--config.run.resume=or_restart, which moves what is there aside"
         )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import read_source
+from jaxrl.data.source_reader import read_source
 from jaxrl.data.word_problems import KINDS, make
 from jaxrl.errors import UserError
 
