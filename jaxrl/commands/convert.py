@@ -1,7 +1,8 @@
-"""Converts a model between Hugging Face's safetensors and Orbax, both ways, and exports what a run trained.
+"""Converts between Hugging Face's safetensors and Orbax, reads GGUF, and exports what a run trained.
 
     python launch/convert.py --from hf --path DIR --to orbax --out DIR2
     python launch/convert.py --from orbax --path DIR2 --to hf --out DIR3
+    python launch/convert.py --from gguf --path model.gguf --to hf --out DIR
     python launch/convert.py --from run --path runs/dapo_tiny/seed0 --to hf --out DIR [--push OWNER/NAME]
 
 An Orbax directory has the files of a Hugging Face directory (config.json, generation_config.json, tokenizer),
@@ -25,6 +26,7 @@ from jaxrl.checks import check_path
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.hub.hub_names import HubName, parsed_name
 from jaxrl.hub.local_paths import local_model, open_hub
+from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
 from jaxrl.tracking.export import export_run
@@ -77,6 +79,8 @@ def convert(args: argparse.Namespace) -> str:
         hf_to_orbax(pathlib.Path(local_model(str(args.path))), args.out, dtype=args.dtype)
     elif (args.source, args.target) == ("orbax", "hf"):
         orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+    elif (args.source, args.target) == ("gguf", "hf"):
+        gguf_to_hf(args.path, args.out)
     elif (args.source, args.target) == ("run", "hf"):
         dtype = args.dtype or "bfloat16"
         step = export_run(
@@ -90,8 +94,8 @@ def convert(args: argparse.Namespace) -> str:
         return f"{args.out} holds the weights of step {step} in {dtype}{choice}"
     else:
         raise UserError(
-            f"--from {args.source} --to {args.target} converts nothing; hf goes to orbax, orbax and "
-            "run go to hf"
+            f"--from {args.source} --to {args.target} converts nothing; hf goes to orbax; orbax, "
+            "gguf and run go to hf"
         )
     return f"{args.out} holds the model of {args.path}"
 
@@ -102,7 +106,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--from", dest="source", choices=("hf", "orbax", "run"), required=True)
+    parser.add_argument(
+        "--from", dest="source", choices=("hf", "orbax", "run", "gguf"), required=True
+    )
     parser.add_argument("--path", type=pathlib.Path, required=True, help="directory to read")
     parser.add_argument("--to", dest="target", choices=("hf", "orbax"), required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")

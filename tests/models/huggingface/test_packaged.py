@@ -13,6 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import cli
+from jaxrl.commands import convert
+from jaxrl.config.requirements import Finder
+from jaxrl.data.model_directory import check_is_directory
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
@@ -294,7 +297,8 @@ def test_training_without_an_index_and_without_weights_tells_the_remedy(
 
 def test_gguf_becomes_a_hugging_face_directory(tmp_path):
     stored = write_gguf(tmp_path / "tiny.gguf")
-    gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
+    paths = ["--path", str(tmp_path / "tiny.gguf"), "--to", "hf", "--out", str(tmp_path / "hf")]
+    assert convert.main(["convert.py", "--from", "gguf", *paths]) == 0
     config = read_config(tmp_path / "hf")
     assert (config.num_layers, config.d_model, config.d_ff) == (LAYERS, WIDTH, FFN)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, 8)
@@ -358,3 +362,13 @@ def test_a_gguf_file_that_is_cut_short_is_refused_in_one_line(tmp_path, num_byte
 
 def test_the_shape_of_smollm2_has_the_published_size():
     assert SHAPES["smollm2-135m"].num_params == 134_515_008
+
+
+def test_where_a_directory_is_expected_the_conversion_is_told(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    with pytest.raises(UserError, match=r"model\.gguf: .* jaxrl convert --from gguf"):
+        check_is_directory(file)
+    find = Finder()
+    find.files(weights=str(file), tokenizer="", needs_chat_template=False)
+    assert "jaxrl convert --from gguf" in find.missing[0]
