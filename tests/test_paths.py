@@ -21,7 +21,7 @@ ODD = {
 }
 # Settings of text that name no file. A new one is added here, or gets the rule.
 NO_PATHS = {
-    *("hardware", "hosts.coordinator", "mesh.train", "mesh.generate"),
+    *("hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
     *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation", "run.wandb_project"),

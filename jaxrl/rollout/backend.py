@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import Params
 from jaxrl.rollout.environment import Environment
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.types import Completions, Prompts
+
+if TYPE_CHECKING:
+    # Settings import this file, and the first error for a wrong setting does not wait for flax.
+    from jaxrl.models.decoder import Params
 
 # Token ids to text.
 DecodeText: TypeAlias = Callable[[np.ndarray], str]

@@ -169,4 +169,4 @@ class StageCheckpoints(Checkpoints):
                 f"the newer ones out of {self.stored.paths.path}, and start again with a lower learning "
                 "rate, say"
             )
-        return f"step {step}: the model may be ruined ({'; '.join(faults)}); {kept}"
+        return f"step {step}: the model may have diverged ({'; '.join(faults)}); {kept}"
