@@ -106,6 +106,8 @@ class Completions:
       mask: B float32 arrays, 1 on tokens sampled from the policy, 0 on tokens inserted by an environment. All
         1 by default.
       turns: B tuples of turns. By default each response is a single turn of the policy.
+      started_B: int32, training step that started each response; its sampling keys use this step. All 0 by
+        default.
     """
 
     prompts: Prompts
@@ -117,8 +119,11 @@ class Completions:
     texts: tuple[str, ...]
     mask: tuple[np.ndarray, ...] = ()
     turns: tuple[tuple[TurnText, ...], ...] = ()
+    started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self):
+        if not len(self.started_B):
+            object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
             ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
@@ -165,6 +170,7 @@ class Completions:
             texts=_pick(self.texts, rows),
             mask=_pick(self.mask, rows),
             turns=_pick(self.turns, rows),
+            started_B=self.started_B[rows],
         )
 
     @staticmethod
@@ -180,6 +186,7 @@ class Completions:
             texts=_join([p.texts for p in parts]),
             mask=_join([p.mask for p in parts]),
             turns=_join([p.turns for p in parts]),
+            started_B=np.concatenate([p.started_B for p in parts]),
         )
 
 

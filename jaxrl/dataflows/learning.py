@@ -19,8 +19,13 @@ from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.correction import CorrectionConfig, corrected
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.redraw import draws_of
 from jaxrl.roles.value import Critic
+from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.types import TrainBatch, ValueBatch
+
+# Number of steps between draws with the trainer's logits. One costs a forward pass of one microbatch.
+REDRAWN_EVERY = 10
 
 
 class Pretraining:
@@ -56,6 +61,7 @@ class ActorPhase:
         pretraining: Pretraining | None = None,
         frozen_steps: int = 0,
         needs_signal: bool = False,
+        sampling: SamplingOptions | None = None,
         look: Callable[[Experience], None] | None = None,
     ):
         """Args.
@@ -74,6 +80,8 @@ class ActorPhase:
         frozen_steps: number of first steps in which only critics learn.
         needs_signal: whether the loss is only the policy loss, with no gradient where all advantages are 0.
           Such a step is skipped: Adam's momentum and weight decay would move the weights all the same.
+        sampling: options that the responses are sampled with, to draw their tokens again now and then; None
+          never does.
         look: called with the experience of every step, after its updates are dispatched.
         """
         self._actor = actor
@@ -87,6 +95,7 @@ class ActorPhase:
         self._pretraining = pretraining
         self._frozen_steps = frozen_steps
         self._needs_signal = needs_signal
+        self._sampling = sampling
         self._look = look
 
     def logprobs(self, experience: Experience) -> Experience:
@@ -96,6 +105,7 @@ class ActorPhase:
         """
         with self._timer.phase("old_log_prob"):
             batch = experience.batch
+            experience = experience.extended(batch, self._same_tokens(experience))
             if self._correction.bypass:
                 # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
@@ -109,6 +119,16 @@ class ActorPhase:
                 batch = batch.replace(old_logprob=self._actor.logprobs(batch))
             batch, metrics = corrected(self._correction, batch)
             return experience.extended(self._timer.when_done(batch), metrics)
+
+    def _same_tokens(self, experience: Experience) -> Metrics:
+        """How far the trainer's draws agree with the sampler's, every tenth step."""
+        if self._sampling is None or self._timer.step % REDRAWN_EVERY:
+            return {}
+        draws = draws_of(experience.completions, self._sampling)
+        if draws is None:
+            return {}
+        same = self._actor.same_tokens(experience.batch, draws)
+        return {"training/same_token_fraction": same}
 
     def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Adds the log-probabilities of all minibatches except the first."""

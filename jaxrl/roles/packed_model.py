@@ -38,6 +38,7 @@ from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, tok
 from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
@@ -176,6 +177,26 @@ class PackedModel:
             lambda micro: self.policy(graph, params, micro, temperature=temperature)[0],
             batch,
             first_minibatch=first_minibatch,
+        )
+
+    def same_token_fraction(
+        self,
+        graph: nnx.GraphDef,
+        params: Params,
+        micro: PackedBatch,
+        draws: Draws,
+        *,
+        temperature: float,
+    ) -> jax.Array:
+        """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
+        model: Decoder = nnx.merge(graph, params)
+        return same_token_fraction(
+            lambda hidden: model.logits(hidden, compute=self._compute),
+            self._run(model, micro).hidden_BTD,
+            micro,
+            draws,
+            temperature=temperature,
+            chunk_tokens=self.train.logprob_chunk_tokens,
         )
 
     def policy_and_kl(

@@ -27,7 +27,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.packed_model import PackedModel, each_micro
+from jaxrl.roles.packed_model import PackedModel, each_micro, micro_of
+from jaxrl.roles.redraw import Draws
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.samples import Rollout
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
@@ -98,6 +99,7 @@ class Actor(Learner):
         )
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
+        self._same_tokens = jax.jit(self._packed_same_tokens)
         self._compared = compared
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
@@ -248,6 +250,15 @@ class Actor(Learner):
         settings: Any = {"temperature": self._temperature, "statistic": squared_probabilities}
         return each_micro(
             lambda micro: self.policy(self.graph, params, micro, **settings)[:2], batch
+        )
+
+    def same_tokens(self, batch: PackedBatch, draws: Draws) -> jax.Array:
+        """Fraction of the trained tokens of the first microbatch that the trainer draws again: `redraw`."""
+        return self._same_tokens(self.for_training().params, batch, draws)
+
+    def _packed_same_tokens(self, params: Params, batch: PackedBatch, draws: Draws) -> jax.Array:
+        return self.same_token_fraction(
+            self.graph, params, micro_of(batch, 0, 0), draws, temperature=self._temperature
         )
 
     # Learning

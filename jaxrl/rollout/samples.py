@@ -245,6 +245,7 @@ def completions_of(
         turns=tuple(
             _turns(*of_sample, decode_text) for of_sample in zip(tokens, mask, texts, strict=True)
         ),
+        started_B=np.array([sample.step for sample in samples], np.int32),
     )
 
 

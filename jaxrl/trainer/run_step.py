@@ -127,6 +127,7 @@ class StepBuilder:
             pretraining=self._state.pretraining,
             frozen_steps=config.critic.warmup_steps,
             needs_signal=self._learns_from_advantages_only(),
+            sampling=self._run.sampling,
             look=look,
         )
 

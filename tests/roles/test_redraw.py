@@ -1,0 +1,134 @@
+"""The trainer's logits with the sampler's noise draw the sampler's tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.roles.redraw import draws_of
+from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import Completions, Prompts
+
+MODEL = ModelConfig(
+    vocab_size=64, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
+)
+ENGINE = EngineConfig(
+    slots=8,
+    prefill_prompts=4,
+    max_prompt_tokens=4,
+    max_response_tokens=8,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+)
+PROMPTS = Prompts(
+    ids_N=np.array([5, 2]),
+    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
+    texts=("", ""),
+    answers=("", ""),
+    sources=("", ""),
+)
+SHAPE = PackedShape(minibatches=1, microbatches=1, rows=8, tokens=16)
+OPTIONS = SamplingOptions(num_samples=4, seed=3, step=7, temperature=0.8)
+
+
+def actor_of(train: str, generate: str = "", fsdp: int = 1) -> Actor:
+    sizes = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
+    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    actor = Actor(
+        MODEL,
+        mesh,
+        train=TrainConfig(logprob_chunk_tokens=8),
+        optim=OptimConfig(lr=1.0),
+        temperature=OPTIONS.temperature,
+        seed=0,
+        backend=build_backend("offline", MODEL, mesh, ENGINE, str),
+    )
+    actor.init()
+    return actor
+
+
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    return actor_of("1-1-1")
+
+
+def fraction(actor: Actor, completions: Completions, options: SamplingOptions, **packing) -> float:
+    batch = actor.place(pack_completions(completions, SHAPE, **packing))
+    draws = draws_of(completions, options)
+    assert draws is not None
+    return float(actor.same_tokens(batch, draws))
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 3},
+    ],
+)
+def test_all_tokens_are_the_same_with_equal_weights(actor, limits, share_prompts):
+    options = OPTIONS
+    if limits:
+        options = options.replace(truncation=truncation_of(**limits))
+    completions = actor.generate(PROMPTS, options)
+    assert fraction(actor, completions, options, share_prompts=share_prompts) == 1
+
+
+def test_all_tokens_are_the_same_on_eight_devices():
+    actor = actor_of("1-4-2", "1-2-2-2", fsdp=2)
+    completions = actor.generate(PROMPTS, OPTIONS)
+    assert fraction(actor, completions, OPTIONS) == 1
+
+
+def test_other_noise_draws_other_tokens(actor):
+    completions = actor.generate(PROMPTS, OPTIONS)
+    # Two independent draws from 64 nearly equal tokens agree about once in 64.
+    assert fraction(actor, completions, OPTIONS.replace(seed=4)) < 0.5
+
+
+def test_other_weights_draw_some_other_tokens(actor):
+    completions = actor.generate(PROMPTS, OPTIONS)
+    state = actor.for_training()
+    moved = actor_of("1-1-1")
+    noise = jax.random.normal
+    moved.state = state.replace(
+        params=jax.tree.map(
+            lambda x: x + 0.1 * noise(jax.random.key(x.size), x.shape), state.params
+        )
+    )
+    assert 0.2 < fraction(moved, completions, OPTIONS) < 1
+
+
+def test_samples_keep_the_step_that_started_them(actor):
+    first = actor.resume(PROMPTS, OPTIONS.replace(budget_tokens=2)).unfinished
+    later = OPTIONS.replace(step=8)
+    rollout = actor.resume(PROMPTS.take([]), later, unfinished=first)
+    assert set(rollout.completions.started_B) == {7}
+    assert fraction(actor, rollout.completions, later) == 1
+
+
+def test_a_repetition_penalty_cannot_be_repeated(actor):
+    limits = truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.1)
+    options = OPTIONS.replace(truncation=limits)
+    assert draws_of(actor.generate(PROMPTS, options), options) is None
+
+
+def test_only_trained_tokens_count(actor):
+    completions = actor.generate(PROMPTS, OPTIONS)
+    batch = actor.place(pack_completions(completions, SHAPE))
+    draws = draws_of(completions, OPTIONS)
+    none = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    assert np.isnan(float(actor.same_tokens(none, draws)))
