@@ -60,8 +60,9 @@ def draws_of(completions: Completions, options: SamplingOptions) -> Draws | None
         sample_B.astype(np.int32),
     )
     lengths = np.array([len(tokens) for tokens in completions.prompts.tokens], np.int32)
-    arrays: Any = (np.asarray(key_B2), lengths[index_B])
-    return Draws(*arrays, options.truncation)
+    # Plain arrays on the host: every process of a run hands the same ones to its devices.
+    arrays: Any = {"key_B2": np.asarray(key_B2), "prompt_tokens_B": lengths[index_B]}
+    return Draws(**arrays, truncation=options.truncation)
 
 
 @jax.jit
