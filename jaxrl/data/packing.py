@@ -163,6 +163,7 @@ def plan_packing(
     shards: int = 1,
     fill_minibatches: bool = False,
     prefix_groups: PrefixGroups | None = None,
+    last_B: np.ndarray | None = None,
 ) -> Packing:
     """Assigns every sequence to a row: in order to minibatches, and within one by best-fit decreasing.
 
@@ -178,6 +179,8 @@ def plan_packing(
         minibatch keeps its number of sequences.
       prefix_groups: Groups that store their common prefix once per row; None stores every sequence whole.
         Groups rule out `fill_minibatches`.
+      last_B: bool, the sequences for the last rows of their minibatch, apart from the others if there is
+        room; None for none. `fill_minibatches` ignores it.
     """
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
@@ -189,6 +192,12 @@ def plan_packing(
     groups = prefix_groups or PrefixGroups(indices, np.zeros_like(indices))
     members_U = list(indices.reshape(U, -1))
     rows_U = [_best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
+    last_B = np.zeros(len(tokens_of), bool) if last_B is None else last_B
+    if last_B.any():
+        rows_U = [
+            _apart(members, rows, last_B, tokens_of, groups, shape)
+            for members, rows in zip(members_U, rows_U, strict=True)
+        ]
     if fill_minibatches and U > 1:
         rows_U = _filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
     positions, segment_ids, prefix_ids = (np.zeros((U * M * R, T), np.int32) for _ in range(3))
@@ -199,7 +208,8 @@ def plan_packing(
             "shorter sequences"
         )
         segments_of = [_segments(row, tokens_of, groups) for row in rows]
-        for index, r in _assigned([_work(segments) for segments in segments_of], R, shards):
+        is_last = [bool(last_B[row].all()) for row in rows]
+        for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
             at = u * M * R + index
             offset = 0
             for number, segment in enumerate(segments_of[r], start=1):
@@ -340,12 +350,29 @@ def _best_fit_decreasing(
     return opened.rows
 
 
-def _assigned(work: list[int], rows_of_micro: int, shards: int) -> Iterator[tuple[int, int]]:
+def _apart(
+    members: np.ndarray,
+    rows: Rows,
+    last_B: np.ndarray,
+    lengths: np.ndarray,
+    groups: PrefixGroups,
+    shape: PackedShape,
+) -> Rows:
+    """The rows of a minibatch in which no row mixes last sequences with others; `rows` if they do not fit."""
+    parts = (members[~last_B[members]], members[last_B[members]])
+    apart = [row for m in parts for row in _best_fit_decreasing(m, lengths, groups, shape.tokens)]
+    return apart if len(apart) <= shape.microbatches * shape.rows else rows
+
+
+def _assigned(
+    work: list[int], is_last: list[bool], rows_of_micro: int, shards: int
+) -> Iterator[tuple[int, int]]:
     """Yields (index among the rows of all microbatches, row); the heaviest rows share the first microbatch.
 
-    Dense layers cost the same for every row. Only attention, `work`, differs.
+    Dense layers cost the same for every row. Only attention, `work`, differs. Rows that are last come after
+    all others.
     """
-    order = sorted(range(len(work)), key=lambda row: (-work[row], row))
+    order = sorted(range(len(work)), key=lambda row: (is_last[row], -work[row], row))
     each = rows_of_micro // shards
     for first in range(0, len(order), rows_of_micro):
         # (work, number of rows) of each shard. The next row goes to the shard with the least work that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.objective import Objective
@@ -54,4 +55,6 @@ def policy_objective(algorithm: AlgorithmConfig, load_balancing_coef: float) -> 
         kl_estimate=algorithm.kl.loss_estimate,
         correction=correction if inside else None,
         shares_forward=shares,
+        # Dynamic sampling has already dropped the groups without advantages.
+        skips_groups=not find_dataflow(algorithm.dataflow).dynamic_sampling,
     )

@@ -20,7 +20,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.types import ValueBatch
+from jaxrl.types import Scored, ValueBatch
 
 
 class Packer:
@@ -35,6 +35,7 @@ class Packer:
         mask_truncated: bool = False,
         fill_minibatches: bool = False,
         share_prompts: bool = False,
+        equal_last: bool = False,
         epochs: int = 1,
     ):
         """Args.
@@ -45,12 +46,15 @@ class Packer:
         mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
           count in the baseline of their group.
         fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
+        equal_last: whether groups with equal rewards are packed into the last rows of their minibatch, where
+          the update needs no backward pass for them (`Objective.needs_advantage`).
         epochs: number of passes of the actor, for metrics.
         """
         self._actor = actor
         self._shape = shape
         self._max_prompt_tokens = max_prompt_tokens
         self._mask_truncated = mask_truncated
+        self._equal_last = equal_last
         self._epochs = epochs
         self._layout: Any = {
             "shards": shards_of("batch", TRAIN_RULES, actor.mesh),
@@ -60,8 +64,10 @@ class Packer:
 
     def __call__(self, sampled: Sampled) -> Experience:
         """The sequences of a step, packed on the actor's devices."""
-        completions = sampled.completions
-        batch = pack_completions(completions, self._shape, **self._layout)
+        completions, layout = sampled.completions, self._layout
+        if self._equal_last:
+            layout = layout | {"last_B": _in_equal_group(sampled.scored)}
+        batch = pack_completions(completions, self._shape, **layout)
         if self._mask_truncated:
             kept_B = (~completions.truncated_B).astype(np.float32)
             batch = batch.replace(loss_mask=batch.loss_mask * kept_B[batch.sequence])
@@ -69,6 +75,12 @@ class Packer:
         metrics = {**metrics, **work_metrics(self._actor, batch, epochs=self._epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
         return Experience(sampled.scored, self._actor.place(batch), metrics)
+
+
+def _in_equal_group(scored: Scored) -> np.ndarray:
+    """Whether all responses to the same prompt have the same reward, bool [B]."""
+    reward_NG = scored.reward_B.reshape(-1, scored.completions.num_samples)
+    return np.repeat(np.ptp(reward_NG, axis=1) == 0, reward_NG.shape[1])
 
 
 class ReferencePhase:

@@ -19,13 +19,14 @@ def pack_completions(
     shards: int = 1,
     fill_minibatches: bool = False,
     share_prompts: bool = False,
+    last_B: np.ndarray | None = None,
 ) -> TrainBatch:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
     Args:
       completions: prompts and responses.
       shape: [U, M, R, T] of the batch.
-      shards, fill_minibatches: see `plan_packing`.
+      shards, fill_minibatches, last_B: see `plan_packing`.
       share_prompts: store a prompt once for all its answers in a row, except for its last token. Each
         answer's segment begins with that last token, because its hidden state predicts the first token of
         the answer.
@@ -39,6 +40,7 @@ def pack_completions(
         shards=shards,
         fill_minibatches=fill_minibatches,
         prefix_groups=PrefixGroups(completions.prompt_index_B, shared_B) if share_prompts else None,
+        last_B=last_B,
     )
     return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
 

@@ -150,12 +150,14 @@ class MinibatchGradient:
     """The contribution of one minibatch to an update.
 
     Attributes:
+      has_signal: whether any microbatch had a backward pass.
       grads: gradients of the trained weights.
       stats: means over the minibatch, scalars; "loss" among them.
       sums: sums over its microbatches.
       this_pass: the objective's `this_pass`, [M, R, T] each.
     """
 
+    has_signal: jax.Array
     grads: Params
     stats: Stats
     sums: Sums
@@ -196,18 +198,32 @@ def minibatch_gradient(
         counts=jax.tree.map(jnp.ones_like, counts) if deferred else counts,
         num_tokens=jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1.0),
     )
-    grads, sums, this_pass = _accumulate(loss, params, batch, place)
+    if objective.needs_advantage and not load_balancing_coef:
+        num_backward = num_with_advantage(batch.advantage[u], batch.loss_mask[u])
+    else:
+        num_backward = batch.num_micro_U[u]
+    grads, sums, this_pass = _accumulate(loss, params, batch, num_backward, place)
     stats = sums.means
     if deferred:
         assert not load_balancing_coef, "the load-balancing loss would be divided twice"
         grads, stats = _normalized(objective, grads, sums)
-    return MinibatchGradient(grads, stats | sums.shares, sums, this_pass)
+    return MinibatchGradient(num_backward > 0, grads, stats | sums.shares, sums, this_pass)
+
+
+def num_with_advantage(advantage_MRT: jax.Array, mask_MRT: jax.Array) -> jax.Array:
+    """Number of first microbatches, int32, that hold all trained tokens with an advantage."""
+    some_M = ((advantage_MRT != 0) & (mask_MRT > 0)).any(axis=(1, 2))
+    return jnp.where(some_M, jnp.arange(1, len(some_M) + 1), 0).max()
 
 
 def _accumulate(
-    loss: MicrobatchLoss, params: Params, batch: Any, place: Callable[[Params], Params]
+    loss: MicrobatchLoss,
+    params: Params,
+    batch: Any,
+    num_backward: jax.Array,
+    place: Callable[[Params], Params],
 ) -> tuple[Params, Sums, Stats]:
-    """Gradients and sums over the microbatches that hold tokens, and `this_pass` of each."""
+    """Gradients of the first `num_backward` microbatches; sums and `this_pass` of all that hold tokens."""
     u, M = loss.u, batch.tokens.shape[1]
     # The backward pass adds to these in place, layer by layer. The gradient of one microbatch never exists
     # as a second copy beside their sum.
@@ -219,13 +235,22 @@ def _accumulate(
             lambda p: loss(p, micro_of(batch, u, m)), params, has_aux=True
         )
         pull_back.with_refs(grads)(jnp.float32(1))
-        this_pass_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], this_pass)
-        return total[0] + sums, this_pass_M
+        return with_sums(m, total, (sums, this_pass))
+
+    def look(m, total: tuple[Sums, Stats]):
+        return with_sums(m, total, loss(params, micro_of(batch, u, m))[1])
+
+    def with_sums(m, total: tuple[Sums, Stats], new: tuple[Sums, Stats]):
+        this_pass_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], new[1])
+        return total[0] + new[0], this_pass_M
 
     _, (sums, this_pass) = jax.eval_shape(lambda p: loss(p, micro_of(batch, u, 0)), params)
     this_pass_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), this_pass)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, this_pass_M))
-    sums, this_pass_M = jax.lax.fori_loop(0, batch.num_micro_U[u], add, zeros)
+    totals = jax.lax.fori_loop(0, num_backward, add, zeros)
+    if loss.objective.needs_advantage:
+        totals = jax.lax.fori_loop(num_backward, batch.num_micro_U[u], look, totals)
+    sums, this_pass_M = totals
     return place(jax.tree.map(jax.freeze, grads)), sums, this_pass_M
 
 

@@ -317,8 +317,8 @@ class Learner(PackedModel, abc.ABC):
             grads = first.grads
             for other in others:
                 grads = jax.tree.map(jnp.add, grads, other.grads)
-            has_tokens = first.sums.trained.tokens > 0
-            carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_tokens)
+            has_gradient = (first.sums.trained.tokens > 0) & (first.has_signal | bool(others))
+            carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_gradient)
             if changes_order:
                 carry = _as_stored(carry)
             return carry, (first.stats | stats, first.sums, first.this_pass)
@@ -365,7 +365,7 @@ class Learner(PackedModel, abc.ABC):
 
     @jax.named_scope("optimizer")
     def _optimizer_step(
-        self, params: Params, opt_state: Any, grads: Params, lr: jax.Array, has_tokens: jax.Array
+        self, params: Params, opt_state: Any, grads: Params, lr: jax.Array, has_gradient: jax.Array
     ) -> tuple[tuple[Params, Any], Stats]:
         """((new weights, new optimiser state), stats); both stay as they are if the update is skipped."""
         grad_norm = optax.tree.norm(grads)
@@ -375,8 +375,8 @@ class Learner(PackedModel, abc.ABC):
             direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
         new_params = jax.tree.map(lambda p, d: p - lr * d, params, direction)
         # A gradient that is not finite would leave NaN in the moments forever: skip the update and count it.
-        # A minibatch without trained tokens is skipped too: Adam's momentum would still move the weights.
-        useful = jnp.isfinite(grad_norm) & has_tokens
+        # A minibatch without a gradient is skipped too: Adam's momentum would still move the weights.
+        useful = jnp.isfinite(grad_norm) & has_gradient
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(useful, new, old),
             (new_params, new_opt_state),

@@ -14,6 +14,7 @@ from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.covariance import SELECTIONS, covariance
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import (
+    HAVE_OTHER_TERMS,
     INPUTS,
     POLICY_LOSSES,
     RATIO_FREE,
@@ -68,6 +69,7 @@ def policy(
     kl_estimate: str = "k3",
     correction: CorrectionConfig | None = None,
     shares_forward: bool = False,
+    skips_groups: bool = False,
 ) -> Objective:
     """The objective of a policy: a loss of `algos.policy_losses`, an entropy bonus and a KL penalty.
 
@@ -80,6 +82,8 @@ def policy(
         sampler's. None if the correction is done before the update, or not at all.
       shares_forward: take the old log-probabilities of a step's first minibatch from the forward pass of the
         update itself. The ratio there is then 1 by definition.
+      skips_groups: leave groups without advantages out of the backward pass, if no other term of the loss
+        gives them a gradient.
 
     Raises:
       UserError: a name or an option is unknown, or the loss and its correction contradict each other.
@@ -120,6 +124,10 @@ def policy(
         loss,
         make(**(aggregation_options or {})),
         maxima=_ratio_deviation,
+        needs_advantage=skips_groups
+        and name in POLICY_LOSSES
+        and name not in HAVE_OTHER_TERMS
+        and not (entropy_coef or kl_coef),
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )

@@ -62,6 +62,8 @@ class Objective:
       maxima: (outputs, microbatch) -> stats [R, T], at least 0; their largest values are reported.
       this_pass: (outputs) -> batch fields [R, T] that describe the policy at the start of the step. In the
         first minibatch of a step the policy is unchanged, so these values replace the fields.
+      needs_advantage: the loss has no gradient where the advantage is 0. Microbatches at the end of a
+        minibatch without any other advantage then have no backward pass.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
     """
 
@@ -72,6 +74,7 @@ class Objective:
     correction: InnerCorrection | None = None
     maxima: Callable[[Any, Any], Stats] = _nothing
     this_pass: Callable[[Any], dict[str, jax.Array]] = _nothing
+    needs_advantage: bool = False
     needs_reference: bool = False
 
     @property

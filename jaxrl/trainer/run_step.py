@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.algos.policy_losses import HAVE_OTHER_TERMS
 from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.costs import Multiplier
@@ -110,6 +109,7 @@ class StepBuilder:
             mask_truncated=config.reward.mask_truncated,
             fill_minibatches=config.train.fill_minibatches,
             share_prompts=config.train.shares_prompts,
+            equal_last=self._run.algorithm.objective.needs_advantage,
             epochs=config.algorithm.epochs,
         )
 
@@ -126,22 +126,17 @@ class StepBuilder:
             squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
             pretraining=self._state.pretraining,
             frozen_steps=config.critic.warmup_steps,
-            needs_signal=self._learns_from_advantages_only(),
+            needs_signal=self._needs_signal(),
             sampling=self._run.sampling,
             look=look,
         )
 
-    def _learns_from_advantages_only(self) -> bool:
-        """Whether the actor's loss has no gradient where all advantages are 0."""
+    def _needs_signal(self) -> bool:
+        """Whether a step without advantages has no gradient at all."""
         config = self._run.config
-        algorithm = config.algorithm
-        return not (
-            algorithm.loss in HAVE_OTHER_TERMS
-            or algorithm.entropy_coef
-            or algorithm.kl.loss_coef
-            or self._state.pretraining is not None
-            or (self._run.model.num_experts and config.train.load_balancing_coef)
-        )
+        balances = self._run.model.num_experts and config.train.load_balancing_coef
+        pretrains = self._state.pretraining is not None
+        return self._run.algorithm.objective.needs_advantage and not (balances or pretrains)
 
     def _advantages(self) -> Advantages:
         return Advantages(

@@ -92,6 +92,29 @@ def test_every_sequence_lies_in_one_piece_in_its_own_minibatch(batch):
     assert np.all(packing.positions.reshape(-1)[owner == -1] == 0)
 
 
+def test_last_sequences_lie_in_the_last_rows_by_hand():
+    packing = plan_packing([2, 8, 4, 4], PackedShape(1, 4, 1, 8), last_B=np.arange(4) < 2)
+    values = [np.full(n, i) for i, n in enumerate([2, 8, 4, 4], start=1)]
+    rows = packing.pack(values, np.int32)[0, :, 0]
+    assert [sorted(set(row)) for row in rows.tolist()] == [[3, 4], [2], [0, 1], [0]]
+    # Without the wish the 2 has no place of its own.
+    assert list(plan_packing([2, 8, 4, 2], PackedShape(1, 2, 1, 8)).num_micro_U) == [2]
+
+
+@given(batches(), st.integers(0, 2**32 - 1))
+def test_last_sequences_are_behind_all_others_if_there_is_room(batch, seed):
+    lengths, shape = batch
+    last_B = np.random.default_rng(seed).random(len(lengths)) < 0.5
+    packing = plan_packing(lengths, shape, last_B=last_B)
+    numbers = packing.pack([np.full(n, i + 1) for i, n in enumerate(lengths)], np.int32)
+    assert (np.bincount(numbers.reshape(-1), minlength=len(lengths) + 1)[1:] == lengths).all()
+    for rows in numbers.reshape(shape.minibatches, -1, shape.tokens):
+        kinds = [set(last_B[row[row > 0] - 1]) for row in rows if row.any()]
+        # Rows of others, then rows of last ones; all mixed as before where two kinds of rows are too many.
+        mixed = any(len(kind) > 1 for kind in kinds)
+        assert mixed or kinds == sorted(kinds, key=lambda kind: True in kind)
+
+
 @given(batches(), st.integers(0, 2**32 - 1))
 def test_unpacking_is_the_inverse_of_packing(batch, seed):
     lengths, shape = batch

@@ -271,7 +271,8 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     config = make_config(folder, tmp_path, recipe, **changes)
     assert program.train(config, devices=jax.devices()[:1]) == 0
     last = curve(config)[-1]
-    assert last["actor/grad_norm"] > 0 and last["actor/skipped_updates"] == 0
+    # A minibatch in which no response beats its baseline is skipped.
+    assert last["actor/grad_norm"] > 0 and last["actor/skipped_updates"] < 1
     # Nothing is left out.
     trained = last["train/num_trained_tokens"]
     assert trained == pytest.approx(response_tokens(config, last), rel=1e-5)
