@@ -280,10 +280,12 @@ class Learner(PackedModel, abc.ABC):
         The state is donated.
         """
         if (objectives, epochs) not in self._updates:
+
+            def update(state, batches, reference, schedule):
+                return self._update(state, batches, objectives, reference, schedule, epochs)
+
             self._updates[objectives, epochs] = jax.jit(
-                lambda state, batches, reference, schedule: self._update(
-                    state, batches, objectives, reference, schedule, epochs
-                ),
+                update,
                 donate_argnums=0,
                 out_shardings=(self.state_shardings(), None, None),
             )

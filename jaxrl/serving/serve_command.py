@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.flags import add_flags, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
+from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.serving.server import serve
 
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     keep_compiled_programs()
+    announce_compilations()
     try:
         return serve(config)
     except UserError as error:

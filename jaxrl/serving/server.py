@@ -14,15 +14,22 @@ import importlib.util
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.rollout.engine import Engine
 from jaxrl.serving.model_loading import Loaded, load
 from jaxrl.serving.online_driver import Delta, OnlineDriver, Request
 from jaxrl.serving.request_errors import NotFinite, ServingError
 from jaxrl.serving.serve_config import ServeConfig
+
+# Longest prompt that a cache with many capacities is compiled for before the first request.
+_WARM_TOKENS = 1024
+# Seconds of a sample after which something must have been compiled.
+_SLOW_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +88,8 @@ def serve(config: ServeConfig) -> int:
 def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
     """Runs the servers inside a `with` block.
 
-    It draws one sample before it listens. So a model that does not fit is reported at once.
+    It draws samples before it listens. So a model that does not fit is reported at once, and the first requests
+    need not wait for compilations.
 
     Raises:
       UserError: a port is not available, or memory does not suffice.
@@ -96,7 +104,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
             lock=lock,
         )
         stack.enter_context(driver)
-        _first_sample(driver)
+        _warm_up(driver, loaded.engine)
         grpc_port = _start_grpc(config, loaded, lock, stack) if config.grpc else None
         http_port = _start_http(config, loaded, driver, stack)
         yield Running(driver, http_port, grpc_port, loaded.engine.config.max_context_tokens)
@@ -115,7 +123,29 @@ def _require_extras(config: ServeConfig) -> None:
         )
 
 
-def _first_sample(driver: OnlineDriver) -> None:
+def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
+    """Draws one sample after a prompt of each size, so that the first requests compile nothing.
+
+    A cache that grows with its sequences has a program for each of its capacities too. These are for short
+    sequences only, and for few requests at once: the others compile when they are first needed.
+
+    Raises:
+      UserError: a sample cannot be drawn.
+    """
+    grows = len(engine.cache_sizes) > 1
+    sizes = [size for size in engine.prompt_sizes if not grows or size <= _WARM_TOKENS]
+    lengths = [1, *(min(size, engine.max_prefill_length) for size in sizes)]
+    for done, length in enumerate(dict.fromkeys(lengths), start=1):
+        began = time.monotonic()
+        _draw_one(driver, length)
+        if time.monotonic() - began > _SLOW_S:
+            print(
+                f"compiled for prompts of up to {length} tokens, {done} of {len(lengths)}",
+                flush=True,
+            )
+
+
+def _draw_one(driver: OnlineDriver, prompt_tokens: int) -> None:
     ended = threading.Event()
     failures: list[ServingError] = []
 
@@ -124,7 +154,7 @@ def _first_sample(driver: OnlineDriver) -> None:
             failures.append(event)
         ended.set()
 
-    driver.submit(Request(np.zeros(1, np.int32), 1, 1, seed=0), listen)
+    driver.submit(Request(np.zeros(prompt_tokens, np.int32), 1, 1, seed=0), listen)
     ended.wait()
     if failures and isinstance(failures[0], NotFinite):
         raise UserError(f"a first sample could not be drawn: {failures[0]}")
