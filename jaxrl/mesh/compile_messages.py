@@ -50,7 +50,7 @@ def _begin(event: str, value: float | int, **about: Any) -> None:
     timer.start()
 
 
-def _end(event: str, seconds: float, **about: Any) -> None:
+def _end(event: str, duration_secs: float, **about: Any) -> None:
     if event != _EVENT:
         return
     with _lock:
@@ -58,8 +58,8 @@ def _end(event: str, seconds: float, **about: Any) -> None:
     if timer is None:
         return
     timer.cancel()
-    if seconds > _SHORTEST_S:
-        print(f"compiled {_name(about)} in {seconds:.0f} s", flush=True)
+    if duration_secs > _SHORTEST_S:
+        print(f"compiled {_name(about)} in {duration_secs:.0f} s", flush=True)
 
 
 def _name(about: dict[str, Any]) -> str:

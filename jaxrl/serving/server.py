@@ -88,8 +88,8 @@ def serve(config: ServeConfig) -> int:
 def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
     """Runs the servers inside a `with` block.
 
-    It draws samples before it listens. So a model that does not fit is reported at once, and the first requests
-    need not wait for compilations.
+    It draws samples before it listens. So a model that does not fit is reported at once, and the first
+    requests need not wait for compilations.
 
     Raises:
       UserError: a port is not available, or memory does not suffice.
