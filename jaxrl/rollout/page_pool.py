@@ -46,7 +46,6 @@ class PagePool:
           page_tokens: number of tokens of a page.
         """
         assert num_slots % shards == 0, "every shard has the same number of slots"
-        assert num_pages > pages_per_slot, "one sample of full length fits"
         self.page_tokens = page_tokens
         self.table_nP = np.zeros((num_slots, pages_per_slot), np.int32)
         self.shared_n = np.zeros(num_slots, np.int32)
@@ -71,6 +70,11 @@ class PagePool:
     def shard_of(self, slot: int) -> int:
         """The shard of a slot."""
         return int(self._shard_n[slot])
+
+    def slots_of(self, shard: int) -> slice:
+        """The slots of a shard."""
+        size = len(self._shard_n) // len(self._free_count_S)
+        return slice(shard * size, (shard + 1) * size)
 
     def num_free(self, shard: int) -> int:
         """The number of free pages of a shard."""

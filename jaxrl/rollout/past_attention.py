@@ -1,4 +1,4 @@
-"""Attention of new tokens to the cached past, by a kernel on a mesh.
+"""Attention of new tokens to the cached past, by a kernel on a mesh, and gathering of the past from pages.
 
 B sequences   Q query heads   K kv heads   H head size   L layers
 """
@@ -14,8 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
+from jaxrl.models.cache import page_moves
 from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.cache.interface import Cache
 from jaxrl.models.cache.kv_cache import cache_axes
+from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.paged_cache import Gather
 from jaxrl.models.cache.stacked_cache import PastAttention
 
 
@@ -63,3 +67,32 @@ def past_attention(
         )(q_BQH, cache, layer, length_B)
 
     return on_mesh
+
+
+def page_gathering(mesh: Mesh, rules: Rules) -> Gather:
+    """Gathers pages on every device for its own slots, because a table numbers the pages of its device."""
+    sizes = dict(mesh.shape)
+
+    def gather(slots: PagedSlots, axes: PagedSlots) -> Cache:
+        def shard(pool, table_nP):
+            return page_moves.gathered(pool, axes.pool, table_nP)
+
+        if mesh.size == 1:
+            return shard(slots.pool, slots.table)
+
+        def specs(tree, names):
+            return jax.tree.map(
+                lambda leaf, of_leaf: partition_spec(of_leaf, leaf.shape, rules, sizes, "pages"),
+                tree,
+                names,
+            )
+
+        whole = jax.eval_shape(shard, slots.pool, slots.table)
+        return per_device(
+            shard,
+            mesh,
+            in_specs=(specs(slots.pool, axes.pool), specs(slots.table, axes.table)),
+            out_specs=specs(whole, axes.pool),
+        )(slots.pool, slots.table)
+
+    return gather

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.mesh.hosts import put
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings, with_shardings
 from jaxrl.models.cache.interface import Cache, CacheKind
@@ -62,15 +64,26 @@ class SlotLayout:
         where = shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh)
         return with_shardings(shapes, where)
 
+    def put_rows(self, **arrays: np.ndarray) -> dict[str, jax.Array]:
+        """Sends host arrays with one row per slot to the devices of their slots."""
+        where = shardings(slots_first(arrays), arrays, GENERATE_RULES, self.mesh)
+        return {name: put(array, where[name]) for name, array in arrays.items()}
+
     def on_own_slots(
-        self, function: Callable[..., Any], tree: Any, *others: Any, whole: Any = None
+        self,
+        function: Callable[..., Any],
+        tree: Any,
+        *others: Any,
+        whole: Any = None,
+        result: Any = None,
     ) -> Any:
         """Calls `function(tree, *others)` on every device with the device's own slots.
 
         Args:
-          function: function that returns a tree with the structure and axes of `tree`.
+          function: function that returns a tree with the structure and axes of `result`.
           tree, others: states, prefixes, or arrays with one entry per slot.
           whole: last argument, passed to every device with all slots; None omits it.
+          result: shapes of the result over all devices; None for a result like `tree`.
         """
         given = (tree, *others) if whole is None else (tree, *others, whole)
         if self.mesh.size == 1:
@@ -78,7 +91,8 @@ class SlotLayout:
         specs = [self._specs(tree) for tree in (tree, *others)]
         if whole is not None:
             specs.append(self._specs(whole, without="batch"))
-        return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=specs[0])(*given)
+        out = specs[0] if result is None else self._specs(result)
+        return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=out)(*given)
 
     def _specs(self, tree: Any, without: str = "") -> Any:
         sizes = dict(self.mesh.shape)
