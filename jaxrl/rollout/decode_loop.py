@@ -291,9 +291,8 @@ class DecodeLoop:
             self._slots.release(still_active)
         self._scheduler.finish(ended)
         if self._pages is not None:
-            finished = [slot for slot in ended if running[slot].sample.finished]
-            self._pages.end(finished)
-            self._pages.release([slot for slot in ended if slot not in finished])
+            self._pages.end([slot for slot in ended if running[slot].sample.finished])
+            self._pages.release([slot for slot in ended if not running[slot].sample.finished])
         return results
 
     def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:

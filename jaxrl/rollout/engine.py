@@ -159,9 +159,11 @@ class Engine:
           state: state of the slots; its arrays are used again.
           table_nP, shared_n: int32, as in `PagedSlots`.
         """
-        cache = dataclasses.replace(
-            state.context.cache, **self._layout.put_rows(table=table_nP, shared=shared_n)
-        )
+        cache = state.context.cache
+        # Where the old ones are: with other shardings a program would be compiled once more.
+        table = put(table_nP, cache.table.sharding)
+        shared = put(shared_n, cache.shared.sharding)
+        cache = dataclasses.replace(cache, table=table, shared=shared)
         return state.replace(context=dataclasses.replace(state.context, cache=cache))
 
     def abstract_prefix(self, shapes: Prefix) -> Prefix:

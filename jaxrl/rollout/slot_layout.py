@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.mesh.hosts import put
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings, with_shardings
 from jaxrl.models.cache.interface import Cache, CacheKind
@@ -63,11 +61,6 @@ class SlotLayout:
         """Adds shardings to the shapes of a state or prefix."""
         where = shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh)
         return with_shardings(shapes, where)
-
-    def put_rows(self, **arrays: np.ndarray) -> dict[str, jax.Array]:
-        """Sends host arrays with one row per slot to the devices of their slots."""
-        where = shardings(slots_first(arrays), arrays, GENERATE_RULES, self.mesh)
-        return {name: put(array, where[name]) for name, array in arrays.items()}
 
     def on_own_slots(
         self,

@@ -77,7 +77,9 @@ def copied(slots: PagedSlots, axes: Any, other: Any, source_n: jax.Array) -> Pag
                 sizes[batch], sizes[length] = 1, page
                 at = {batch: source_n[slot], length: p * page}
                 new = jax.lax.dynamic_slice(new, _starts(at, leaf.ndim), sizes)
-                return jax.lax.dynamic_update_slice(leaf, new, _starts({batch: row_P[p]}, leaf.ndim))
+                return jax.lax.dynamic_update_slice(
+                    leaf, new, _starts({batch: row_P[p]}, leaf.ndim)
+                )
 
             return jax.tree.map(one, pool, other, axes)
 
