@@ -209,7 +209,7 @@ class DecodeLoop:
     # Pages
 
     def _grow_pages(self) -> None:
-        """Takes pages for the next W tokens of all slots. The newest samples go back to the queue if needed."""
+        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
         if self._pages is None:
             return
         if self._extensions:

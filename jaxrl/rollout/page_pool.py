@@ -30,6 +30,7 @@ class PagePool:
     Attributes:
       page_tokens: number of tokens of a page.
       table_nP: int32 [n, P], the pages of each slot, numbered within its shard; 0 where it has none.
+      num_free_S: int [S], number of free pages of each shard.
       shared_n: int32 [n], number of leading pages of each slot that already hold their tokens.
     """
 
@@ -54,7 +55,7 @@ class PagePool:
         self._users_SN = np.zeros((shards, num_pages), np.int32)
         # The first `count` entries of a row are the free pages of a shard; the last of them is taken next.
         self._free_SN = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (shards, 1))
-        self._free_count_S = np.full(shards, num_pages - 1)
+        self.num_free_S = np.full(shards, num_pages - 1)
         # A shared page by what it holds: its shard, the identity of the page before it, and its own tokens.
         # An identity is never used again, so the key of a page whose predecessor is gone matches nothing.
         self._page_of: dict[tuple[int, int, bytes], int] = {}
@@ -73,12 +74,8 @@ class PagePool:
 
     def slots_of(self, shard: int) -> slice:
         """The slots of a shard."""
-        size = len(self._shard_n) // len(self._free_count_S)
+        size = len(self._shard_n) // len(self.num_free_S)
         return slice(shard * size, (shard + 1) * size)
-
-    def num_free(self, shard: int) -> int:
-        """The number of free pages of a shard."""
-        return int(self._free_count_S[shard])
 
     def pages_for(self, tokens: int) -> int:
         """The number of pages that hold this many tokens."""
@@ -108,9 +105,9 @@ class PagePool:
     def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The number of pages that each shard lacks to `grow` the slots, int [S]; 0 if there are enough."""
         missing = np.maximum(-(-tokens // self.page_tokens) - self._held_n[slots], 0)
-        shards = len(self._free_count_S)
+        shards = len(self.num_free_S)
         wanted_S = np.bincount(self._shard_n[slots], missing, shards).astype(int)
-        return np.maximum(wanted_S - self._free_count_S, 0)
+        return np.maximum(wanted_S - self.num_free_S, 0)
 
     def grow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Gives each slot pages for as many tokens; slots that have enough pages keep theirs.
@@ -125,14 +122,14 @@ class PagePool:
         if not len(slot_k):
             return
         shard_k = self._shard_n[slot_k]
-        taken_S = np.bincount(shard_k, minlength=len(self._free_count_S))
+        taken_S = np.bincount(shard_k, minlength=len(self.num_free_S))
         # Slots are ascending, and so are their shards: number the new pages within slot and shard.
         in_shard_k = np.arange(len(slot_k)) - (np.cumsum(taken_S) - taken_S)[shard_k]
         in_slot_k = np.arange(len(slot_k)) - np.repeat(np.cumsum(missing) - missing, missing)
-        page_k = self._free_SN[shard_k, self._free_count_S[shard_k] - 1 - in_shard_k]
+        page_k = self._free_SN[shard_k, self.num_free_S[shard_k] - 1 - in_shard_k]
         self.table_nP[slot_k, self._held_n[slot_k] + in_slot_k] = page_k
         self._users_SN[shard_k, page_k] = 1
-        self._free_count_S -= taken_S
+        self.num_free_S -= taken_S
         self._held_n[slots] += missing
 
     def keep(self, slot: int, tokens: int) -> None:
@@ -150,10 +147,10 @@ class PagePool:
         shard_f, page_f = np.divmod(freed, self._users_SN.shape[1])
         unused_f = self._users_SN[shard_f, page_f] == 0
         shard_f, page_f = shard_f[unused_f], page_f[unused_f]
-        freed_S = np.bincount(shard_f, minlength=len(self._free_count_S))
+        freed_S = np.bincount(shard_f, minlength=len(self.num_free_S))
         in_shard_f = np.arange(len(shard_f)) - (np.cumsum(freed_S) - freed_S)[shard_f]
-        self._free_SN[shard_f, self._free_count_S[shard_f] + in_shard_f] = page_f
-        self._free_count_S += freed_S
+        self._free_SN[shard_f, self.num_free_S[shard_f] + in_shard_f] = page_f
+        self.num_free_S += freed_S
         for page in zip(shard_f.tolist(), page_f.tolist(), strict=True):
             if (key := self._key_of.pop(page, None)) is not None:
                 del self._page_of[key]

@@ -153,7 +153,7 @@ class Scheduler:
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
     def _take_slot(self, free: collections.deque[int]) -> int | None:
-        """Takes the first of the `free` slots whose shard has memory for the next request; None if none has."""
+        """Takes the first free slot whose shard has memory for the next request; None if none has."""
         refused: set[int] = set()
         for slot in free if self._queue else ():
             shard = slot // len(self._shards[0])

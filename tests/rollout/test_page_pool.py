@@ -35,9 +35,9 @@ def test_the_example_of_the_docstring():
     pool.grow(np.array([0, 2]), np.array([13, 12]))
     assert pool.table_nP[:, :4].tolist() == [[1, 2, 3, 6], [1, 2, 4, 0], [1, 2, 5, 0]]
     pool.release(np.array([0, 1]))
-    assert pool.num_free(0) == 19 - 3 and pool.table_nP[2].tolist() == [1, 2, 5, 0, 0, 0]
+    assert pool.num_free_S[0] == 19 - 3 and pool.table_nP[2].tolist() == [1, 2, 5, 0, 0, 0]
     pool.release(np.array([2]))
-    assert pool.num_free(0) == 19 and not pool.table_nP.any()
+    assert pool.num_free_S[0] == 19 and not pool.table_nP.any()
     # Nothing is known of pages that have been freed.
     pool.start(1, tokens(9), 9)
     assert pool.shared_n.tolist() == [0, 0, 0]
@@ -74,7 +74,7 @@ def test_too_few_pages_are_counted_and_never_taken():
     assert pool.lacking(np.array([0, 1]), np.array([24, 9])).tolist() == [3]
     with pytest.raises(AssertionError, match="not enough free pages"):
         pool.grow(np.array([0, 1]), np.array([24, 9]))
-    assert pool.num_free(0) == 0
+    assert pool.num_free_S[0] == 0
 
 
 @given(st.data())
@@ -99,7 +99,7 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
                 assert len(set(row[:held])) == held
                 for page in row[:held]:
                     holders.setdefault(page, []).append(slot)
-            assert pool.num_free(shard) == num_pages - 1 - len(holders)
+            assert pool.num_free_S[shard] == num_pages - 1 - len(holders)
             for page, slots in holders.items():
                 places = {pool.table_nP[slot].tolist().index(page) for slot in slots}
                 assert len(places) == 1
@@ -120,10 +120,10 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
             sequence[luck.randint(0, size) :] = luck.randint(0, 2)
             shard = pool.shard_of(slot)
             wanted = pool.pages_to_start(shard, sequence, room)
-            if wanted <= pool.num_free(shard):
-                before = pool.num_free(shard)
+            if wanted <= pool.num_free_S[shard]:
+                before = pool.num_free_S[shard]
                 pool.start(slot, sequence, room)
-                assert before - pool.num_free(shard) == wanted
+                assert before - pool.num_free_S[shard] == wanted
                 sequences[slot], lengths[slot] = sequence, room
         elif lengths and choice < 0.7:
             slots = np.array(sorted(luck.sample(sorted(lengths), luck.randint(1, len(lengths)))))
@@ -140,4 +140,4 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
     pool.release(np.array(sorted(lengths), int))
     lengths.clear()
     check()
-    assert all(pool.num_free(shard) == num_pages - 1 for shard in range(shards))
+    assert all(pool.num_free_S[shard] == num_pages - 1 for shard in range(shards))

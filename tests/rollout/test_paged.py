@@ -86,7 +86,7 @@ def events(monkeypatch) -> collections.Counter:
         release(self, slots)
         if not self._busy_n.any():
             counts["emptied"] += 1
-            free = [self.pool.num_free(s) for s in range(len(self.pool._free_count_S))]
+            free = [self.pool.num_free_S[s] for s in range(len(self.pool.num_free_S))]
             assert set(free) == {self.pool.num_pages}
 
     monkeypatch.setattr(SlotPages, "grow", watched_grow)
@@ -96,7 +96,7 @@ def events(monkeypatch) -> collections.Counter:
 
 def greedy(monkeypatch):
     """Samples start as long as there are pages for their prompts, so that many have to give way."""
-    monkeypatch.setattr(SlotPages, "_most_samples", lambda self, prompt: 10**6)
+    monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
