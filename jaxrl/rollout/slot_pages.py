@@ -192,8 +192,8 @@ class LengthRecord:
     """Estimates how long running responses will run, from all that has been decoded.
 
     Long responses end last, so the lengths of those that have ended are too small. This is the estimate for
-    lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of lengths, the
-    share that ended a response. Without data the mean response has a quarter of the longest.
+    lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of lengths,
+    the share that ended a response. Without data the mean response has a quarter of the longest.
 
     Attributes:
       width: number of tokens of an interval.

@@ -92,7 +92,7 @@ def test_the_mean_over_time_is_that_of_the_distribution():
 
 
 def simulate(lengths, limited: bool) -> tuple[float, float]:
-    """Runs samples of these lengths; returns the share of tokens prefilled again and the mean use of pages."""
+    """Runs samples of these lengths; returns the share of tokens prefilled again, and of pages in use."""
     pages = pages_of(600, shards=2, slots=256, longest=1200)
     if not limited:
         pages._will_last = lambda *_: True
