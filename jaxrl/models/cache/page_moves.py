@@ -33,20 +33,30 @@ class PagedSlots:
 
 
 def gathered(pool: Any, axes: Any, table_nP: jax.Array) -> Any:
-    """The pages of each slot one after another: a contiguous cache of n slots."""
+    """The pages of each slot one after another: a contiguous cache of n slots, 0 where a slot has no page."""
+    n, P = table_nP.shape
+    order = jnp.argsort((table_nP == 0).reshape(-1), stable=True)
 
-    def one(leaf, names):
-        batch, length = names.index("batch"), names.index("length")
-        n, P = table_nP.shape
-        pages = jnp.take(leaf, table_nP.reshape(-1), axis=batch)
-        pages = pages.reshape(*leaf.shape[:batch], n, P, *leaf.shape[batch + 1 :])
-        # The page's number goes before the token in the page, and both become one axis.
-        pages = jnp.moveaxis(pages, batch + 1, length)
+    def empty(leaf, names):
         shape = list(leaf.shape)
-        shape[batch], shape[length] = n, P * leaf.shape[length]
-        return pages.reshape(shape)
+        shape[names.index("batch")] = n
+        shape[names.index("length")] *= P
+        return jnp.zeros(shape, leaf.dtype)
 
-    return jax.tree.map(one, pool, axes)
+    def copy_page(j, cache):
+        slot, p = order[j] // P, order[j] % P
+
+        def one(old, leaf, names):
+            batch, length = names.index("batch"), names.index("length")
+            page = jax.lax.dynamic_slice_in_dim(leaf, table_nP[slot, p], 1, batch)
+            at = {batch: slot, length: p * leaf.shape[length]}
+            return jax.lax.dynamic_update_slice(old, page, _starts(at, leaf.ndim))
+
+        return jax.tree.map(one, cache, pool, axes)
+
+    # Page by page: for a gather XLA would copy the pool into another memory layout.
+    used = (table_nP > 0).sum()
+    return jax.lax.fori_loop(0, used, copy_page, jax.tree.map(empty, pool, axes))
 
 
 def copied(slots: PagedSlots, axes: Any, other: Any, source_n: jax.Array) -> PagedSlots:
