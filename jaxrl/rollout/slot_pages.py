@@ -9,7 +9,8 @@ A sample that gives way goes back to the queue and is prefilled again with the t
 time, so a sample starts only if the pages of its shard are expected to last until all samples on it have
 ended, at any time from now. `LengthRecord` estimates how many will still run then.
 
-NumPy only, without a device or a clock: all processes take the same decisions.
+NumPy only, without a device or a clock. All processes of a run take the same decisions: sums are of integers,
+and of floating point only operations are used that IEEE 754 rounds alike on all machines, which exp is not.
 
     n slots   S shards   K intervals of response lengths   W tokens of a dispatch
 """
@@ -24,9 +25,12 @@ from jaxrl.rollout.page_pool import PagePool
 # Standard deviations of the expected number of tokens for which a shard keeps pages. Simulated with 8,192
 # log-normal responses (mean 3,870) on 2 shards of 1.9 million tokens: 93% of the pages are used and nobody
 # gives way; if samples start whenever there is a page, 41% of all tokens are prefilled again.
-_DEVIATIONS = 2.0
+_DEVIATIONS = 2
 # Number of intervals in which response lengths are counted.
-_INTERVALS = 128
+_INTERVALS = 64
+# Probabilities are integers in these units.
+_ONE_BITS = 12
+_ONE = 1 << _ONE_BITS
 
 
 class SlotPages:
@@ -67,7 +71,7 @@ class SlotPages:
         self._prompt_n = np.zeros(num_slots, int)
         self._lengths = LengthRecord(most_response_tokens, tokens_per_dispatch)
         # A slot has unused room for half a page and half a dispatch in the mean.
-        self._unused = (sizes.page_tokens + tokens_per_dispatch) / 2
+        self._unused = (sizes.page_tokens + tokens_per_dispatch) // 2
         self._expect()
 
     def take(self, slot: int, tokens: np.ndarray, most: int, response_tokens: int) -> bool:
@@ -100,25 +104,28 @@ class SlotPages:
         """Whether a shard has enough pages for the expected tokens; True if nothing runs on it."""
         if not self._busy_n[self.pool.slots_of(shard)].any():
             return True
-        mean_K, variance_K = expected_2K
-        tokens = self.pool.num_pages * self.pool.page_tokens
-        return bool((mean_K + _DEVIATIONS * np.sqrt(variance_K)).max() <= tokens)
+        mean_K, variance_K = expected_2K >> _ONE_BITS
+        spare_K = self.pool.num_pages * self.pool.page_tokens - mean_K
+        return bool(((spare_K >= 0) & (spare_K**2 >= _DEVIATIONS**2 * variance_K)).all())
 
     def _expected(self, response: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-        """Mean and variance of the tokens of running samples from now on, float64 [2, K], by interval.
+        """Mean and variance of the tokens of running samples, interval by interval from now on.
 
         Args:
           response: int [m], lengths of their responses.
           prompt: int [m], lengths of their prompts.
+
+        Returns:
+          int64 [2, K], in units of 1 / `_ONE`.
         """
         interval = self._lengths.intervals(response)
         K = len(self._alive_KK)
         tokens = prompt + response + self._unused
         # A sample that still runs k intervals later is k intervals longer.
         longer_K = self._lengths.width * np.arange(K)
-        sums = [np.bincount(interval, tokens**power, K) for power in range(3)]
+        sums = [np.bincount(interval, tokens**power, K).astype(np.int64) for power in range(3)]
         mean_K = sums[1] @ self._alive_KK + longer_K * (sums[0] @ self._alive_KK)
-        doubt_KK = self._alive_KK * (1 - self._alive_KK)
+        doubt_KK = self._alive_KK * (_ONE - self._alive_KK) >> _ONE_BITS
         squares = [power_K @ doubt_KK for power_K in sums]
         variance_K = squares[2] + 2 * longer_K * squares[1] + longer_K**2 * squares[0]
         return np.stack([mean_K, variance_K])
@@ -217,14 +224,20 @@ class LengthRecord:
         self._ended_K += np.bincount(self.intervals(np.maximum(length_n - 1, 0)), minlength=K)
 
     def still_running(self) -> np.ndarray:
-        """The probability that a response in interval i still runs k intervals later, float64 [K, K]."""
+        """The probability that a response in interval i still runs k intervals later, [K, K].
+
+        Returns:
+          int64, in units of 1 / `_ONE`.
+        """
         rate_K = (self._ended_K + 1) / (self._decoded_K + self._prior_tokens)
         K = len(rate_K)
-        # The logarithm of being alive at the beginning of each interval. Nothing lives beyond the last.
-        log_alive = np.full(2 * K, -np.inf)
-        log_alive[:K] = -np.cumsum(rate_K * self.width) + rate_K * self.width
-        later_KK = np.arange(K)[:, None] + np.arange(K)[None]
-        return np.exp(log_alive[later_KK] - log_alive[:K, None])
+        # Nothing runs beyond the last interval.
+        stays = np.zeros(2 * K)
+        stays[: K - 1] = np.maximum(1 - rate_K * self.width, 0)[:-1]
+        before_KK = np.arange(K)[:, None] + np.arange(-1, K - 1)[None]
+        stays_KK = stays[before_KK]
+        stays_KK[:, 0] = 1
+        return np.rint(np.cumprod(stays_KK, axis=1) * _ONE).astype(np.int64)
 
     def intervals(self, length_n: np.ndarray) -> np.ndarray:
         """The interval of each length, int [n]."""
