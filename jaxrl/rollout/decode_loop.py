@@ -28,6 +28,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
@@ -152,15 +154,17 @@ class DecodeLoop:
 
     def clear(self) -> None:
         """Drops all samples and frees the memory of their slots."""
+        self._slots.clear()
+        self._pages = self._slots.pages
         self._scheduler = Scheduler(
             (),
             slot_sizes=self._engine.slot_sizes,
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
+            may_start=_always if self._pages is None else functools.partial(_take, self._pages),
         )
         self._prefix: Prefix | None = None
         self._extensions: dict[SampleTask, Extension] = {}
-        self._slots.clear()
 
     @property
     def unfinished(self) -> bool:
@@ -179,6 +183,8 @@ class DecodeLoop:
             self._extensions.pop(task, None)
         if running := [slot for slot in freed if slot is not None]:
             self._slots.release(running)
+            if self._pages is not None:
+                self._pages.release(running)
 
     def dispatch(self) -> list[Decoded]:
         """Starts waiting samples and decodes up to W tokens in every slot.
@@ -190,6 +196,7 @@ class DecodeLoop:
         if not scheduler.unfinished:
             return []
         moves = scheduler.resize()
+        self._grow_pages()
         admissions = list(iter(scheduler.admit, None))
         running = scheduler.running
         longest = max(task.num_tokens for task in running.values())
@@ -198,6 +205,26 @@ class DecodeLoop:
         for admission in admissions:
             self._admit(admission)
         return self._collect(running, *self._slots.generate(scheduler.enough_active))
+
+    # Pages
+
+    def _grow_pages(self) -> None:
+        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
+        if self._pages is None:
+            return
+        if self._extensions:
+            for slot, task in self._scheduler.running.items():
+                if (extension := self._extensions.get(task)) is not None:
+                    self._pages.extend(slot, extension.length, len(extension.tokens))
+        if not (dropped := self._pages.grow()):
+            return
+        self._slots.release(dropped)
+        for task in self._scheduler.finish(dropped):
+            # Like a sample of an earlier step it starts again from the tokens that it has.
+            self._extensions.pop(task, None)
+            prompt = task.start.tokens[: task.prompt_tokens]
+            task.start = StartSequence(np.concatenate([prompt, task.sample.tokens]))
+            self._scheduler.add_first(SampleRequest(task, task.start))
 
     # Into slots
 
@@ -244,6 +271,8 @@ class DecodeLoop:
     ) -> list[Decoded]:
         """Adds decoded tokens to their samples, and frees the slots of ended samples."""
         results, ended, still_active = [], [], []
+        if self._pages is not None:
+            self._pages.advance(decoded.count)
         for slot, task in running.items():
             sample, before = task.sample, len(task.sample)
             tokens, logprob, entropy = decoded.of_slot(slot)
@@ -261,6 +290,9 @@ class DecodeLoop:
         if still_active:
             self._slots.release(still_active)
         self._scheduler.finish(ended)
+        if self._pages is not None:
+            self._pages.end([slot for slot in ended if running[slot].sample.finished])
+            self._pages.release([slot for slot in ended if not running[slot].sample.finished])
         return results
 
     def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:
@@ -312,3 +344,15 @@ class DecodeLoop:
         self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
         sample.add_given(answer, self._version)
         return None
+
+
+def _always(slot: int, task: SampleTask) -> bool:
+    """A contiguous cache has memory for a sample in every slot."""
+    del slot, task
+    return True
+
+
+def _take(pages: SlotPages, slot: int, task: SampleTask) -> bool:
+    """Takes pages for a sample; False if there are too few."""
+    most = task.prompt_tokens + task.limit
+    return pages.take(slot, task.start.tokens, most, len(task.sample))

@@ -23,20 +23,21 @@ a response. Each column is a slot. The last token of a sequence is in brackets b
 
 On CPU, decoding reads all of C. There `resize` keeps n and C small, so that a dispatch costs only what its
 live slots need. On accelerators the kernels read just the used length of each slot, so n and C never change.
+Nor do they with a paged cache. Its page table is written by the host (`slots.py`), before a program runs.
 Programs are compiled per size on first use; `engine_sizes.py` bounds the number of sizes.
-
-Not covered: paged caches. Slots with the same prompt each hold a copy of its keys and values.
 
     n slots   P prompts of a prefill batch   T prompt tokens   W tokens of a dispatch   C capacity in tokens
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -54,7 +55,7 @@ from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
-from jaxrl.rollout.engine_sizes import engine_sizes
+from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
 from jaxrl.rollout.generate_program import GenerateProgram
 from jaxrl.rollout.prefill_programs import PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
@@ -71,6 +72,7 @@ class Engine:
 
     Attributes:
       shards: number of shards of the slots.
+      pages: sizes of a paged cache; None if the cache is contiguous.
       slot_sizes, batch_sizes, prompt_sizes, prefix_sizes, cache_sizes: the fields of `EngineSizes`.
     """
 
@@ -89,6 +91,8 @@ class Engine:
         self.model = model
         self.config = config
         self.mesh = mesh
+        self.shards = shards_of("batch", GENERATE_RULES, mesh)
+        self.pages = page_sizes(config, self.shards, platform_of(mesh))
         self._cache = choose_cache(
             model,
             mesh,
@@ -96,8 +100,8 @@ class Engine:
             kv_dtype=config.cache_dtype,
             unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
             decode_attention=config.decode_attention,
+            pages=self.pages,
         )
-        self.shards = shards_of("batch", GENERATE_RULES, mesh)
         sizes = engine_sizes(config, self._cache, self.shards)
         self.slot_sizes, self.batch_sizes = sizes.slots, sizes.batches
         self.prompt_sizes = sizes.prompts
@@ -145,6 +149,22 @@ class Engine:
     def abstract_decode_state(self) -> DecodeState:
         """The shapes and shardings of the largest state; allocates nothing."""
         return self._layout.abstract(jax.eval_shape(self.init_decode_state))
+
+    def with_pages(
+        self, state: DecodeState, table_nP: np.ndarray, shared_n: np.ndarray
+    ) -> DecodeState:
+        """A state of a paged cache with another page table; runs no program.
+
+        Args:
+          state: state of the slots; its arrays are used again.
+          table_nP, shared_n: int32, as in `PagedSlots`.
+        """
+        cache = state.context.cache
+        # Where the old ones are: with other shardings a program would be compiled once more.
+        table = put(table_nP, cache.table.sharding)
+        shared = put(shared_n, cache.shared.sharding)
+        cache = dataclasses.replace(cache, table=table, shared=shared)
+        return state.replace(context=dataclasses.replace(state.context, cache=cache))
 
     def abstract_prefix(self, shapes: Prefix) -> Prefix:
         """Adds shardings to the shapes of a prefix."""

@@ -1,15 +1,19 @@
-"""The bucket sizes that an engine compiles its programs for."""
+"""The bucket sizes that an engine compiles its programs for, and the size of its pool of pages."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from jaxrl.errors import UserError
 from jaxrl.models.cache.interface import CacheKind
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.settings import EngineConfig
 
 # Compiling a program for a smaller size does not pay off.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
+# Tokens of a page. Kernels read whole pages, in blocks of 64 (GPU) or 512 tokens (TPU). On CPU pages are
+# gathered; small ones waste less.
+_PAGE, _PAGE_ON_CPU = 128, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +55,47 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
         prefixes=prefixes,
         caches=(longest,) if fixed else prefixes,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class PageSizes:
+    """The sizes of a paged cache.
+
+    Attributes:
+      shards: number of shards of the slots.
+      page_tokens: number of tokens of a page.
+      num_pages: number of pages of a shard, with page 0, which belongs to nobody.
+      pages_per_slot: maximum number of pages of a slot.
+    """
+
+    shards: int
+    page_tokens: int
+    num_pages: int
+    pages_per_slot: int
+
+
+def page_sizes(config: EngineConfig, shards: int, platform: str | None) -> PageSizes | None:
+    """The sizes of the paged cache of an engine; None if its cache is contiguous.
+
+    Args:
+      config: sizes of the engine.
+      shards: number of shards of the slots.
+      platform: platform of the devices.
+
+    Raises:
+      UserError: the pool of a shard is too small for a sample of full length.
+    """
+    if config.cache != "paged":
+        return None
+    page = _PAGE_ON_CPU if platform in (None, "cpu") else _PAGE
+    per_slot = -(-(config.max_context_tokens + config.tokens_per_dispatch) // page)
+    longest = -(-config.max_context_tokens // page)
+    most = max(1, config.slots // shards) * per_slot
+    pages = min(config.cache_tokens // shards // page, most) if config.cache_tokens else most
+    if pages < longest:
+        raise UserError(
+            f"cache_tokens {config.cache_tokens:,} are {pages:,} pages of {page} tokens on each of {shards} "
+            f"replicas, and a sample of {config.max_context_tokens:,} tokens needs {longest:,}; use "
+            f"{longest * page * shards:,} or more, or shorter responses"
+        )
+    return PageSizes(shards, page, 1 + pages, per_slot)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxrl.rollout.buckets import next_below, round_up
@@ -55,6 +55,7 @@ class Scheduler:
         slot_sizes: Sequence[int],
         prefill_batch: int,
         shards: int = 1,
+        may_start: Callable[[int, Any], bool] = lambda slot, owner: True,
     ):
         """Starts with no slots; `resize` creates the first.
 
@@ -63,7 +64,10 @@ class Scheduler:
           slot_sizes: allowed numbers of slots, ascending, all multiples of `shards`.
           prefill_batch: maximum number of sources per prefill.
           shards: number of shards of the slots.
+          may_start: function (slot, owner) that takes memory for a sample on the shard of a free slot. If it
+            returns False, the shard has too little, and the sample and all behind it wait.
         """
+        self._may_start = may_start
         self._queue = collections.deque(requests)
         self._slot_sizes = tuple(slot_sizes)
         self._prefill_batch = prefill_batch
@@ -73,6 +77,10 @@ class Scheduler:
     def add(self, request: SampleRequest) -> None:
         """Appends a request to the queue."""
         self._queue.append(request)
+
+    def add_first(self, request: SampleRequest) -> None:
+        """Puts a request at the front of the queue."""
+        self._queue.appendleft(request)
 
     @property
     def unfinished(self) -> bool:
@@ -99,10 +107,11 @@ class Scheduler:
         below the number of running samples, so that a dispatch decodes at least one token.
         """
         if self._queue:
-            least = self.num_slots - max(1, self.num_slots // 8)
+            # Without memory for more samples some slots are idle from the beginning.
+            least = len(self.running) - max(1, self.num_slots // 8)
         else:
             least = next_below(self._slot_sizes, self.num_slots)
-        return least if len(self.running) > least else 0
+        return least if len(self.running) > least > 0 else 0
 
     def resize(self) -> list[int] | None:
         """Chooses the number of slots for the current samples and requests.
@@ -127,18 +136,34 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Starts queued requests of one prefill batch in free slots; None if nothing can start."""
         free = self._free_slots()
-        if not self._queue or not free:
+        slot = self._take_slot(free)
+        if slot is None:
             return None
         needs_prefill = self._queue[0].source not in self._batch
         if needs_prefill:
             self._batch = self._next_batch()
         started = []
-        while self._queue and free and self._queue[0].source in self._batch:
-            request, slot = self._queue.popleft(), free.popleft()
+        while slot is not None:
+            request = self._queue.popleft()
             shard, index = divmod(slot, len(self._shards[0]))
             self._shards[shard][index] = request.owner
             started.append((slot, self._batch[request.source], request.owner))
+            shares = self._queue and self._queue[0].source in self._batch
+            slot = self._take_slot(free) if shares else None
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
+
+    def _take_slot(self, free: collections.deque[int]) -> int | None:
+        """Takes the first free slot whose shard has memory for the next request; None if none has."""
+        refused: set[int] = set()
+        for slot in free if self._queue else ():
+            shard = slot // len(self._shards[0])
+            if shard in refused:
+                continue
+            if self._may_start(slot, self._queue[0].owner):
+                free.remove(slot)
+                return slot
+            refused.add(shard)
+        return None
 
     def _free_slots(self) -> collections.deque[int]:
         """The free slots, alternating between shards, the emptiest shard first."""

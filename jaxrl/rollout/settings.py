@@ -37,6 +37,10 @@ class EngineSettings:
       kv_dtype: data type of the KV cache; "" means `dtype`. int8 stores a scale per token and head.
       decode_attention: kernel for attention to the cache, "auto" or one of
         `models.kernels.paged_attention.IMPLEMENTATIONS`.
+      cache: "contiguous" gives every slot room for the longest sequence. "paged" gives it pages as its
+        sequence grows, so that more samples fit into the same memory.
+      cache_tokens: number of tokens that a paged cache holds, over all replicas; 0 means the longest sequence
+        in every slot.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -46,9 +50,16 @@ class EngineSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
+    cache: Literal["contiguous", "paged"] = "contiguous"
+    cache_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
         check_fields(self)
+        if self.cache_tokens and self.cache != "paged":
+            raise ValueError(
+                f"cache_tokens {self.cache_tokens} is the size of a paged cache, and cache is "
+                f"{self.cache!r}; set cache to paged, or cache_tokens to 0"
+            )
 
     def engine_settings(self, **changes: Any) -> dict[str, Any]:
         """The settings of this class alone, with `changes` applied, without those of subclasses."""

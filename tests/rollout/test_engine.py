@@ -316,6 +316,38 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert cache_shapes == {(2, 8, 2, 128, 128) if layout == ("1-1-1",) else (1, 2, 1, 128, 128)}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [("1-1-1",), ("1-4-2", "1-4-1-2", 1), ("2-2-2", "2-2-1-2", 1)],
+    ids=["one device", "heads on four parts", "stages"],
+)
+def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypatch):
+    """Stages gather their pages and use no kernel."""
+    model = dataclasses.replace(MODEL, head_dim=128)
+    config = dataclasses.replace(BASE, kv_dtype="bfloat16", attention="xla", decode_attention="xla")
+    by_xla = sample(actor_of(config=config, model=model), num_samples=1)
+    tables = set()
+
+    def kernel(q_BQH, cache, *rest, **options):
+        tables.add((cache.pool.k.shape, cache.table.shape))
+        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
+
+    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    config = dataclasses.replace(config, decode_attention="auto", cache="paged", slots=16)
+    actor = actor_of(*layout, config=config, model=model)
+    assert_same(sample(actor, num_samples=1), by_xla)
+    engine = actor.backend.engine
+    assert engine.pages.page_tokens == 16 and engine.slot_sizes == (16,)
+    pages, slots = engine.pages.num_pages, 16 // engine.shards
+    if layout[0] == "2-2-2":
+        assert not tables
+    else:
+        # Two kv heads over four parts are replicated.
+        per_slot = engine.pages.pages_per_slot
+        assert tables == {((2, pages, 2, 16, 128), (slots, per_slot))}
+
+
 WINDOWED = dataclasses.replace(
     MODEL,
     sliding_window=4,
