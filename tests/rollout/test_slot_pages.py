@@ -133,5 +133,6 @@ def test_samples_rarely_give_way_and_most_pages_are_used(spread):
     lengths = np.minimum(rng.lognormal(np.log(150), spread, 2000).astype(int) + 1, 1200)
     again, used = simulate(lengths, limited=True)
     greedily, _ = simulate(lengths, limited=False)
-    assert again < 0.05 < 0.15 < greedily
+    # Nothing is known of the first samples, a tenth of all, when they start.
+    assert again < 0.1 < 0.3 < greedily
     assert used > 0.55
