@@ -2,8 +2,8 @@
 
 Sample requests are served in the order in which they are added. Requests that start from the same sequence
 share its prefill. Sequences are prefilled once each, in full batches, before slots are free for them. The
-order depends only on the requests and on the lengths of their samples. A dispatch costs some array operations over
-the slots, and Python only for samples that start or end.
+order depends only on the requests and on the lengths of their samples. A dispatch costs some array operations
+over the slots, and Python only for samples that start or end.
 
 Each shard owns an equal, contiguous range of slots. A sample stays on its shard; `resize` moves it within.
 """

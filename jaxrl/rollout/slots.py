@@ -310,12 +310,17 @@ class Slots:
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
-    def generate(self, least_active: int) -> tuple[np.ndarray, DecodedTokens]:
-        """Decodes up to W tokens in every active slot and fetches them; see `Engine.generate`."""
+    def generate(self, least_active: int) -> None:
+        """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
         state = self._taken_state()
         with self._lock:
             (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
-            state = self.engine.generate(self._params, state, least)
-        decoded = fetch((state.active, state.decoded))
+            self._state = self.engine.generate(self._params, state, least)
+
+    def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
+        """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
+        state = self._taken_state()
+        with self._lock:
+            fetched = fetch((state.active, state.decoded))
         self._state = state
-        return decoded
+        return fetched
