@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.rollout.decode_state import DecodedTokens
 
 # Columns of a block. Blocks that no running sample needs are dropped.
-_COLUMNS = 512
+_COLUMNS = 256
 
 
 class Stretch(NamedTuple):
