@@ -8,7 +8,7 @@ packing      packing 8,192 long responses into rows
 unfinished   saving 1,000 unfinished groups, and reading them back
 
 The engine decodes W tokens in every active slot. Response lengths are log-normal, as in reasoning: most are a
-few hundred tokens, and a few are ten times as long. So slots fall free and are filled again all the time. Two
+thousand tokens, and a few are ten times as long. So slots fall free and are filled again all the time. Two
 times are told for each dispatch: what the device waits for, from its results to the next call of `generate`; and
 what the host does while the device works, such as text and groups. Dispatches with all slots busy are told
 apart from all of them, which include the first admissions and the end of the batch. Seconds are processor time of the
@@ -43,6 +43,8 @@ from jaxrl.types import Completions, Prompts
 # Ids of the fake model; 1 would end a response, and is never drawn before its end.
 VOCABULARY, STOP = 32_000, 1
 PROMPT_TOKENS = 16
+# Mean response length; the longest have ten times as many. A reasoning model has about 4,000.
+MEAN_TOKENS = 2000
 
 
 @dataclasses.dataclass
@@ -158,7 +160,7 @@ def host_seconds(
         slots=slots,
         prefill_prompts=32,
         max_prompt_tokens=PROMPT_TOKENS,
-        max_response_tokens=20 * mean_tokens,
+        max_response_tokens=10 * mean_tokens,
         tokens_per_dispatch=tokens_per_dispatch,
         stop_ids=(STOP,),
     )
@@ -250,7 +252,7 @@ def report_dispatch(slots: list[int], stop_strings: tuple[str, ...] = ()) -> Ite
     for n in slots:
         for W in (16, 64):
             times, _, asked = host_seconds(
-                n, tokens_per_dispatch=W, mean_tokens=300, stop_strings=stop_strings
+                n, tokens_per_dispatch=W, mean_tokens=MEAN_TOKENS, stop_strings=stop_strings
             )
             median, most = np.percentile(times.waited[times.busy], [50, 99]) * 1e3
             yield (

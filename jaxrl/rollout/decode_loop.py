@@ -228,6 +228,7 @@ class DecodeLoop:
         for admission in admissions:
             self._admit(admission)
         self._slots.generate(scheduler.enough_active)
+        self._log.settle()
         self._begun = True
 
     def finish(self) -> list[Decoded]:

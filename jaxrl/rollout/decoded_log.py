@@ -18,11 +18,12 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrl.rollout.decode_state import DecodedTokens
 
-# Columns of a block. Blocks that no running sample needs are dropped.
+# Columns of a block.
 _COLUMNS = 256
 
 
@@ -36,10 +37,17 @@ class Stretch(NamedTuple):
 
 @dataclasses.dataclass
 class _Block:
-    """Consecutive columns of all slots; `used` of them hold tokens."""
+    """Consecutive columns of all slots.
+
+    Attributes:
+      first: number of the first column.
+      words: int32 [3, n, columns]: ids, and the bits of log-probabilities and entropies. In one array a
+        stretch is copied at once.
+      used: number of columns that hold tokens.
+    """
 
     first: int
-    arrays: Stretch
+    words: np.ndarray
     used: int = 0
 
 
@@ -53,17 +61,20 @@ class DecodedLog:
         self._missing_n = np.zeros(num_slots, np.int64)
         self._running_n = np.zeros(num_slots, bool)
         self._blocks: collections.deque[_Block] = collections.deque()
-        self._end = 0
+        # Memory of blocks that no running sample needs any more: new memory is slow at its first use.
+        self._spare: list[np.ndarray] = []
+        # Number of columns of all dispatches, and of those that are in blocks; the tokens of the others.
+        self._end, self._settled = 0, 0
+        self._last: DecodedTokens | None = None
 
     def moved(self, old_n: np.ndarray) -> DecodedLog:
         """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
+        self.settle()
         log = DecodedLog(len(old_n))
         log._begin_n, log._missing_n = self._begin_n[old_n], self._missing_n[old_n]
         log._running_n = self._running_n[old_n] & (old_n >= 0)
-        log._end = self._end
-        log._blocks.extend(
-            _Block(b.first, Stretch(*(x[old_n] for x in b.arrays)), b.used) for b in self._blocks
-        )
+        log._end = log._settled = self._end
+        log._blocks.extend(_Block(b.first, b.words[:, old_n], b.used) for b in self._blocks)
         return log
 
     def start(self, slots: np.ndarray) -> None:
@@ -72,19 +83,27 @@ class DecodedLog:
         self._running_n[slots] = True
 
     def append(self, decoded: DecodedTokens) -> None:
-        """Adds the tokens of a dispatch; no slot that was started may have stopped before it."""
+        """Adds the tokens of a dispatch; no slot that was started may have stopped before it.
+
+        They are copied by the next `settle`, which can wait until the devices work again.
+        """
+        self.settle()
         steps = int(decoded.count.max(initial=0))
-        if not steps:
+        # A copy: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
+        self._last, self._end = jax.tree.map(np.copy, decoded), self._end + steps
+        self._missing_n = steps - decoded.count
+
+    def settle(self) -> None:
+        """Copies the tokens of the last dispatch, if that has not been done."""
+        decoded, self._last = self._last, None
+        if decoded is None or not (steps := self._end - self._settled):
             return
         block = self._room_for(steps)
         here = slice(block.used, block.used + steps)
-        for array, new in zip(
-            block.arrays, (decoded.token, decoded.logprob, decoded.entropy), strict=True
-        ):
-            array[:, here] = new[:, :steps]
+        for words, new in zip(block.words, _words(decoded), strict=True):
+            words[:, here] = new[:, :steps]
         block.used += steps
-        self._end += steps
-        self._missing_n = steps - decoded.count
+        self._settled += steps
 
     def take(self, slot: int) -> Stretch:
         """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch."""
@@ -101,30 +120,33 @@ class DecodedLog:
         """Forgets the samples in these slots, int."""
         self._running_n[slots] = False
 
-    def length(self, slot: int) -> int:
-        """The number of tokens of the stretch in a slot."""
-        return max(0, self._end - int(self._missing_n[slot]) - int(self._begin_n[slot]))
-
     def _stretch(self, slot: int, begin: int) -> Stretch:
         end = self._end - int(self._missing_n[slot])
         parts = [
-            Stretch(*(x[slot, max(0, begin - b.first) : end - b.first] for x in b.arrays))
+            b.words[:, slot, max(0, begin - b.first) : min(end - b.first, b.used)]
             for b in self._blocks
             if begin < b.first + b.used and b.first < end
         ]
-        if not parts:
-            return Stretch(np.zeros(0, np.int32), *np.zeros((2, 0), np.float32))
-        return Stretch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        if self._last is not None and end > self._settled:
+            here = slice(max(0, begin - self._settled), end - self._settled)
+            parts.append(np.stack([words[slot, here] for words in _words(self._last)]))
+        words = np.concatenate([np.zeros((3, 0), np.int32), *parts], axis=1)
+        return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32))
 
     def _room_for(self, steps: int) -> _Block:
         """The block for the next columns. First drops those that nobody needs any more."""
         block = self._blocks[-1] if self._blocks else None
-        if block is not None and block.used + steps <= block.arrays.token.shape[1]:
+        if block is not None and block.used + steps <= block.words.shape[2]:
             return block
         needed = self._begin_n[self._running_n].min(initial=self._end)
         while self._blocks and self._blocks[0].first + self._blocks[0].used <= needed:
-            self._blocks.popleft()
-        shape = (len(self._begin_n), max(_COLUMNS, steps))
-        arrays = Stretch(np.empty(shape, np.int32), *(np.empty(shape, np.float32) for _ in "le"))
-        self._blocks.append(_Block(self._end, arrays))
+            self._spare.append(self._blocks.popleft().words)
+        shape = (3, len(self._begin_n), max(_COLUMNS, steps))
+        words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
+        self._blocks.append(_Block(self._settled, words))
         return self._blocks[-1]
+
+
+def _words(decoded: DecodedTokens) -> tuple[np.ndarray, ...]:
+    """Ids, and the bits of log-probabilities and entropies, int32 [n, W] each."""
+    return decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)

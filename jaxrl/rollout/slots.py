@@ -28,7 +28,7 @@ from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.slot_pages import SlotPages
 
-# Number of settings cached on the devices: most requests differ only in their prompts and seeds.
+# Number of settings, and of scalars, cached on the devices. Most requests differ only in prompts and seeds.
 _KEPT_SETTINGS = 64
 
 
@@ -188,6 +188,9 @@ class Slots:
         self._settings = functools.lru_cache(_KEPT_SETTINGS)(
             functools.partial(settings_on_device, engine)
         )
+        self._scalar = functools.lru_cache(_KEPT_SETTINGS)(
+            lambda value: host_inputs(engine.mesh, np.int32(value))[0]
+        )
 
     def clear(self) -> None:
         """Drops all slots and frees their memory."""
@@ -314,8 +317,7 @@ class Slots:
         """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
         state = self._taken_state()
         with self._lock:
-            (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
-            self._state = self.engine.generate(self._params, state, least)
+            self._state = self.engine.generate(self._params, state, self._scalar(least_active))
 
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
