@@ -9,10 +9,10 @@ unfinished   saving 1,000 unfinished groups, and reading them back
 
 The engine decodes W tokens in every active slot. Response lengths are log-normal, as in reasoning: most are a
 thousand tokens, and a few are ten times as long. So slots fall free and are filled again all the time. Two
-times are told for each dispatch: what the device waits for, from its results to the next call of `generate`; and
-what the host does while the device works, such as text and groups. Dispatches with all slots busy are told
-apart from all of them, which include the first admissions and the end of the batch. Seconds are processor time of the
-thread, so that other work on the machine does not count.
+times are told for each dispatch: what the device waits for, from its results to the next call of `generate`;
+and what the host does while the device works, such as text and groups. Dispatches with all slots busy are told
+apart from all of them, which include the first admissions and the end of the batch. Seconds are processor time
+of the thread, so that other work on the machine does not count.
 """
 
 import argparse
@@ -35,9 +35,10 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.decode_state import DecodedTokens
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.samples import UnfinishedGroups
+from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import Slots
+from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
 
 # Ids of the fake model; 1 would end a response, and is never drawn before its end.
@@ -247,7 +248,10 @@ def completions_of(count: int, mean_tokens: int, most_tokens: int) -> Completion
 
 def report_dispatch(slots: list[int], stop_strings: tuple[str, ...] = ()) -> Iterator[str]:
     """One row of a table per number of slots."""
-    yield "| slots | W | dispatches | busy: waited ms, median | 99% | all: waited ms, mean | overlapped ms, mean | decodes |"
+    yield (
+        "| slots | W | dispatches | busy: waited ms, median | 99% | all: waited ms, mean | "
+        "overlapped ms, mean | decodes |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for n in slots:
         for W in (16, 64):
@@ -285,16 +289,14 @@ def report_unfinished() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         times = []
         for _ in range(3):
-            start = time.thread_time()
+            start = time.perf_counter()
             size = save_and_read(groups, Path(folder))
-            times.append(time.thread_time() - start)
+            times.append(time.perf_counter() - start)
     yield f"1,000 unfinished groups: {statistics.median(times):.1f} s to save and read, {size / 1e6:.0f} MB"
 
 
 def unfinished_groups(count: int) -> UnfinishedGroups:
     """Groups of 16 samples of 2,000 tokens on average."""
-    from jaxrl.rollout.samples import Sample
-
     completions = completions_of(16 * count, 2000, 20_000)
     samples = []
     for i, tokens in enumerate(completions.tokens):
@@ -305,13 +307,16 @@ def unfinished_groups(count: int) -> UnfinishedGroups:
 
 
 def save_and_read(groups: UnfinishedGroups, folder: Path) -> int:
-    """Writes groups as a checkpoint does, and reads them; returns the bytes."""
-    import json
-
-    path = folder / "record.json"
-    path.write_text(json.dumps(groups.record()))
-    UnfinishedGroups.of_record(json.loads(path.read_text()))
-    return path.stat().st_size
+    """Writes groups into a checkpoint, and reads them; returns the bytes."""
+    path = folder / str(len(list(folder.iterdir())))
+    checkpoints = Checkpoints(path, keep=1)
+    checkpoints.prepare(None)
+    checkpoints.save(1, {}, {"unfinished": groups.record()})
+    checkpoints.commit()
+    checkpoints.wait()
+    UnfinishedGroups.of_record(checkpoints.read_record(1)["unfinished"])
+    checkpoints.close()
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def peak_gb() -> float:
