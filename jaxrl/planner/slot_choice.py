@@ -5,8 +5,8 @@
 The first estimate is counted from shapes, with temporaries as measured on compiled programs. If a compiler is
 available, its figures for programs with that many slots refine the estimate.
 
-With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as many
-as fit at the length that samples are assumed to have while they decode.
+With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as
+many as fit at the length that samples are assumed to have while they decode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INSERTED_COPIES = 1.5
 # Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
 _LOGITS_COPIES = 48
 # A multiple of the tokens of a page, on any platform.
-_PAGE = 128
+_PAGE = 512
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
 
