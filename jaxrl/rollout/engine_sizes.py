@@ -90,8 +90,8 @@ def page_sizes(
       platform: platform of the devices.
 
     Raises:
-      UserError: the pool of a shard is too small for a sample of full length, or the page table of a device is
-        too large for a TPU.
+      UserError: the pool of a shard is too small for a sample of full length, or the page table of a device
+        is too large for a TPU.
     """
     if config.cache != "paged":
         return None
