@@ -103,8 +103,8 @@ def page_sizes(
     pages = min(config.cache_tokens // shards // page, most) if config.cache_tokens else most
     if pages < longest:
         raise UserError(
-            f"cache_tokens {config.cache_tokens:,} are {pages:,} pages of {page} tokens on each of {shards} "
-            f"replicas, and a sample of {config.max_context_tokens:,} tokens needs {longest:,}; use "
+            f"cache_tokens {config.cache_tokens:,} are {pages:,} pages of {page} tokens on each replica "
+            f"({shards} in all), and a sample of {config.max_context_tokens:,} tokens needs {longest:,}; use "
             f"{longest * page * shards:,} or more, or shorter responses"
         )
     return PageSizes(shards, page, 1 + pages, per_slot)

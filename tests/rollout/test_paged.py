@@ -182,8 +182,8 @@ def test_stop_strings_and_limits_see_the_same_history():
 def test_a_pool_that_is_too_small_for_one_sample_is_refused_with_the_numbers():
     with pytest.raises(
         UserError,
-        match=r"cache_tokens 127 are 3 pages of 16 tokens on each of 2 replicas, and a sample of 64 tokens "
-        r"needs 4; use 128 or more",
+        match=r"cache_tokens 127 are 3 pages of 16 tokens on each replica \(2 in all\), and a sample of 64 "
+        r"tokens needs 4; use 128 or more",
     ):
         backend_of(("1-1-2",), cache="paged", cache_tokens=127)
     backend_of(("1-1-2",), cache="paged", cache_tokens=128)
