@@ -12,6 +12,7 @@ The loop has no thread and no clock, and it does not know where samples come fro
 A dispatch takes these steps, in this order:
 
     begin     resize      chooses the number and capacity of slots that the live samples need
+              grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
               extend      appends the environment's answer to the sequences of answered samples
               admit       moves samples from the queue into free slots: prefill if needed, then insert
               generate    starts to decode up to W tokens in every slot

@@ -92,7 +92,12 @@ class Engine:
         self.config = config
         self.mesh = mesh
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
-        self.pages = page_sizes(config, self.shards, platform_of(mesh))
+        self.pages = page_sizes(
+            config,
+            shards=self.shards,
+            kv_heads=max(1, model.num_kv_heads // shards_of("heads", GENERATE_RULES, mesh)),
+            platform=platform_of(mesh),
+        )
         self._cache = choose_cache(
             model,
             mesh,

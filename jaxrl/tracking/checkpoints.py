@@ -452,6 +452,8 @@ def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> An
     Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
     """
     if isinstance(record, np.ndarray):
+        if not record.size:  # Orbax stores no empty arrays
+            return {_ARRAY: "", "dtype": str(record.dtype)}
         arrays[path] = record
         return {_ARRAY: path}
     if isinstance(record, dict):
@@ -463,6 +465,7 @@ def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
     """The inverse of `_without_arrays`."""
     if not isinstance(record, dict):
         return record
-    if record.keys() == {_ARRAY}:
-        return np.asarray(arrays[record[_ARRAY]])
+    if _ARRAY in record:
+        name = record[_ARRAY]
+        return np.asarray(arrays[name]) if name else np.zeros(0, record["dtype"])
     return {key: _with_arrays(value, arrays) for key, value in record.items()}

@@ -19,6 +19,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.engine_sizes import page_sizes
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.types import Completions, Prompts
 
@@ -181,10 +182,44 @@ def test_stop_strings_and_limits_see_the_same_history():
 def test_a_pool_that_is_too_small_for_one_sample_is_refused_with_the_numbers():
     with pytest.raises(
         UserError,
-        match=r"cache_tokens 127 are 3 pages of 16 tokens on each of 2 replicas, and a sample of 64 tokens "
-        r"needs 4; use 128 or more",
+        match=r"cache_tokens 127 are 3 pages of 16 tokens on each replica \(2 in all\), and a sample of 64 "
+        r"tokens needs 4; use 128 or more",
     ):
         backend_of(("1-1-2",), cache="paged", cache_tokens=127)
     backend_of(("1-1-2",), cache="paged", cache_tokens=128)
     with pytest.raises(ValueError, match="cache_tokens 64 is the size of a paged cache"):
         dataclasses.replace(BASE, cache_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("platform", "slots", "kv_heads", "page"),
+    [
+        ("cpu", 256, 8, 16),
+        ("gpu", 256, 8, 128),
+        ("tpu", 256, 1, 128),
+        ("tpu", 128, 8, 128),
+        ("tpu", 256, 8, 256),
+        ("tpu", 512, 8, 512),
+    ],
+)
+def test_pages_are_as_small_as_the_scalar_memory_of_a_device_allows(
+    platform, slots, kv_heads, page
+):
+    """A table of 256 slots, 8 kv heads and 180 pages of 128 tokens has 1.4 MiB, and a TPU has 1."""
+    config = dataclasses.replace(
+        BASE, cache="paged", slots=2 * slots, max_prompt_tokens=2048, max_response_tokens=20_480
+    )
+    sizes = page_sizes(config, shards=2, kv_heads=kv_heads, platform=platform)
+    assert sizes is not None and sizes.page_tokens == page
+    assert (sizes.num_pages - 1) * page >= slots * (2048 + 20_480)
+
+
+def test_a_page_table_that_no_page_size_makes_small_enough_is_refused():
+    config = dataclasses.replace(
+        BASE, cache="paged", slots=1024, max_prompt_tokens=2048, max_response_tokens=20_480
+    )
+    with pytest.raises(
+        UserError,
+        match=r"8,192 pairs .* takes 1,474,560 bytes .* room for 917,504; use fewer slots",
+    ):
+        page_sizes(config, shards=1, kv_heads=8, platform="tpu")

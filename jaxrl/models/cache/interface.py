@@ -7,9 +7,10 @@
                          end `write` adds the buffer to the cache
     take, copy, resize   move slots, change their capacity
 
-Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer) and
-`paged_cache.py` (slots are tables of pages). A cache is a pytree whose content only its `CacheKind` knows. The
-engine passes it on, shards it by its `axes`, and frees it. Slots, prefixes and buffers may be different trees.
+Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer)
+and `paged_cache.py` (slots are tables of pages). A cache is a pytree whose content only its `CacheKind`
+knows. The engine passes it on, shards it by its `axes`, and frees it. Slots, prefixes and buffers may be
+different trees.
 
     B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens
 """
