@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
-# Prefixes of metrics that depend on measured time.
+# Prefixes of metrics that are measured: times, rates and memory.
 _TIMING_PREFIXES = (
     "time_s",
     "timing_s/",
@@ -37,6 +37,7 @@ _TIMING_PREFIXES = (
     "perf/throughput",
     "perf/tflops",
     "perf/mfu",
+    "perf/peak_memory_gb",
 )
 
 
@@ -61,7 +62,7 @@ def readable_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes times and rates from a row of `read_metrics`. Equal runs give equal results."""
+    """Removes times, rates and memory from a row of `read_metrics`. Equal runs give equal results."""
     return {name: value for name, value in row.items() if not name.startswith(_TIMING_PREFIXES)}
 
 

@@ -21,6 +21,7 @@ from jaxrl.dataflows.step_metrics import timing_per_token
 from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.divergence import DivergenceConfig
@@ -372,6 +373,7 @@ class Loop:
             "timing_s/step": seconds,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / (seconds * self._num_devices),
+            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
         }
 
     def _write(self, metrics: dict[str, float]) -> None:
