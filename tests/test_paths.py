@@ -111,6 +111,8 @@ COMMANDS = {
         "{}",
     ],
     "browse": ["browse", "{}"],
+    "report": ["report", "{}", "other"],
+    "report --out": ["report", "a", "b", "--out", "{}"],
     "import-verl": ["import-verl", "{}"],
     "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],

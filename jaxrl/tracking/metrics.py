@@ -72,6 +72,19 @@ def evaluation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{m['source']} {m['statistic']}": metrics[key] for key, m in matches.items() if m}
 
 
+def evaluation_stderr(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The standard errors of the accuracies among `metrics`, under the names of `evaluation_accuracy`.
+
+    An evaluation of a single problem has none.
+    """
+    matches = [m for key in metrics if (m := _EVALUATION_ACCURACY.fullmatch(key))]
+    keys = {
+        f"{m['source']} {m['statistic']}": f"val-aux/{m['source']}/acc/{m['statistic']}/stderr"
+        for m in matches
+    }
+    return {name: metrics[key] for name, key in keys.items() if key in metrics}
+
+
 class MetricsWriter:
     """Writes the metrics of each step to metrics.jsonl and to loggers.
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report import Response, SamplePair, Section, plots, write_report
+from jaxrl.tracking.report import PromptResponses, Response, Section, plots, write_report
 
 
 def _rl_rows(num_steps=40):
@@ -42,8 +42,13 @@ def _sft_rows():
     return [{"step": s, "sft/loss": 2 / s, "sft/token_accuracy": 1 - 1 / s} for s in range(1, 30)]
 
 
-SAMPLE = SamplePair(
-    "5 + 7 - 3 =", "9", Response("Answer: 1", False), Response("5 + 7 = 12 ; Answer: 9", True)
+SAMPLE = PromptResponses(
+    "5 + 7 - 3 =",
+    "9",
+    [
+        ("Before", Response("Answer: 1", False)),
+        ("After", Response("5 + 7 = 12 ; Answer: 9", True)),
+    ],
 )
 
 
@@ -143,7 +148,8 @@ def test_untrusted_text_is_escaped(tmp_path):
     attack = (
         "</pre><script>alert('x')</script><img src=x onerror=alert(1)> &amp; \x00\x1b[2J \ud800"
     )
-    pair = SamplePair(attack, attack, Response(attack, False), Response(attack, True))
+    responses = [("Before", Response(attack, False)), ("After", Response(attack, True))]
+    pair = PromptResponses(attack, attack, responses)
     text = _write(tmp_path / "report.html", samples=[pair], config_text=attack, title=attack)
     assert "<script" not in text
     assert "<img" not in text
