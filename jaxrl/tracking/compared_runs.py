@@ -24,7 +24,7 @@ Table = list[tuple[str, list[str]]]
 Samples = dict[tuple[str, str], tuple[str, bool]]  # (prompt, answer) -> text of a response, correct
 
 _NO_RUN = "name the folder of a run, such as runs/dapo_tiny/seed0"
-_ABSENT = "–"
+_ABSENT = "-"
 # Headings of the stages, the most important first.
 _STAGES = {
     "rl": "Reinforcement learning",
@@ -85,12 +85,15 @@ def _read_run(path: pathlib.Path, label: str) -> ComparedRun:
 
 
 def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The parts of different paths that remain without the parts that all share at both ends."""
+    """The parts of different paths that tell them apart: a/x/seed0 and b/x/seed0 are a and b."""
     parts = [list(path.parts) for path in paths]
     for end in (0, -1):
         while min(map(len, parts)) > 1 and len({names[end] for names in parts}) == 1:
             for names in parts:
                 del names[end]
+    if len({len(names) for names in parts}) == 1:
+        columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
+        parts = list(zip(*columns, strict=True)) or parts
     return [os.path.join(*names) for names in parts]
 
 
@@ -110,7 +113,7 @@ def check_shared_metrics(runs: Sequence[ComparedRun]) -> None:
         others = set().union(*(each for each in metrics if each is not own))
         if not own & others:
             raise UserError(
-                f"{run.folder} shares no metric with the other run(s): it has {' and '.join(run.stages)}; "
+                f"{run.folder} shares no metric with the other runs: it has {' and '.join(run.stages)}; "
                 "compare runs of the same kind of training"
             )
 
@@ -214,7 +217,7 @@ def _first_responses(path: pathlib.Path) -> Samples:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """A row of samples without its tokens; empty if the line is invalid, such as the last of a copied file."""
+    """A row of samples without its tokens; empty if the line is invalid."""
     try:
         return read_head(line)
     except ValueError:

@@ -142,12 +142,12 @@ _OTHERS = (
 )
 # The first plots of a comparison of runs, in this order. Each draws the first metric of its curves.
 _COMPARED = (
+    *_LOSSES,
     _REWARD,
     _LENGTH,
     _ENTROPY,
     _Curves("Gradient norm", "norm before clipping", [("actor/grad_norm", "norm")], floor=0.0),
     _Curves("Seconds a step", "seconds", [("timing_s/step", "seconds")], floor=0.0),
-    *_LOSSES,
 )
 
 

@@ -74,8 +74,9 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     check_path("--out", out)
     runs = read_runs(paths)
     if not 2 <= len(runs) <= NUM_COLORS:
+        number = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
         raise UserError(
-            f"{len(runs)} run(s) named; name 2 to {NUM_COLORS} (a single run has its report in "
+            f"{number} named; name 2 to {NUM_COLORS} (the report of a single run is "
             f"{runs[0].folder.report})"
         )
     check_shared_metrics(runs)
