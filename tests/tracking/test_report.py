@@ -88,6 +88,16 @@ def test_every_curve_is_drawn(tmp_path):
         assert shown in text
 
 
+def test_accuracies_have_their_standard_errors(tmp_path):
+    rows = [{"step": s, "val-core/a/acc/mean@2": s / 9} for s in (0, 3)]
+    plain = _write(tmp_path / "a.html", sections=[Section("DAPO", rows)])
+    rows = [row | {"val-aux/a/acc/mean@2/stderr": 0.1} for row in rows]
+    assert [e.stderr.tolist() for e in plots._evaluation_series(rows)] == [[0.1, 0.1]]
+    with_errors = _write(tmp_path / "b.html", sections=[Section("DAPO", rows)])
+    bars = '<path d="[^"]*" clip-path="[^"]*" style="fill: none; stroke: var\\(--c0\\)'
+    assert len(re.findall(bars, with_errors)) == len(re.findall(bars, plain)) + 2
+
+
 def test_curves_without_data_are_left_out(tmp_path):
     rows = [
         {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -85,15 +85,23 @@ class _Series:
     Attributes:
       label: name in the legend.
       steps, values: float64 [N].
-      stderr: standard error of each value, NaN where there is none; None for no errors.
       color: index of the colour in `COLORS`.
     """
 
     label: str
     steps: np.ndarray
     values: np.ndarray
-    stderr: np.ndarray | None = None
-    color: int = 0
+    color: int = dataclasses.field(default=0, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluations(_Series):
+    """The accuracy at the evaluated steps, with its standard error: float64 [N], NaN where there is none."""
+
+    stderr: np.ndarray
+
+
+_S = TypeVar("_S", bound=_Series)
 
 
 def _percent(value: float) -> str:
@@ -175,7 +183,7 @@ def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
     return _colored(series for series in found if series.values.size)
 
 
-def _colored(found: Iterable[_Series]) -> list[_Series]:
+def _colored(found: Iterable[_S]) -> list[_S]:
     """The curves, each with the next colour."""
     return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
 
@@ -242,7 +250,7 @@ def _accuracy_plot(rows: Rows) -> Plot | None:
     return Plot("Accuracy", "share of answers correct", _percent(float(last)), legend, draw)
 
 
-def _evaluation_series(rows: Rows) -> list[_Series]:
+def _evaluation_series(rows: Rows) -> list[_Evaluations]:
     """The accuracy on each evaluation set, by name of the set."""
     points = [(row["step"], evaluation_accuracy(row), evaluation_stderr(row)) for row in rows]
     names = sorted({name for _, accuracy, _ in points for name in accuracy})
@@ -254,19 +262,18 @@ def _evaluation_series(rows: Rows) -> list[_Series]:
             if math.isfinite(accuracy.get(name, math.nan))
         ]
         if values:
-            found.append(_Series(name, *np.array(values, np.float64).T))
+            found.append(_Evaluations(name, *np.array(values, np.float64).T))
     return _colored(found)
 
 
-def _draw_evaluations(axes: Axes, found: Sequence[_Series]) -> None:
+def _draw_evaluations(axes: Axes, found: Sequence[_Evaluations]) -> None:
     """Draws accuracies with their standard errors."""
     for series in found:
         stride = math.ceil(len(series.steps) / _MAX_MARKERS)
         axes.errorbar(
             series.steps,
             series.values,
-            # Of a single problem there is no error.
-            yerr=None if np.isnan(series.stderr).all() else series.stderr,
+            yerr=series.stderr,
             color=COLORS[series.color],
             marker="o",
             markersize=4.5,
@@ -340,7 +347,7 @@ def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
 
 def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
     """A plot for each evaluation set that two runs share, and the names of these sets."""
-    by_name: dict[str, list[_Series]] = {}
+    by_name: dict[str, list[_Evaluations]] = {}
     for i, (label, rows) in enumerate(runs):
         for series in _evaluation_series(rows):
             of_run = dataclasses.replace(series, label=label, color=i)
