@@ -11,6 +11,7 @@ from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
 from jaxrl.tracking.compared_runs import labels_of
 from jaxrl.tracking.report.plots import compared_plots, shared_metrics
+from jaxrl.tracking.report.svg import draw_svg
 
 ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
 
@@ -149,6 +150,13 @@ def test_a_run_keeps_its_colour_where_another_lacks_a_metric():
         "x": [(0, "a", "1"), (1, "b", "2")],
         "y": [(1, "b", "1"), (2, "c", "3")],
     }
+
+
+def test_a_metric_of_a_single_step_is_visible():
+    runs = [(name, [{"step": 1, "x": value}]) for name, value in (("a", 1.0), ("b", 2.0))]
+    (plot,) = compared_plots(runs).others
+    svg = draw_svg(plot.draw, unit=plot.unit, salt="x")
+    assert {"0", "1"} <= set(re.findall(r"<use [^>]*fill: var\(--c(\d)\)", svg))
 
 
 def test_settings_that_differ_are_a_table(tmp_path, two):

@@ -418,7 +418,16 @@ def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
             markeredgewidth=0,
             alpha=0.35,
         )
-    axes.plot(series.steps, _smooth(series.values), color=color, linewidth=1.8)
+    # A line of one point is invisible.
+    marker = "o" if len(series.steps) == 1 else ""
+    axes.plot(
+        series.steps,
+        _smooth(series.values),
+        color=color,
+        linewidth=1.8,
+        marker=marker,
+        markersize=4.5,
+    )
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
