@@ -41,6 +41,10 @@ COMMANDS = {
     "browse": Command(
         "jaxrl.tracking.browse.browse_command:main", "shows the samples of a run or an evaluation"
     ),
+    "report": Command(
+        "jaxrl.tracking.report.report_command:main",
+        "compares runs on one page: curves, settings, samples",
+    ),
     "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
     "convert": Command(
         "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"

@@ -38,7 +38,6 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
-    ("jaxrl/tracking/metrics.py", "wandb"): "extra `wandb`",
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
     ("jaxrl/data/records.py", "reasoning_gym"): "takes a second to import",
@@ -70,6 +69,7 @@ IMPORTS_BY_NAME = {
     "jaxrl/__init__.py": "`import jaxrl` and the command line do not wait for JAX",
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
     "jaxrl/commands/training_commands.py": "a slip on the command line is told before JAX is imported",
+    "jaxrl/tracking/loggers.py": "extras `wandb` and `trackio`",
     "jaxrl/user_code.py": "functions of a user's",
 }
 

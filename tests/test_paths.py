@@ -24,7 +24,7 @@ NO_PATHS = {
     *("hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
     *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
-    *("reward.judge.template", "teacher.template", "algorithm.aggregation", "run.wandb_project"),
+    *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
     *("preference.pair_generator", "preference.margin_field", "preference.loss"),
     *(
         f"data.{name}.{field}"
@@ -111,6 +111,8 @@ COMMANDS = {
         "{}",
     ],
     "browse": ["browse", "{}"],
+    "report": ["report", "{}", "other"],
+    "report --out": ["report", "a", "b", "--out", "{}"],
     "import-verl": ["import-verl", "{}"],
     "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],

@@ -215,7 +215,7 @@ NO_COUNTERPART = (
     ("trainer.esi_redundant_time", "SIGTERM saves the run (docs/runs.md)"),
     ("trainer.val_only", "jaxrl evaluate"),
     ("trainer.total_epochs", "run.num_steps"),
-    ("trainer.project_name", "run.wandb_project"),
+    ("trainer.project_name", "run.loggers"),
     ("async_training.*", "algorithm.one_step_off and rollout.partial"),
     ("ray_kwargs.*", _NO_WORKERS),
     ("ray_init.*", _NO_WORKERS),
@@ -812,8 +812,11 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
         )
     loggers = verl.get("trainer.logger", ["console"])
     project = verl.get("trainer.project_name", "verl_examples")
-    if loggers == "wandb" or (isinstance(loggers, list) and "wandb" in loggers):
-        result.set("run.wandb_project", str(project), verl.origin("trainer.logger"))
+    loggers = [loggers] if isinstance(loggers, str) else loggers
+    if isinstance(loggers, list):
+        entries = ("tensorboard", *(f"{x}:{project}" for x in ("wandb", "trackio") if x in loggers))
+        if len(entries) > 1:
+            result.set("run.loggers", entries, verl.origin("trainer.logger"))
     if (hosts := verl.whole("trainer.nnodes", 1)) > 1:
         result.remarks.append(
             f"{hosts} hosts: start the same command on each with hosts.coordinator (docs/placement.md)."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -141,6 +143,33 @@ def memory_bytes(device: Any) -> int:
 def host_memory_bytes() -> int:
     """Memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class PeakMemory(NamedTuple):
+    """The most memory that was in use so far.
+
+    Attributes:
+      num_bytes: bytes of the fullest local device; on CPU bytes of the process, libraries included.
+      on_device: whether the devices have memory of their own.
+    """
+
+    num_bytes: int
+    on_device: bool
+
+
+def peak_memory() -> PeakMemory:
+    """The peak memory of this process so far."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    # Devices on CPU are threads of this process and share its memory.
+    return PeakMemory(max(peaks) if peaks else peak_process_bytes(), bool(peaks))
+
+
+def peak_process_bytes() -> int:
+    """The most memory that this process has had so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in kilobytes.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def abstract_mesh(layout: ParallelLayout, axes: tuple[str, ...] = AXES) -> AbstractMesh:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
 import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import peak_memory
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.trace_plan import trace_plan
 
@@ -22,14 +20,13 @@ def peak_memory_line(config: Config) -> str:
     Args:
       config: config of the run, without open settings.
     """
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
-    # Devices on CPU are threads of this process and share its memory.
-    measured = max(peaks) if peaks else peak_process_bytes()
-    where = "on the fullest device" if peaks else "in this process, programs and libraries included"
+    measured, on_device = peak_memory()
+    where = (
+        "on the fullest device" if on_device else "in this process, programs and libraries included"
+    )
     told = f"memory: at most {measured / _GB:.2f} GB {where}"
     try:
-        planned = planned_bytes(trace_plan(config), per_device=bool(peaks))
+        planned = planned_bytes(trace_plan(config), per_device=on_device)
     except UserError as error:  # a run that has succeeded must not fail here
         return f"{told} (no plan to compare with: {error})"
     return f"{told}; --dry_run counts {planned / _GB:.2f} GB of arrays"
@@ -46,10 +43,3 @@ def planned_bytes(plan: Plan, *, per_device: bool) -> int:
     if per_device:
         return max(nbytes for _, nbytes in pools)
     return sum(pool.num_devices * nbytes for pool, nbytes in pools) // jax.process_count()
-
-
-def peak_process_bytes() -> int:
-    """The most memory that this process has had so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in kilobytes.
-    return peak if sys.platform == "darwin" else peak * 1024

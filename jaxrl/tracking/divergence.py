@@ -17,11 +17,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from jaxrl.checks import check_fields, coefficient, positive, shown
+from jaxrl.checks import check_fields, positive, shown
 
 # Prefix of evaluation accuracies; higher is better.
 _EVALUATION = "val-core/"
-_REWARD = "critic/score/mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +30,12 @@ class DivergenceConfig:
     Attributes:
       accuracy_loss: largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
         best value: 0.5 detects divergence below half of the best. 1 disables the check.
-      reward_loss: largest allowed fall of `critic/score/mean` below its best value, in units of reward;
-        0 disables the check.
       ranges: allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
         training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats per token
         is worse than guessing among a million tokens.
     """
 
     accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
-    reward_loss: Annotated[float, coefficient()] = 0.0
     ranges: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
     )
@@ -118,10 +114,6 @@ class DivergenceDetector:
             best = self._best_of(name, value)
             if value < (1 - self._config.accuracy_loss) * best:
                 return f"{name} {value:.3g} has lost more than {self._config.accuracy_loss:.0%} of {best:.3g}"
-        if name == _REWARD and self._config.reward_loss:
-            best = self._best_of(name, value)
-            if value < best - self._config.reward_loss:
-                return f"{name} {value:.3g} is {best - value:.3g} below {best:.3g}"
         return None
 
     def _best_of(self, name: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""Writes the metrics of a run to metrics.jsonl (the source of truth), TensorBoard and optionally wandb.
+"""Writes the metrics of a run to metrics.jsonl, the source of truth, and to the loggers of the run.
 
 Metrics have verl's names (`actor/entropy`, `response_length/mean`, `timing_s/gen`). This module depends on
 two kinds of names only: accuracies of evaluations, which contain the data set, and timings.
@@ -8,34 +8,27 @@ Not covered: reducing metrics over hosts. The caller passes plain floats on one 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
 import re
-import socket
-import struct
 import time
-import uuid
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
+from jaxrl.tracking.loggers import LoggedRun, Logger, open_logger
 from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import StageFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
-# Prefixes of metrics that depend on measured time.
+# Prefixes of metrics that are measured: times, rates and memory.
 _TIMING_PREFIXES = (
     "time_s",
     "timing_s/",
@@ -44,6 +37,7 @@ _TIMING_PREFIXES = (
     "perf/throughput",
     "perf/tflops",
     "perf/mfu",
+    "perf/peak_memory_gb",
 )
 
 
@@ -68,7 +62,7 @@ def readable_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes times and rates from a row of `read_metrics`. Equal runs give equal results."""
+    """Removes times, rates and memory from a row of `read_metrics`. Equal runs give equal results."""
     return {name: value for name, value in row.items() if not name.startswith(_TIMING_PREFIXES)}
 
 
@@ -78,23 +72,21 @@ def evaluation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{m['source']} {m['statistic']}": metrics[key] for key, m in matches.items() if m}
 
 
-@dataclasses.dataclass(frozen=True)
-class WandbOptions:
-    """Options of logging to Weights & Biases.
+def evaluation_stderr(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The standard errors of the accuracies among `metrics`, under the names of `evaluation_accuracy`.
 
-    Attributes:
-      project: wandb project.
-      name: display name of the run; None lets wandb choose.
-      config: nested dict of settings to show with the run.
+    An evaluation of a single problem has none.
     """
-
-    project: str
-    name: str | None = None
-    config: Mapping[str, Any] | None = None
+    matches = [m for key in metrics if (m := _EVALUATION_ACCURACY.fullmatch(key))]
+    keys = {
+        f"{m['source']} {m['statistic']}": f"val-aux/{m['source']}/acc/{m['statistic']}/stderr"
+        for m in matches
+    }
+    return {name: metrics[key] for name, key in keys.items() if key in metrics}
 
 
 class MetricsWriter:
-    """Writes the metrics of each step to metrics.jsonl, TensorBoard and optionally wandb.
+    """Writes the metrics of each step to metrics.jsonl and to loggers.
 
     A run that was killed and resumed has the same metrics.jsonl as an uninterrupted run, apart from times:
     rows after the restored checkpoint are dropped before the run repeats their steps.
@@ -104,10 +96,11 @@ class MetricsWriter:
       resume_step: step of the restored checkpoint; later rows are dropped. None for a new stage, which
         drops all rows.
       drops_damaged: whether invalid lines and duplicate rows are dropped instead of refused.
-      wandb: options of wandb (needs the extra `wandb`); None disables it.
+      loggers: entries of `run.loggers`.
+      run: what the loggers show of the run besides its metrics.
 
     Raises:
-      UserError: if the folder is not writable, the existing metrics file is damaged, or wandb does not
+      UserError: if the folder is not writable, the existing metrics file is damaged, or a logger does not
         start.
     """
 
@@ -117,17 +110,17 @@ class MetricsWriter:
         *,
         resume_step: int | None = None,
         drops_damaged: bool = False,
-        wandb: WandbOptions | None = None,
+        loggers: Sequence[str] = (),
+        run: LoggedRun = LoggedRun(),  # noqa: B008, frozen
     ):
         folder = StageFolder(Path(directory))
         ensure_writable(directory)
         with contextlib.ExitStack() as on_failure:
-            self._rows = _JsonlSink(folder.metrics, resume_step, drops_damaged=drops_damaged)
-            self._sinks: list[_Sink] = [self._rows]
+            self._rows = _JsonlFile(folder.metrics, resume_step, drops_damaged=drops_damaged)
+            self._loggers: list[Logger] = [self._rows]
             on_failure.callback(self.close)
-            self._sinks.append(_TensorBoardSink(folder.tensorboard, resume_step))
-            if wandb is not None:
-                self._sinks.append(_WandbSink(folder.path, resume_step, wandb))
+            for entry in loggers:
+                self._loggers.append(open_logger(entry, folder, resume_step, run))
             on_failure.pop_all()
 
     @property
@@ -138,13 +131,13 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step. Steps must increase from call to call."""
         values = {key: float(value) for key, value in metrics.items()}
-        for sink in self._sinks:
-            sink.write(step, values)
+        for logger in self._loggers:
+            logger.write(step, values)
 
     def close(self) -> None:
-        """Flushes and closes every sink."""
-        for sink in self._sinks:
-            sink.close()
+        """Flushes and closes every logger."""
+        for logger in self._loggers:
+            logger.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -153,13 +146,7 @@ class MetricsWriter:
         self.close()
 
 
-class _Sink(Protocol):
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _JsonlSink:
+class _JsonlFile:
     """Writes one line per step. The line is on disk when `write` returns."""
 
     def __init__(self, path: Path, resume_step: int | None, *, drops_damaged: bool):
@@ -187,92 +174,6 @@ class _JsonlSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-class _TensorBoardSink:
-    """Writes TensorBoard event files. TensorBoard shows `@` in a name as `_`.
-
-    Of tensorboardX only the encoding is used. Its writer has a thread that dies on a disk error, and later
-    steps then wait for it forever.
-    """
-
-    def __init__(self, directory: Path, resume_step: int | None):
-        ensure_writable(directory)
-        # The time has a resolution of one second. The number keeps the name unique if a run is resumed
-        # within the same second.
-        number = sum(1 for _ in directory.iterdir())
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
-        self._file = AppendedFile(directory / name)
-        start = SessionLog(status=SessionLog.START)
-        first_step = 0 if resume_step is None else resume_step + 1
-        self._append(
-            Event(wall_time=time.time(), file_version="brain.Event:2"),
-            # TensorBoard discards events of earlier files from this step on.
-            Event(wall_time=time.time(), step=first_step, session_log=start),
-        )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        now_s = time.time()
-        summaries = (scalar(key, value) for key, value in values.items())
-        self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
-
-    def _append(self, *events: Any) -> None:
-        self._file.append(b"".join(_framed(event.SerializeToString()) for event in events))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _framed(event: bytes) -> bytes:
-    """A TFRecord: length, checksum of the length, content, checksum of the content."""
-    length = struct.pack("<Q", len(event))
-    sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
-    return length + next(sums) + event + next(sums)
-
-
-class _WandbSink:
-    """Logs to a wandb run, which keeps its id when the run is resumed.
-
-    wandb ignores steps that it already has. After a kill the run repeats some steps with the same values, so
-    nothing is lost.
-    """
-
-    def __init__(self, directory: Path, resume_step: int | None, options: WandbOptions):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError(
-                "logging to wandb is on and wandb is not installed; "
-                "run `pip install 'jaxrl[wandb]'` or turn it off"
-            ) from error
-        try:
-            self._run = wandb.init(
-                project=options.project,
-                name=options.name,
-                config=dict(options.config or {}),
-                dir=os.fspath(directory),
-                id=_wandb_run_id(directory / "wandb_run_id", resume_step),
-                resume="allow",
-            )
-        except wandb.Error as error:
-            raise UserError(
-                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, "
-                "or turn it off"
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb_run_id(path: Path, resume_step: int | None) -> str:
-    if resume_step is not None and path.exists():
-        return path.read_text().strip()
-    run_id = uuid.uuid4().hex[:12]
-    write_atomically(path, run_id.encode())
-    return run_id
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

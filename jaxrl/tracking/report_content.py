@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,12 @@ import numpy as np
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import read_metrics, readable_rows
+from jaxrl.tracking.metrics import (
+    evaluation_accuracy,
+    evaluation_stderr,
+    read_metrics,
+    readable_rows,
+)
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
 from jaxrl.types import Scored
 
@@ -47,22 +51,31 @@ def keep_samples(folder: RunFolder, scored: Scored, when: str) -> None:
 
 def sample_pairs(folder: RunFolder) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The stored samples of both evaluations; empty if one of the files is missing or damaged."""
-    paths = [folder.samples(when) for when in _SAMPLES_KEPT]
-    if not all(path.exists() for path in paths):
+    before, after = (stored_samples(folder, when) for when in _SAMPLES_KEPT)
+    if before and after and len(before) != len(after):
+        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
+        return []
+    return list(zip(before, after, strict=False))
+
+
+def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
+    """The stored samples of an evaluation; empty if the file is missing or damaged.
+
+    Args:
+      folder: folder of the run.
+      when: "before" or "after" training.
+    """
+    path = folder.samples(when)
+    if not path.exists():
         return []
     try:
-        before, after = (_samples_of(path) for path in paths)
-        return list(zip(before, after, strict=True))
-    except (ValueError, TypeError, KeyError) as error:
-        files = " or ".join(map(str, paths))
-        logger.warning("%s is damaged (%s): the report has no answers", files, error)
+        return [
+            {name: sample[name] for name in _SAMPLE_FIELDS}
+            for sample in json.loads(path.read_text())
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s): its answers are left out", path, error)
         return []
-
-
-def _samples_of(path: pathlib.Path) -> list[dict[str, Any]]:
-    return [
-        {name: sample[name] for name in _SAMPLE_FIELDS} for sample in json.loads(path.read_text())
-    ]
 
 
 def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:
@@ -107,9 +120,18 @@ def evaluation_lines(
             last = int(rows[-1]["step"])
             if step and step == max(found) and step < last:
                 when += f" of {last:,}, where it was last evaluated"
-            shown = f"{found[step][f'val-core/{accuracy}']:.1%}"
-            # One problem alone has no standard error.
-            if (stderr := found[step].get(f"val-aux/{accuracy}/stderr")) is not None:
-                shown += f" ± {stderr:.1%} (standard error)"
+            shown = shown_accuracy(found[step], f"{name} mean@{num_samples}")
+            shown += " (standard error)" if "±" in shown else ""
             lines.append((f"evaluation accuracy{of} {when}", shown))
     return lines
+
+
+def shown_accuracy(row: Mapping[str, Any], name: str) -> str:
+    """An accuracy with its standard error: "78.9% ± 4.4%". A single problem has no error.
+
+    Args:
+      row: metric row with the accuracy.
+      name: name of the accuracy, as in `evaluation_accuracy`.
+    """
+    stderr = evaluation_stderr(row).get(name)
+    return f"{evaluation_accuracy(row)[name]:.1%}" + ("" if stderr is None else f" ± {stderr:.1%}")

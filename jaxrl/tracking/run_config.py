@@ -5,8 +5,32 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, at_least, check_fields, count, steps
+from jaxrl.checks import NAME, PATH, Rule, at_least, check_fields, count, steps
 from jaxrl.tracking.divergence import DivergenceConfig
+
+LOGGERS = ("tensorboard", "wandb", "trackio")
+"""Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
+
+
+def split_logger(entry: str) -> tuple[str, str]:
+    """The logger and the project of an entry of `run.loggers`; "" if it names no project."""
+    name, _, project = entry.partition(":")
+    return name, project
+
+
+class _LoggerRule(Rule):
+    """Accepts entries of `run.loggers`."""
+
+    def fault(self, value: str) -> str | None:
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
+        name, project = split_logger(value)
+        if name not in LOGGERS:
+            return f"is no logger; use {', '.join(LOGGERS)}, or wandb:PROJECT"
+        if name == "tensorboard" and value != name:
+            return 'names a project, which TensorBoard does not have; write "tensorboard"'
+        if value == f"{name}:":
+            return f'names no project; write "{name}" or "{name}:PROJECT"'
+        return NAME.fault(project)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +49,9 @@ class RunConfig:
         without the lost rows. "never" refuses a folder that contains a run.
       stop_within_s: seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
         abandoned. A checkpoint that is being saved at that time is completed first.
-      wandb_project: Weights & Biases project to log to (needs the extra `wandb`); "" disables it.
+      loggers: where metrics go besides metrics.jsonl: "tensorboard", "wandb" (Weights & Biases), "trackio".
+        The last two need the extra of their name. "wandb:PROJECT" names a project; it is the recipe's
+        name by default.
       rollouts_every: number of steps between saved samples (`jaxrl browse` shows them). Samples of the first
         step are saved too. 0 saves none.
       rollouts_prompts: number of prompts per saved step, each with all of its samples; 0 saves all.
@@ -37,10 +63,13 @@ class RunConfig:
     keep_checkpoints: Annotated[int, count(1)] = 2
     divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
-    wandb_project: Annotated[str, NAME] = ""
+    loggers: tuple[Annotated[str, _LoggerRule()], ...] = ("tensorboard",)
     rollouts_every: Annotated[int, steps(0)] = 10
     stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0
     rollouts_prompts: Annotated[int, count(0)] = 8
 
     def __post_init__(self):
         check_fields(self)
+        names = [split_logger(entry)[0] for entry in self.loggers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"loggers {self.loggers} has a logger twice; name each once")

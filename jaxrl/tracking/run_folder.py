@@ -212,3 +212,12 @@ class EvaluationFolder:
     def page(self) -> pathlib.Path:
         """An HTML page with the results and some answers."""
         return self.path / "samples.html"
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Parses the content of `RunFolder.config`: the text of each value by setting.
+
+    Raises:
+      ValueError: a line is not "name = value".
+    """
+    return dict(line.split(" = ", 1) for line in text.splitlines())

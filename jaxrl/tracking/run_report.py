@@ -55,11 +55,13 @@ def write_run_report(
         summary=[*accuracy, *_summary(rl, rows), *facts],
         sections=[report.Section(name, found) for name, found in rows.items() if found],
         samples=[
-            report.SamplePair(
+            report.PromptResponses(
                 before["prompt"],
                 before["answer"],
-                report.Response(before["text"], before["correct"]),
-                report.Response(after["text"], after["correct"]),
+                [
+                    (heading, report.Response(sample["text"], sample["correct"]))
+                    for heading, sample in (("Before", before), ("After", after))
+                ],
             )
             for before, after in report_content.sample_pairs(folder)
         ],

@@ -25,6 +25,7 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
+from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 
@@ -121,12 +122,11 @@ def _needs_chat_template(config: Config) -> bool:
 
 
 def _find_packages(config: Config, find: Finder) -> None:
-    wandb = "wandb" if config.run.wandb_project else ""
-    packages = {
-        "run.wandb_project": wandb,
-        "rollout.driver": lookup_driver(config.rollout.driver).package,
-    }
-    for setting, package in packages.items():
+    packages = [("rollout.driver", lookup_driver(config.rollout.driver).package)]
+    loggers = [split_logger(entry)[0] for entry in config.run.loggers]
+    # TensorBoard needs no extra.
+    packages += [("run.loggers", logger) for logger in loggers if logger != "tensorboard"]
+    for setting, package in packages:
         if package:
             find(setting, functools.partial(_check_installed, package))
 

@@ -9,7 +9,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,13 @@ from jaxrl.dataflows.step_metrics import timing_per_token
 from jaxrl.dataflows.work_metrics import work_rates
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lock import run_lock
-from jaxrl.tracking.metrics import MetricsWriter, WandbOptions
+from jaxrl.tracking.loggers import LoggedRun
+from jaxrl.tracking.metrics import MetricsWriter
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.stage_checkpoints import StageCheckpoints
@@ -84,7 +86,7 @@ class Loop:
 
     Attributes:
       step: number of finished steps.
-      folder: folder with metrics.jsonl, tensorboard/ and checkpoints/.
+      folder: folder with metrics.jsonl and checkpoints/.
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class Loop:
         stop: StopSignal,
         ownership: contextlib.AbstractContextManager[Any] | None = None,
         on_begin: Callable[[], None] = lambda: None,
-        wandb: WandbOptions | None = None,
+        loggers: Sequence[str] = (),
+        logged_run: LoggedRun = LoggedRun(),  # noqa: B008, frozen
     ):
         """Writes nothing; writing starts in `run`.
 
@@ -124,7 +127,8 @@ class Loop:
           stop: signals to the run.
           ownership: lock of the folder, held from before the first write; None if the run already holds it.
           on_begin: called once the stage can no longer be refused.
-          wandb: options of logging to Weights & Biases; None disables it.
+          loggers: entries of `run.loggers`.
+          logged_run: what the loggers show of the run besides its metrics.
         """
         self.step = 0
         self.folder = StageFolder(folder)
@@ -140,7 +144,8 @@ class Loop:
         self._stop = stop
         self._ownership = ownership
         self._on_begin = on_begin
-        self._wandb = wandb
+        self._loggers = loggers
+        self._logged_run = logged_run
         self._checkpoints = StageCheckpoints(
             self.folder, keep=keep_checkpoints, divergence=divergence, may_restart=may_restart
         )
@@ -281,7 +286,8 @@ class Loop:
                 self.folder.path,
                 resume_step=resume_step,
                 drops_damaged=self._accepts_lost_rows,
-                wandb=self._wandb,
+                loggers=self._loggers,
+                run=self._logged_run,
             )
         )
         return self._writer.checksum.num_rows == 0
@@ -367,6 +373,7 @@ class Loop:
             "timing_s/step": seconds,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / (seconds * self._num_devices),
+            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
         }
 
     def _write(self, metrics: dict[str, float]) -> None:
@@ -406,13 +413,6 @@ def open_loop(
 ) -> Loop:
     """Makes the loop of a stage in its folder, with the config's settings of saving and logging."""
     config = run.config
-    wandb = None
-    if config.run.wandb_project:
-        wandb = WandbOptions(
-            config.run.wandb_project,
-            f"{config.name}-seed{config.seed}-{folder.path.name}",
-            flatten_config(config),
-        )
     return Loop(
         title,
         folder.path,
@@ -430,7 +430,12 @@ def open_loop(
         # The run already holds its own folder. A warm-up shared by several runs has another owner.
         ownership=None if folder.run == config.run_folder else run_lock(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
-        wandb=wandb,
+        loggers=config.run.loggers,
+        logged_run=LoggedRun(
+            project=config.name,
+            name=f"{config.name}-seed{config.seed}-{folder.path.name}",
+            settings=flatten_config(config),
+        ),
     )
 
 

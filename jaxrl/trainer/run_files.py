@@ -14,7 +14,7 @@ from jaxrl.mesh import hosts
 from jaxrl.tracking import run_report
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.lost_rows import lost_rows
-from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.run_folder import StageFolder, parse_config
 from jaxrl.tracking.run_model_files import write_model_files
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.cross_checks import title_of
@@ -40,11 +40,11 @@ def check_folder(config: Config) -> None:
             "this run another --config.name or --config.run.output"
         )
     try:
-        before = _parse(read_text(path, absent="remove it"))
+        before = parse_config(read_text(path, absent="remove it"))
     except ValueError as error:  # includes directories and binary files
         logger.warning("%s cannot be read (%s): settings are not compared", path, error)
         return
-    now = _parse(format_config(config))
+    now = parse_config(format_config(config))
     changed = [
         f"{key}: {before.get(key)} -> {now[key]}"
         for key in now
@@ -103,10 +103,6 @@ def keep_model_files(run: RunContext) -> None:
         weights=config.weights,
         max_positions=config.train.row_tokens,
     )
-
-
-def _parse(text: str) -> dict[str, str]:
-    return dict(line.split(" = ", 1) for line in text.splitlines())
 
 
 def write_run_report(run: RunContext) -> pathlib.Path:

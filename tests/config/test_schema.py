@@ -34,6 +34,7 @@ from jaxrl.trainer.cross_checks import check_algorithm
         ("data.train_batch_size", "1", "near: rollout.num_prompts"),
         ("max_steps", "1", "near: run.num_steps"),
         ("num_generations", "1", "near: rollout.num_samples"),
+        ("report_to", "wandb", "near: run.loggers"),
         ("actor_rollout_ref.rollout.n", "1", "near: rollout.num_samples"),
         ("temperature", "1", "near: rollout.temperature"),
         ("beta", "1", "near: algorithm.kl.loss_coef"),

@@ -224,7 +224,6 @@ MEANT = {
             "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
             "rollout.top_k",
-            "run.divergence.reward_loss",
             "run.rollouts_every",
             "run.rollouts_prompts",
             "seed",
@@ -280,7 +279,6 @@ NAMES = {
     "sft.run",
     "preference.path",
     "preference.margin_field",
-    "run.wandb_project",
 } | {
     f"data.{split}.{name}"
     for split in ("train", "evaluation")
@@ -408,7 +406,7 @@ def is_meant(setting: str, hostile: str) -> bool:
 
 NEVER_ONE = {"algorithm.loss_options.dual_clip", "run.divergence.ranges.sft/loss"}
 NEVER_ZERO = {"algorithm.advantage_options.epsilon", "algorithm.loss_options.dual_clip"}
-EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings")
+EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings", "run.loggers")
 # Numbers that are 1 or more, or need another setting before they can be more than 0.
 NOT_HALF = {
     "algorithm.kl.horizon",

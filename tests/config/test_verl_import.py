@@ -85,7 +85,7 @@ def test_dapo_32b(tmp_path, monkeypatch):
         "evaluation.num_samples": 1,
         "evaluation.every": 5,
         "run.save_every": 5,
-        "run.wandb_project": "DAPO",
+        "run.loggers": ("tensorboard", "wandb:DAPO"),
         "run.output": "data/ckpts/DAPO-Qwen2.5-32B",
     }
     check(settings, expected)
@@ -129,7 +129,7 @@ def test_grpo_on_gsm8k(tmp_path, monkeypatch):
         "evaluation.every": 14 * 15,  # never but at the end
         "run.num_steps": 14 * 15,
         "run.save_every": 20,
-        "run.wandb_project": "",
+        "run.loggers": ("tensorboard",),
         "reward.overlong_buffer_tokens": 0,
     }
     check(settings, expected)
@@ -171,7 +171,7 @@ def test_ppo_with_a_critic(tmp_path):
         "evaluation.temperature": 0.6,
         "evaluation.num_samples": 4,
         "run.num_steps": 200,
-        "run.wandb_project": "ppo",
+        "run.loggers": ("tensorboard", "wandb:ppo"),
     }
     check(settings, expected)
     assert "trainer.default_local_dir = ${nowhere.at_all}/x" in text

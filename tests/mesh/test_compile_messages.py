@@ -7,16 +7,20 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.mesh import compile_messages
+from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 
 
 @pytest.fixture
 def announcing(monkeypatch):
     """The messages of everything that takes longer than a moment."""
     monkeypatch.setattr(compile_messages, "_SHORTEST_S", 0.05)
+    # Tests have them off (conftest.py).
     monkeypatch.setattr(compile_messages, "_announcing", False)
     compile_messages.announce_compilations()
     compile_messages.announce_compilations()
-    yield
+    # A program of an earlier run of the tests would be read from the cache.
+    with compiled_programs_not_kept():
+        yield
     jax.monitoring.unregister_scalar_listener(compile_messages._begin)
     jax.monitoring.unregister_event_duration_listener(compile_messages._end)
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
+from jaxrl.mesh import devices
 from jaxrl.planner import peak_memory
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
@@ -40,7 +41,7 @@ def test_the_larger_phase_of_every_pool_counts():
 # More than whatever the process has had before, in a process of its own.
 ALLOCATES = """
 import numpy as np
-from jaxrl.planner.peak_memory import peak_process_bytes
+from jaxrl.mesh.devices import peak_process_bytes
 
 before = peak_process_bytes()
 block = np.ones(before // 8 + 25_000_000)
@@ -62,7 +63,7 @@ def test_a_run_tells_its_memory_beside_the_plan():
     line = peak_memory.peak_memory_line(load_config(Config, RECIPE, {}))
     measured, planned = map(float, re.findall(r"([\d.]+) GB", line))
     assert "in this process" in line and "--dry_run counts" in line
-    assert measured == pytest.approx(peak_memory.peak_process_bytes() / GB, abs=0.06)
+    assert measured == pytest.approx(devices.peak_process_bytes() / GB, abs=0.06)
     assert 0 < planned < measured
 
 

@@ -1,13 +1,13 @@
 """The report: what it shows, what it leaves out, and that untrusted text stays text."""
 
-import html.parser
 import re
 
 import numpy as np
 import pytest
+from report_page import check_page
 
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report import Response, SamplePair, Section, plots, write_report
+from jaxrl.tracking.report import PromptResponses, Response, Section, plots, write_report
 
 
 def _rl_rows(num_steps=40):
@@ -42,8 +42,13 @@ def _sft_rows():
     return [{"step": s, "sft/loss": 2 / s, "sft/token_accuracy": 1 - 1 / s} for s in range(1, 30)]
 
 
-SAMPLE = SamplePair(
-    "5 + 7 - 3 =", "9", Response("Answer: 1", False), Response("5 + 7 = 12 ; Answer: 9", True)
+SAMPLE = PromptResponses(
+    "5 + 7 - 3 =",
+    "9",
+    [
+        ("Before", Response("Answer: 1", False)),
+        ("After", Response("5 + 7 = 12 ; Answer: 9", True)),
+    ],
 )
 
 
@@ -83,6 +88,16 @@ def test_every_curve_is_drawn(tmp_path):
         assert shown in text
 
 
+def test_accuracies_have_their_standard_errors(tmp_path):
+    rows = [{"step": s, "val-core/a/acc/mean@2": s / 9} for s in (0, 3)]
+    plain = _write(tmp_path / "a.html", sections=[Section("DAPO", rows)])
+    rows = [row | {"val-aux/a/acc/mean@2/stderr": 0.1} for row in rows]
+    assert [e.stderr.tolist() for e in plots._evaluation_series(rows)] == [[0.1, 0.1]]
+    with_errors = _write(tmp_path / "b.html", sections=[Section("DAPO", rows)])
+    bars = '<path d="[^"]*" clip-path="[^"]*" style="fill: none; stroke: var\\(--c0\\)'
+    assert len(re.findall(bars, with_errors)) == len(re.findall(bars, plain)) + 2
+
+
 def test_curves_without_data_are_left_out(tmp_path):
     rows = [
         {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)
@@ -109,41 +124,15 @@ def test_equal_input_gives_equal_bytes(tmp_path):
 
 
 def test_the_page_is_well_formed_and_refers_to_nothing_outside(tmp_path):
-    class Page(html.parser.HTMLParser):
-        def __init__(self):
-            super().__init__()
-            self.open, self.ids, self.tags, self.links = [], [], set(), []
-
-        def handle_starttag(self, tag, attrs):
-            self.tags.add(tag)
-            self.ids += [value for name, value in attrs if name == "id"]
-            self.links += [value for name, value in attrs if name in ("href", "src")]
-            if tag != "meta":
-                self.open.append(tag)
-
-        def handle_endtag(self, tag):
-            assert self.open.pop() == tag
-
-        def handle_startendtag(self, tag, attrs):
-            self.handle_starttag(tag, attrs)
-            self.handle_endtag(tag)
-
-    text = _write(tmp_path / "report.html")
-    page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert not page.tags & {"script", "img", "link", "iframe"}
-    assert len(set(page.ids)) == len(page.ids)
-    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
-    assert "://" not in text
-    assert set(re.findall(r"url\((.)", text)) == {"#"}
+    check_page(_write(tmp_path / "report.html"))
 
 
 def test_untrusted_text_is_escaped(tmp_path):
     attack = (
         "</pre><script>alert('x')</script><img src=x onerror=alert(1)> &amp; \x00\x1b[2J \ud800"
     )
-    pair = SamplePair(attack, attack, Response(attack, False), Response(attack, True))
+    responses = [("Before", Response(attack, False)), ("After", Response(attack, True))]
+    pair = PromptResponses(attack, attack, responses)
     text = _write(tmp_path / "report.html", samples=[pair], config_text=attack, title=attack)
     assert "<script" not in text
     assert "<img" not in text

@@ -144,7 +144,11 @@ JUDGE = {"reward__judge__chat": False}
             "did you mean chain_sum",
         ),
         ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"run__wandb_project": "mine"}, "the package wandb is not installed"),
+        (
+            {"run__loggers": ("tensorboard", "wandb")},
+            "the package wandb is not installed; run pip install 'jaxrl[wandb]'",
+        ),
+        ({"run__loggers": ("trackio:mine",)}, "pip install 'jaxrl[trackio]'"),
     ],
 )
 def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):

@@ -1,5 +1,5 @@
-"""The report of a run: one self-contained HTML file."""
+"""The report of a run, and the comparison of runs: one self-contained HTML file each."""
 
-from jaxrl.tracking.report.page import Response, SamplePair, Section, write_report
+from jaxrl.tracking.report.page import PromptResponses, Response, Section, write_report
 
-__all__ = ["Response", "SamplePair", "Section", "write_report"]
+__all__ = ["PromptResponses", "Response", "Section", "write_report"]

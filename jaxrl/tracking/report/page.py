@@ -1,4 +1,4 @@
-"""Renders the report from the templates `page.html` and `page.css`.
+"""Renders the report of a run (`page.html`) and the comparison of several runs (`comparison.html`).
 
 Equal input gives equal bytes. Prompts and responses are untrusted: the template escapes all values except the
 plots, and the page's content security policy forbids scripts and foreign resources.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
 
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.plots import Plot, plots_of
-from jaxrl.tracking.report.svg import NUM_COLORS, draw_svg
+from jaxrl.tracking.report.plots import Plot, compared_plots, plots_of
+from jaxrl.tracking.report.svg import draw_svg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +34,26 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A response of the model, and whether it is correct."""
+    """A response of the model, whether it is correct, and a note to show beside it."""
 
     text: str
     correct: bool
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplePair:
-    """Responses to one prompt before and after training.
+class PromptResponses:
+    """Responses to one prompt, side by side.
 
     Attributes:
       prompt: text of the prompt.
       answer: ground truth.
-      before, after: the two responses.
+      responses: (heading, response); None where there is no response.
     """
 
     prompt: str
     answer: str
-    before: Response
-    after: Response
+    responses: Sequence[tuple[str, Response | None]]
 
 
 def write_report(
@@ -62,7 +62,7 @@ def write_report(
     title: str,
     summary: Sequence[tuple[str, str]],
     sections: Sequence[Section],
-    samples: Sequence[SamplePair],
+    samples: Sequence[PromptResponses],
     config_text: str,
 ) -> None:
     """Writes the report to `path` atomically.
@@ -75,26 +75,81 @@ def write_report(
       samples: responses to show side by side.
       config_text: all settings of the run.
     """
-    page = _template().render(
+    _write(
+        path,
+        "page.html",
         title=title,
         summary=summary,
-        sections=[(section, _drawn_plots(section)) for section in sections],
+        sections=[(section, _drawn(plots_of(section.rows), section.name)) for section in sections],
         samples=samples,
+        correct=_num_correct(samples),
         config_text=config_text,
-        num_colors=NUM_COLORS,
     )
+
+
+Table = Sequence[tuple[str, Sequence[str]]]  # (name of a row, value of each run)
+
+
+def write_comparison(
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    runs: Sequence[str],
+    headline: Table,
+    stages: Sequence[tuple[str, Sequence[tuple[str, Sequence[dict[str, Any]]]]]],
+    settings: Table,
+    num_settings: int,
+    samples: Sequence[tuple[str, Sequence[PromptResponses]]],
+) -> None:
+    """Writes a page that compares runs to `path` atomically.
+
+    Args:
+      path: the HTML file.
+      title: heading of the page.
+      runs: label of each run; at most `NUM_COLORS`.
+      headline: the most important numbers.
+      stages: (heading, (label, metric rows) of each run) of the training stages.
+      settings: settings that differ.
+      num_settings: number of all settings.
+      samples: (heading, prompts with a response of each run).
+    """
+    sections = []
+    for name, rows in stages:
+        plots = compared_plots(rows)
+        main, others = _drawn(plots.main, name), _drawn(plots.others, name)
+        sections.append((name, main, others, plots.constant))
+    _write(
+        path,
+        "comparison.html",
+        title=title,
+        runs=runs,
+        headline=headline,
+        stages=sections,
+        settings=settings,
+        num_settings=num_settings,
+        samples=[(heading, shown, _num_correct(shown)) for heading, shown in samples if shown],
+    )
+
+
+def _write(path: str | os.PathLike[str], template: str, **values: Any) -> None:
+    page = environment_of("jaxrl.tracking.report").get_template(template).render(**values)
     write_atomically(path, page.encode("utf-8", errors="backslashreplace"))
 
 
-def _drawn_plots(section: Section) -> list[tuple[Plot, str]]:
+def _drawn(plots: Iterable[Plot], section: str) -> list[tuple[Plot, str]]:
     return [
-        (plot, draw_svg(plot.draw, unit=plot.unit, salt=f"{section.name}/{plot.title}"))
-        for plot in plots_of(section.rows)
+        (plot, draw_svg(plot.draw, unit=plot.unit, salt=f"{section}/{plot.title}"))
+        for plot in plots
     ]
 
 
-def _template() -> jinja2.Template:
-    return environment_of("jaxrl.tracking.report").get_template("page.html")
+def _num_correct(samples: Sequence[PromptResponses]) -> list[tuple[str, int]]:
+    """Number of correct responses under each heading."""
+    counts: dict[str, int] = {}
+    for shown in samples:
+        for heading, response in shown.responses:
+            counts[heading] = counts.get(heading, 0) + bool(response and response.correct)
+    return list(counts.items())
 
 
 def environment_of(package: str) -> jinja2.Environment:

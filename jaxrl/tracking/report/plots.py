@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from jaxrl.tracking.metrics import evaluation_accuracy
+from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr
 from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.svg import COLORS, NUM_COLORS
 
@@ -30,6 +32,14 @@ _PHASE_ORDER = (
 )
 
 
+class LegendEntry(NamedTuple):
+    """A curve in the legend: index of its colour in `svg.COLORS`, its name, and its last value or ""."""
+
+    color: int
+    label: str
+    value: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plot:
     """A plot of the report.
@@ -38,14 +48,14 @@ class Plot:
       title: heading.
       unit: label of the vertical axis.
       last: number beside the heading, usually the last value of the first curve.
-      legend: names of the curves in the order of `svg.COLORS`; empty for a single curve.
+      legend: the curves; empty for a single curve.
       draw: draws the curves.
     """
 
     title: str
     unit: str
     last: str
-    legend: Sequence[str]
+    legend: Sequence[LegendEntry]
     draw: Callable[[Axes], None]
 
 
@@ -70,11 +80,28 @@ class _Curves:
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """A curve: values at steps."""
+    """A curve: values at steps.
+
+    Attributes:
+      label: name in the legend.
+      steps, values: float64 [N].
+      color: index of the colour in `COLORS`.
+    """
 
     label: str
     steps: np.ndarray
     values: np.ndarray
+    color: int = dataclasses.field(default=0, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluations(_Series):
+    """The accuracy at the evaluated steps, with its standard error: float64 [N], NaN where there is none."""
+
+    stderr: np.ndarray
+
+
+_S = TypeVar("_S", bound=_Series)
 
 
 def _percent(value: float) -> str:
@@ -86,10 +113,24 @@ _REWARD = _Curves(
     "mean reward of a response",
     [("critic/rewards/mean", "reward"), ("critic/score/mean", "score alone, without shaping")],
 )
+_ENTROPY = _Curves("Entropy", "nats per token", [("actor/entropy", "entropy")], floor=0.0)
+_LENGTH = _Curves(
+    "Response length", "tokens per response", [("response_length/mean", "mean length")]
+)
+_LOSSES = (
+    _Curves("Loss", "nats per token", [("sft/loss", "loss")]),
+    _Curves(
+        "Token accuracy", "share of target tokens", [("sft/token_accuracy", "accuracy")], _percent
+    ),
+    _Curves("Loss of pairs", "nats per pair", [("pairs/loss", "loss")]),
+    _Curves(
+        "Accuracy on pairs", "share of pairs in order", [("pairs/accuracy", "accuracy")], _percent
+    ),
+)
 _OTHERS = (
-    _Curves("Entropy", "nats per token", [("actor/entropy", "entropy")], floor=0.0),
+    _ENTROPY,
     _Curves("Mean token probability", "probability", [("actor/mean_token_prob", "probability")]),
-    _Curves("Response length", "tokens per response", [("response_length/mean", "mean length")]),
+    _LENGTH,
     _Curves(
         "Clipped tokens",
         "share of response tokens",
@@ -104,11 +145,17 @@ _OTHERS = (
     _Curves(
         "Generation batches", "batches per step", [("train/num_gen_batches", "batches")], floor=0.0
     ),
-    _Curves("Loss", "nats per token", [("sft/loss", "loss")]),
-    _Curves(
-        "Token accuracy", "share of target tokens", [("sft/token_accuracy", "accuracy")], _percent
-    ),
+    *_LOSSES,
     _Curves("Throughput", "tokens per second", [("perf/throughput", "tokens")], floor=0.0),
+)
+# The first plots of a comparison of runs, in this order. Each draws the first metric of its curves.
+_COMPARED = (
+    *_LOSSES,
+    _REWARD,
+    _LENGTH,
+    _ENTROPY,
+    _Curves("Gradient norm", "norm before clipping", [("actor/grad_norm", "norm")], floor=0.0),
+    _Curves("Seconds a step", "seconds", [("timing_s/step", "seconds")], floor=0.0),
 )
 
 
@@ -133,7 +180,12 @@ def _reward_plot(rows: Rows) -> Plot | None:
 
 def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
     found = [_series(label, key, rows) for key, label in curves.keys]
-    return [series for series in found if series.values.size]
+    return _colored(series for series in found if series.values.size)
+
+
+def _colored(found: Iterable[_S]) -> list[_S]:
+    """The curves, each with the next colour."""
+    return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
 
 
 def _series(label: str, key: str, rows: Rows) -> _Series:
@@ -143,21 +195,39 @@ def _series(label: str, key: str, rows: Rows) -> _Series:
     return _Series(label, np.array(steps, np.int64), np.array(values, np.float64))
 
 
-def _curves_plot(curves: _Curves, found: Sequence[_Series]) -> Plot | None:
-    """A plot with a dot per step and a line of the moving mean."""
+def _curves_plot(
+    curves: _Curves, found: Sequence[_Series], *, dots: bool = True, values: bool = False
+) -> Plot | None:
+    """A plot with lines of the moving mean; None without curves.
+
+    Args:
+      curves: what to draw.
+      found: the curves.
+      dots: whether each step has a dot.
+      values: whether the legend has the last values, and stands in place of the number beside the heading.
+    """
     if not found:
         return None
 
     def draw(axes: Axes) -> None:
-        for color, series in zip(COLORS, found, strict=False):
-            _draw_smoothed(axes, series, color)
+        for series in found:
+            _draw_smoothed(axes, series, dots=dots)
         _format_values(axes, curves.show)
         if curves.floor is not None:
             _reach_down_to(axes, curves.floor)
 
-    last = curves.show(float(_smooth(found[0].values)[-1]))
-    legend = [series.label for series in found] if len(found) > 1 else []
-    return Plot(curves.title, curves.unit, last, legend, draw)
+    last = [curves.show(float(_smooth(series.values)[-1])) for series in found]
+    legend = [
+        LegendEntry(series.color, series.label, value if values else "")
+        for series, value in zip(found, last, strict=True)
+    ]
+    return Plot(
+        curves.title,
+        curves.unit,
+        "" if values else last[0],
+        legend if values or len(legend) > 1 else [],
+        draw,
+    )
 
 
 def _accuracy_plot(rows: Rows) -> Plot | None:
@@ -167,28 +237,130 @@ def _accuracy_plot(rows: Rows) -> Plot | None:
     if not evaluations and not train.values.size:
         return None
 
+    train = dataclasses.replace(train, color=len(evaluations) % NUM_COLORS)
+
     def draw(axes: Axes) -> None:
         if train.values.size:
-            _draw_smoothed(axes, train, COLORS[len(evaluations) % NUM_COLORS])
-        for i, series in enumerate(evaluations):
-            color = COLORS[i % NUM_COLORS]
-            stride = math.ceil(len(series.steps) / _MAX_MARKERS)
-            style = {"marker": "o", "markersize": 4.5, "markevery": stride}
-            axes.plot(series.steps, series.values, color=color, **style)
-        _format_values(axes, _percent)
-        _reach_down_to(axes, 0.0)
+            _draw_smoothed(axes, train)
+        _draw_evaluations(axes, evaluations)
 
-    legend = [f"evaluation: {series.label}" for series in evaluations]
-    legend += [train.label] if train.values.size else []
+    legend = [LegendEntry(s.color, f"evaluation: {s.label}") for s in evaluations]
+    legend += [LegendEntry(train.color, train.label)] if train.values.size else []
     last = evaluations[0].values[-1] if evaluations else _smooth(train.values)[-1]
     return Plot("Accuracy", "share of answers correct", _percent(float(last)), legend, draw)
 
 
-def _evaluation_series(rows: Rows) -> list[_Series]:
-    points = [{"step": row["step"], **evaluation_accuracy(row)} for row in rows]
-    names = sorted({name for point in points for name in point} - {"step"})
-    found = [_series(name, name, points) for name in names]
+def _evaluation_series(rows: Rows) -> list[_Evaluations]:
+    """The accuracy on each evaluation set, by name of the set."""
+    points = [(row["step"], evaluation_accuracy(row), evaluation_stderr(row)) for row in rows]
+    names = sorted({name for _, accuracy, _ in points for name in accuracy})
+    found = []
+    for name in names:
+        values = [
+            (step, accuracy[name], stderr.get(name, math.nan))
+            for step, accuracy, stderr in points
+            if math.isfinite(accuracy.get(name, math.nan))
+        ]
+        if values:
+            found.append(_Evaluations(name, *np.array(values, np.float64).T))
+    return _colored(found)
+
+
+def _draw_evaluations(axes: Axes, found: Sequence[_Evaluations]) -> None:
+    """Draws accuracies with their standard errors."""
+    for series in found:
+        stride = math.ceil(len(series.steps) / _MAX_MARKERS)
+        axes.errorbar(
+            series.steps,
+            series.values,
+            yerr=series.stderr,
+            color=COLORS[series.color],
+            marker="o",
+            markersize=4.5,
+            markevery=stride,
+            errorevery=stride,
+            elinewidth=1,
+        )
+    _format_values(axes, _percent)
+    _reach_down_to(axes, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedPlots:
+    """The metrics that at least two runs share.
+
+    Attributes:
+      main: plots of the most important metrics, the most important first.
+      others: plots of all other metrics, by name.
+      constant: (name, value) of metrics that have one value in all steps of all runs.
+    """
+
+    main: Sequence[Plot]
+    others: Sequence[Plot]
+    constant: Sequence[tuple[str, str]]
+
+
+def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
+    """The plots that compare one training stage of several runs. A run has the same colour in each.
+
+    Args:
+      runs: (label, metric rows) of each run; at most `NUM_COLORS`.
+    """
+    keys = shared_metrics([rows for _, rows in runs])
+    main = [curves for curves in _COMPARED if curves.keys[0][0] in keys]
+    drawn = {curves.keys[0][0] for curves in main}
+    accuracy, sources = _compared_accuracy(runs)
+    others, constant = [], []
+    for key in keys:
+        # Accuracies have plots of their own.
+        if key in drawn or any(name in evaluation_accuracy({key: 0.0}) for name in sources):
+            continue
+        found = _run_series(key, runs)
+        values = {value for series in found for value in series.values[[0, -1]].tolist()}
+        if len(values) == 1 and all(np.ptp(series.values) == 0 for series in found):
+            constant.append((key, number(values.pop())))
+        else:
+            others.append(
+                _curves_plot(_Curves(key, "", [(key, key)]), found, dots=False, values=True)
+            )
+    plots = [_curves_plot(c, _run_series(c.keys[0][0], runs), values=True) for c in main]
+    return ComparedPlots([*accuracy, *_present(plots)], _present(others), constant)
+
+
+def shared_metrics(runs: Sequence[Rows]) -> list[str]:
+    """The metrics with a finite value in at least two runs, by name; step and time of a row are none."""
+    finite = [
+        {key for row in rows for key, value in row.items() if math.isfinite(value)} for rows in runs
+    ]
+    counts = collections.Counter(key for keys in finite for key in keys - {"step", "time_s"})
+    return sorted(key for key, count in counts.items() if count > 1)
+
+
+def _present(plots: Iterable[Plot | None]) -> list[Plot]:
+    return [plot for plot in plots if plot is not None]
+
+
+def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
+    found = _colored(_series(label, key, rows) for label, rows in runs)
     return [series for series in found if series.values.size]
+
+
+def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
+    """A plot for each evaluation set that two runs share, and the names of these sets."""
+    by_name: dict[str, list[_Evaluations]] = {}
+    for i, (label, rows) in enumerate(runs):
+        for series in _evaluation_series(rows):
+            of_run = dataclasses.replace(series, label=label, color=i)
+            by_name.setdefault(series.label, []).append(of_run)
+    plots = []
+    for name, found in sorted(by_name.items()):
+        if len(found) < 2:
+            continue
+        legend = [LegendEntry(s.color, s.label, _percent(float(s.values[-1]))) for s in found]
+        draw = functools.partial(_draw_evaluations, found=found)
+        unit = "share of answers correct"
+        plots.append(Plot(f"Evaluation accuracy, {name}", unit, "", legend, draw))
+    return plots, [name for name, found in by_name.items() if len(found) > 1]
 
 
 def _phases_plot(rows: Rows) -> Plot | None:
@@ -210,8 +382,9 @@ def _phases_plot(rows: Rows) -> Plot | None:
         axes.set_ylim(0, None)
         _format_values(axes, number)
 
+    legend = [LegendEntry(i, name) for i, name in enumerate(seconds)]
     mean = number(sum(values.sum() for values in seconds.values()) / len(rows))
-    return Plot("Time by phase", "seconds per step", f"{mean} s", list(seconds), draw)
+    return Plot("Time by phase", "seconds per step", f"{mean} s", legend, draw)
 
 
 def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
@@ -231,19 +404,30 @@ def _phase_rank(name: str) -> tuple[int, str]:
     return (_PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER), name)
 
 
-def _draw_smoothed(axes: Axes, series: _Series, color: str) -> None:
+def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
     stride = math.ceil(len(series.steps) / _MAX_DOTS)
+    color = COLORS[series.color]
+    if dots:
+        axes.plot(
+            series.steps[::stride],
+            series.values[::stride],
+            color=color,
+            linestyle="none",
+            marker="o",
+            markersize=3,
+            markeredgewidth=0,
+            alpha=0.35,
+        )
+    # A line of one point is invisible.
+    marker = "o" if len(series.steps) == 1 else ""
     axes.plot(
-        series.steps[::stride],
-        series.values[::stride],
+        series.steps,
+        _smooth(series.values),
         color=color,
-        linestyle="none",
-        marker="o",
-        markersize=3,
-        markeredgewidth=0,
-        alpha=0.35,
+        linewidth=1.8,
+        marker=marker,
+        markersize=4.5,
     )
-    axes.plot(series.steps, _smooth(series.values), color=color, linewidth=1.8)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,202 @@
+"""Writes the metrics of a run to TensorBoard, Weights & Biases and trackio, as `run.loggers` selects.
+
+A logger gets every row that metrics.jsonl gets, after it. metrics.jsonl stays the source of truth: reports
+and resumed runs read nothing of what is written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
+
+from jaxrl.errors import UserError
+from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
+from jaxrl.tracking.run_config import split_logger
+from jaxrl.tracking.run_folder import StageFolder
+
+
+class Logger(Protocol):
+    """Writes the metrics of each step somewhere."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggedRun:
+    """What loggers show of a run besides its metrics.
+
+    Attributes:
+      project: project of loggers whose entry names none.
+      name: display name of the run.
+      settings: setting -> value.
+    """
+
+    project: str = "jaxrl"
+    name: str | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def open_logger(entry: str, folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
+    """Opens a logger.
+
+    Args:
+      entry: entry of `run.loggers`.
+      folder: folder of the training stage.
+      resume_step: step of the restored checkpoint; None for a new stage.
+      run: description of the run.
+
+    Raises:
+      UserError: the logger's package is not installed, it does not start, or its folder is not writable.
+    """
+    name, project = split_logger(entry)
+    run = dataclasses.replace(run, project=project or run.project)
+    return _LOGGERS[name](folder, resume_step, run)
+
+
+class _TensorBoard:
+    """Writes TensorBoard event files. TensorBoard shows `@` in a name as `_`.
+
+    Of tensorboardX only the encoding is used. Its writer has a thread that dies on a disk error, and later
+    steps then wait for it forever.
+    """
+
+    def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
+        del run
+        directory = folder.tensorboard
+        ensure_writable(directory)
+        # The time has a resolution of one second. The number keeps the name unique if a run is resumed
+        # within the same second.
+        number = sum(1 for _ in directory.iterdir())
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
+        self._file = AppendedFile(directory / name)
+        start = SessionLog(status=SessionLog.START)
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._append(
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            # TensorBoard discards events of earlier files from this step on.
+            Event(wall_time=time.time(), step=first_step, session_log=start),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now_s = time.time()
+        summaries = (scalar(key, value) for key, value in values.items())
+        self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
+
+    def _append(self, *events: Any) -> None:
+        self._file.append(b"".join(_framed(event.SerializeToString()) for event in events))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _framed(event: bytes) -> bytes:
+    """A TFRecord: length, checksum of the length, content, checksum of the content."""
+    length = struct.pack("<Q", len(event))
+    sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
+    return length + next(sums) + event + next(sums)
+
+
+class _Wandb:
+    """Logs to a wandb run, which keeps its id when the run is resumed.
+
+    wandb ignores steps that it already has. After a kill the run repeats some steps with the same values, so
+    nothing is lost.
+    """
+
+    def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
+        wandb = _installed("wandb")
+        try:
+            self._run = wandb.init(
+                project=run.project,
+                name=run.name,
+                config=dict(run.settings),
+                dir=os.fspath(folder.path),
+                id=_wandb_run_id(folder.path / "wandb_run_id", resume_step),
+                resume="allow",
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, "
+                "or leave it out of run.loggers"
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_run_id(path: Path, resume_step: int | None) -> str:
+    if resume_step is not None and path.exists():
+        return path.read_text().strip()
+    run_id = uuid.uuid4().hex[:12]
+    write_atomically(path, run_id.encode())
+    return run_id
+
+
+class _Trackio:
+    """Logs to a trackio run: into TRACKIO_DIR, or to the Space or server that TRACKIO_* variables name.
+
+    A resumed run goes on under its name. trackio keeps both rows of a step that is repeated after a kill.
+    """
+
+    def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
+        del folder
+        trackio = _installed("trackio")
+        try:
+            self._run = trackio.init(
+                project=run.project,
+                name=run.name,
+                config=dict(run.settings),
+                resume="never" if resume_step is None else "allow",
+                embed=False,
+            )
+        except (ValueError, OSError) as error:
+            raise UserError(
+                f"trackio did not start ({error}); unset TRACKIO_SPACE_ID to log on this machine, name "
+                'another project ("trackio:PROJECT"), or leave it out of run.loggers'
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_LOGGERS: dict[str, Callable[[StageFolder, int | None, LoggedRun], Logger]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+}
+
+
+def _installed(package: str) -> ModuleType:
+    """Imports the package of an extra with the same name."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"run.loggers names {package}, which is not installed; "
+            f"run pip install 'jaxrl[{package}]', or leave it out"
+        ) from error

@@ -1,0 +1,311 @@
+"""`jaxrl report RUN RUN`: what the page compares, and what it refuses in one line."""
+
+import json
+import pathlib
+import re
+
+import pytest
+from report_page import check_page
+
+from jaxrl import cli
+from jaxrl.errors import EXIT_USER_ERROR
+from jaxrl.tracking.compared_runs import labels_of
+from jaxrl.tracking.report.plots import compared_plots, shared_metrics
+from jaxrl.tracking.report.svg import draw_svg
+
+ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
+
+
+def rows(num_steps, *, evaluated="sums", best=0.8, length=20.0):
+    """Rows of reinforcement learning that evaluate before the first step and every fifth step."""
+    found = []
+    for step in range(num_steps + 1):
+        row = {"step": step, "time_s": 1e9 + step}
+        if step % 5 == 0:
+            row[f"val-core/{evaluated}/acc/mean@4"] = best * step / num_steps
+            row[f"val-aux/{evaluated}/acc/mean@4/stderr"] = 0.03
+        if step:
+            row |= {
+                "critic/rewards/mean": step / num_steps,
+                "response_length/mean": length + step,
+                "actor/entropy": 1 / step,
+                "actor/grad_norm": 0.5 + step % 3,
+                "actor/lr": 1e-6,
+                "timing_s/step": 2.0 + step % 2,
+                "perf/throughput": 1000.0,
+                "perf/peak_memory_gb": 1.0 + step / 100,
+            }
+        found.append(row)
+    return found
+
+
+def samples(correct, prompts=("2 + 3 =", "7 - 4 =")):
+    return [
+        {"prompt": p, "answer": "5", "text": f"Answer to {p}", "correct": correct} for p in prompts
+    ]
+
+
+def write_run(folder, metrics=None, *, stage="rl", settings=None, **files):
+    """A folder as a run leaves it. Keywords name samples_after and samples_before, or are step_N rows."""
+    settings = {"name": "'sums'", "optim.lr": "1e-06", "run.num_steps": "20"} | (settings or {})
+    for path, lines in (
+        (folder / stage / "metrics.jsonl", rows(20) if metrics is None else metrics),
+        *((folder / "rollouts" / f"{k}.jsonl", v) for k, v in files.items() if k[:4] == "step"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, content in files.items():
+        if name.startswith("samples"):
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "config.txt").write_text("".join(f"{k} = {v}\n" for k, v in settings.items()))
+    return folder
+
+
+def report(tmp_path, *runs) -> str:
+    out = tmp_path / "out" / "page.html"
+    assert cli.main(["jaxrl", "report", *map(str, runs), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def refusal(capsys, *arguments) -> str:
+    assert cli.main(["jaxrl", "report", *map(str, arguments)]) == EXIT_USER_ERROR
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def titles(text):
+    return re.findall(r"<figcaption><b>(.*?)</b>", text)
+
+
+def table_row(text, name):
+    """Texts of the cells of a table row."""
+    plain = text.replace("<wbr>", "")
+    found = re.search(rf"<th>\s*{re.escape(name)}\s*</th>(.*?)</tr>", plain, re.DOTALL)
+    assert found, name
+    return [re.sub(r"<.*?>", "", cell).strip() for cell in re.findall(r"<td>(.*?)</td>", found[1])]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A finished run, and one that was stopped after step 7 of 20."""
+    one = write_run(
+        tmp_path / "a" / "seed0",
+        samples_before=samples(False),
+        samples_after=samples(True),
+        step_1=[],
+    )
+    other = write_run(
+        tmp_path / "b" / "seed0",
+        rows(20, best=0.4)[:8],
+        settings={"optim.lr": "2e-06", "new.setting": "True"},
+        samples_before=samples(False),
+    )
+    return one, other
+
+
+def test_the_headline_has_each_run(tmp_path, two, capsys):
+    text = report(tmp_path, *two)
+    assert capsys.readouterr().out.startswith("report: ")
+    assert table_row(text, "accuracy before training, sums mean@4") == ["0.0% ± 3.0%"] * 2
+    last = table_row(text, "last accuracy, sums mean@4")
+    assert last == ["80.0% ± 3.0%, step 20", "10.0% ± 3.0%, step 5"]
+    assert table_row(text, "steps") == ["20 of 20", "7 of 20, not finished"]
+    assert table_row(text, "seconds a step, median") == ["2.5", "3"]
+    assert table_row(text, "tokens a second on a device, median") == ["1,000", "1,000"]
+    assert table_row(text, "peak memory, GB") == ["1.2", "1.07"]
+    assert table_row(text, "folder") == [str(run) for run in two]
+
+
+def test_important_curves_come_first_and_the_others_are_folded(tmp_path, two):
+    main, folded = report(tmp_path, *two).split("<details>", 1)
+    assert titles(main) == [
+        "Evaluation accuracy, sums mean@4",
+        "Reward",
+        "Response length",
+        "Entropy",
+        "Gradient norm",
+        "Seconds a step",
+    ]
+    assert titles(folded) == ["perf/peak_memory_gb"]
+    assert "Metrics with one value throughout: 3" in folded
+    constant = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", folded)
+    assert ("actor/lr", "1e-06") in constant and ("perf/throughput", "1,000") in constant
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', main, re.DOTALL)[1]
+    assert re.findall(r"--c(\d)\).*?<span>(.*?)</span><b>(.*?)</b>", legend) == [
+        ("0", "a", "80%"),
+        ("1", "b", "10%"),
+    ]
+
+
+def test_a_run_keeps_its_colour_where_another_lacks_a_metric():
+    runs = [("a", [{"step": 1, "x": 1.0}]), ("b", [{"step": 1, "x": 2.0, "y": 1.0}])]
+    runs.append(("c", [{"step": 1, "y": 3.0, "z": 1.0}]))
+    assert shared_metrics([rows for _, rows in runs]) == ["x", "y"]
+    legends = {
+        plot.title: [(e.color, e.label, e.value) for e in plot.legend]
+        for plot in compared_plots(runs).others
+    }
+    assert legends == {
+        "x": [(0, "a", "1"), (1, "b", "2")],
+        "y": [(1, "b", "1"), (2, "c", "3")],
+    }
+
+
+def test_a_metric_of_a_single_step_is_visible():
+    runs = [(name, [{"step": 1, "x": value}]) for name, value in (("a", 1.0), ("b", 2.0))]
+    (plot,) = compared_plots(runs).others
+    svg = draw_svg(plot.draw, unit=plot.unit, salt="x")
+    assert {"0", "1"} <= set(re.findall(r"<use [^>]*fill: var\(--c(\d)\)", svg))
+
+
+def test_settings_that_differ_are_a_table(tmp_path, two):
+    text = report(tmp_path, *two).split("Settings that differ")[1]
+    assert "2 of 4" in text
+    assert table_row(text, "optim.lr") == ["1e-06", "2e-06"]
+    assert table_row(text, "new.setting") == ["-", "True"]
+    assert "run.num_steps" not in text.replace("<wbr>", "")
+
+
+def test_equal_settings_are_said(tmp_path):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    assert "The runs have the same settings." in report(tmp_path, *runs)
+
+
+def test_samples_of_the_same_prompts_are_side_by_side(tmp_path, two):
+    text = report(tmp_path, *two, write_run(tmp_path / "c" / "seed0"))
+    shown = text.split("Answers to evaluation problems")[1]
+    assert "of these 2, correct a: 2, b: 0, c: 0" in re.sub(r"\s+", " ", shown.replace("<wbr>", ""))
+    first, second = shown.split("<article")[1:]
+    assert "2 + 3 =" in first and "7 - 4 =" in second
+    a, b, c = first.split('<div class="response">')[1:]
+    assert "✓ correct" in a and "before training" not in a
+    assert "✗ wrong" in b and "before training" in b
+    assert "no sample" in c
+
+
+def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
+    def of_step(text, prompt="1 + 1 ="):
+        row = {"prompt": prompt, "answer": "2", "completion": text, "correct": True}
+        return [row, row | {"completion": "a second sample"}, {"prompt": 3}]
+
+    one = write_run(tmp_path / "a", step_1=of_step("first"), step_10=of_step("tenth of a"))
+    path = write_run(
+        tmp_path / "b",
+        step_10=[*of_step("tenth of b"), *of_step("alone", prompt="other")],
+        step_20=of_step("twentieth"),
+    )
+    with (path / "rollouts" / "step_10.jsonl").open("a") as file:
+        file.write('{"prompt": "cut sho')
+    text = report(tmp_path, one, path)
+    shown = text.split("Samples of training step 10")[1]
+    assert shown.index("tenth of a") < shown.index("tenth of b")
+    for absent in ("a second sample", "alone", "first", "twentieth"):
+        assert absent not in shown
+
+
+def test_runs_without_samples_on_the_same_prompts_say_so(tmp_path, two):
+    other = write_run(tmp_path / "c" / "seed0", samples_after=samples(True, ["another"]))
+    assert "No two of the runs have samples on the same prompts." in report(tmp_path, two[0], other)
+
+
+def test_damaged_samples_are_left_out_with_a_warning(tmp_path, two, caplog):
+    (two[0] / "samples_after.json").write_text("[{")
+    assert "before training" in report(tmp_path, *two)
+    assert "samples_after.json is damaged" in caplog.text
+
+
+def test_every_shared_stage_has_a_section(tmp_path):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    for run in runs:
+        write_run(run, [{"step": s, "sft/loss": 1 / s} for s in range(1, 9)], stage="sft")
+    text = report(tmp_path, *runs)
+    sft = text.split("<h2>Supervised fine-tuning</h2>")[1]
+    assert titles(sft)[0] == "Loss"
+    assert text.index("<h2>Reinforcement learning</h2>") < text.index("<h2>Supervised")
+
+
+def test_the_page_is_self_contained_and_untrusted_text_is_escaped(tmp_path, two):
+    named = write_run(
+        tmp_path / "<img src=x> & a_name",
+        [row | {f"reward/{ATTACK}/mean": row["step"] * 2.0} for row in rows(20)],
+        settings={"name": repr(ATTACK)},
+        samples_after=samples(True, [ATTACK, "2 + 3 ="]),
+        step_1=[{"prompt": ATTACK, "answer": ATTACK, "completion": ATTACK, "correct": True}],
+    )
+    again = write_run(tmp_path / "again", json.loads(json.dumps(rows(9))), samples_after=[])
+    (again / "rollouts").mkdir()
+    step_1 = (named / "rollouts" / "step_1.jsonl").read_text()
+    (again / "rollouts" / "step_1.jsonl").write_text(step_1)
+    text = report(tmp_path, named, again, *two)
+    check_page(text)
+    assert "<script" not in text and "<img" not in text
+    assert text.count("&lt;script&gt;") >= 4
+
+
+def test_equal_runs_give_equal_bytes(tmp_path, two):
+    assert report(tmp_path, *two) == report(tmp_path, *two)
+
+
+def test_many_long_runs_stay_small(tmp_path):
+    runs = [write_run(tmp_path / str(i), rows(20_000, best=i / 8)) for i in range(8)]
+    assert len(report(tmp_path, *runs)) < 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("paths", "labels"),
+    [
+        (["/r/a/seed0", "/r/a/seed1"], ["seed0", "seed1"]),
+        (["/r/a/seed0", "/r/b/seed0"], ["a", "b"]),
+        (["/r/a/x/seed0", "/q/b/x/seed0"], ["r/a", "q/b"]),
+        (["/r/a/m/seed0", "/r/b/m/seed1"], ["a/seed0", "b/seed1"]),
+        (["/r/a", "/r/a/b"], ["a", "a/b"]),
+    ],
+)
+def test_labels_are_what_tells_the_folders_apart(paths, labels):
+    assert labels_of([pathlib.Path(path) for path in paths]) == labels
+
+
+def test_what_is_no_run_is_one_line(tmp_path, two, capsys):
+    assert "is no run: it has no config.txt; name the folder" in refusal(
+        capsys, two[0], tmp_path / "nowhere"
+    )
+    assert f"name one of its runs, such as {two[0]}" in refusal(capsys, two[0].parent, two[1])
+    (tmp_path / "file").write_text("")
+    assert "is no run" in refusal(capsys, two[0], tmp_path / "file")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.txt").write_text("nothing")
+    assert "holds no settings" in refusal(capsys, two[0], tmp_path / "odd")
+    (tmp_path / "odd" / "config.txt").write_text("seed = 0\n")
+    assert "has no metrics; compare it after its first step" in refusal(
+        capsys, two[0], tmp_path / "odd"
+    )
+
+
+def test_a_run_named_twice_is_one_line(tmp_path, two, capsys):
+    again = two[0].parent / ".." / "a" / "seed0"
+    assert f"{again} is named twice" in refusal(capsys, two[0], two[1], again)
+
+
+def test_too_few_and_too_many_runs_are_one_line(tmp_path, two, capsys):
+    assert "1 run named; name 2 to 8" in refusal(capsys, two[0])
+    runs = [write_run(tmp_path / str(i)) for i in range(9)]
+    assert "9 runs named; name 2 to 8" in refusal(capsys, *runs)
+
+
+def test_runs_without_a_shared_metric_are_one_line(tmp_path, two, capsys):
+    other = write_run(tmp_path / "p", [{"step": 1, "time_s": 1.0, "pairs/loss": 0.5}], stage="sft")
+    told = refusal(capsys, *two, other)
+    assert f"{other} shares no metric with the other runs: it has sft" in told
+    assert not (tmp_path / "comparison.html").exists()
+
+
+def test_damaged_metrics_are_one_line(two, capsys):
+    (two[1] / "rl" / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
+    assert "metrics.jsonl:2: not a row" in refusal(capsys, *two)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, two, capsys):
+    assert "is a directory; name a file" in refusal(capsys, *two, "--out", tmp_path)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refusal(capsys, *two, "--out", tmp_path / "file" / "page.html")
