@@ -10,9 +10,9 @@ unfinished   saving 1,000 unfinished groups, and reading them back
 The engine decodes W tokens in every active slot. Response lengths are log-normal, as in reasoning: most are a
 thousand tokens, and a few are ten times as long. So slots fall free and are filled again all the time. Two
 times are told for each dispatch: what the device waits for, from its results to the next call of `generate`;
-and what the host does while the device works, such as text and groups. Dispatches with all slots busy are told
-apart from all of them, which include the first admissions and the end of the batch. Seconds are processor time
-of the thread, so that other work on the machine does not count.
+and what the host does while the device works, such as text and groups. Dispatches with all slots busy are
+told apart from all of them, which include the first admissions and the end of the batch. Seconds are those of
+the processor, so that other work on the machine does not count.
 """
 
 import argparse
