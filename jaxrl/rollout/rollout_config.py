@@ -58,8 +58,11 @@ class RolloutConfig(EngineSettings):
       environment: function that answers each finished turn, "path/to/file.py:function" or
         "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and returns token
         ids to append, or None to end the sample. "" means no environment.
-      partial: end a step as soon as its buffer of groups is full; unfinished samples continue in the next
-        step.
+      partial: keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its buffer of
+        groups is full, and unfinished samples continue in the next step. At most as many samples as a
+        generation batch has are decoded at the same time.
+      max_staleness: maximum age of a token in steps, between the weights that sampled it and the step that
+        trains on it. With `partial`, an unfinished group with older tokens is dropped.
       driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
         one process only); or "package.module:function", a function that builds a backend.
     """
@@ -85,6 +88,7 @@ class RolloutConfig(EngineSettings):
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: Annotated[str, PATH] = ""
     partial: bool = False
+    max_staleness: Annotated[int, between(0, 1000)] = 8
     driver: Annotated[str, PATH] = "offline"
 
     def __post_init__(self):
@@ -99,6 +103,11 @@ class RolloutConfig(EngineSettings):
                 "on_shortage 'fill' completes a step after its last generation batch, and "
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
+            )
+        if self.partial and not self.max_staleness:
+            raise ValueError(
+                "max_staleness 0 allows no token of an earlier step, and partial continues samples of "
+                "earlier steps; set max_staleness to 1 or more (8 by default), or partial to False"
             )
         if "" in self.stop_strings:
             raise ValueError(
