@@ -102,13 +102,14 @@ class Scheduler:
     def places(self) -> int:
         """The number of requests to add so that all slots are in use and more wait; 0 if enough do.
 
-        An eighth of the slots should wait: so many may become idle before a dispatch ends (`enough_active`).
+        A quarter of the slots should wait. An eighth may become idle before a dispatch ends, and while they are
+        filled others must still wait, or the next dispatch would not end early (`enough_active`).
         """
         most = self._slot_sizes[-1]
         # After an admission nothing waits while a slot is free, unless its shard has no memory.
         no_memory = self._slot_of and self._queue
         idle = 0 if no_memory else most - len(self._slot_of)
-        return max(0, idle + max(1, most // 8) - len(self._queue))
+        return max(0, idle + max(2, most // 4) - len(self._queue))
 
     @property
     def num_slots(self) -> int:
