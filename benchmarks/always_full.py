@@ -1,22 +1,23 @@
 """Slots that stay full against batches that are drained: ten steps of dynamic sampling with ragged responses.
 
-    python benchmarks/always_full.py [--engine real|fake] [--steps 10]
+    python benchmarks/always_full.py [--engine real fake] [--slots 64 128] [--generation_prompts 48 96]
 
 whole      every generation batch is sampled to its end
 drained    a step ends once it has enough groups, and others go on in the next; prompts are drawn only at the
            beginning of a generation batch, so slots run empty until it ends
 full       the same, but prompts are drawn as slots fall free (`rollout.partial`)
 
-A step needs 32 groups of 8 out of generation batches of 96, and a filter keeps half of all groups, chosen by
-their ids; nothing is learned. The real engine runs a small model with random weights, in which every token ends
-the response with the same probability, so lengths are exponential. The fake engine has log-normal lengths and
-decodes no tokens: only its decoding steps count, which take about the same time on an accelerator however many
-slots are busy. The three take turns, a step each, so that a busy machine slows all of them.
+A step needs 32 groups of 8, and a filter keeps half of all groups, chosen by their ids; nothing is learned. A
+generation batch has 48 or 96 prompts. The real engine runs a small model with random weights, in which every
+token ends the response with the same probability, so lengths are exponential. The fake engine has log-normal
+lengths and decodes no tokens: only its decoding steps count, which take about the same time on an accelerator
+however many slots are busy. The three take turns, a step each, so that a busy machine slows all of them.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.types import Completions, Prompts, Scored
 
-NUM_PROMPTS, GENERATION_PROMPTS, G = 32, 96, 8
+NUM_PROMPTS, G = 32, 8
 PROMPT_TOKENS, MEAN_TOKENS = 16, 64
 MODEL = ModelConfig(
     vocab_size=256, num_layers=4, d_model=128, d_ff=256, num_heads=4, num_kv_heads=2, head_dim=32
@@ -144,7 +145,7 @@ class DrainedSampling(PartialSampling):
             return Prompts.concatenate([])
         self._may_draw = False
         groups = 0 if self._unfinished is None else len(self._unfinished.prompts)
-        missing = max(1, GENERATION_PROMPTS - groups)
+        missing = max(1, self._prompts_per_batch - groups)
         return Prompts.concatenate([next(prompts) for _ in range(missing)])
 
 
@@ -207,7 +208,7 @@ class WatchedEngine:
 class SampledRun:
     """Ten steps of one kind."""
 
-    def __init__(self, kind: str, engine: Any, weights: Any):
+    def __init__(self, kind: str, engine: Any, weights: Any, generation_prompts: int):
         self.totals = Totals()
         backend = OfflineBackend(WatchedEngine(engine, self.totals), lambda tokens: "")  # pyright: ignore
         backend.load(weights)
@@ -218,10 +219,10 @@ class SampledRun:
         longest = engine.config.max_response_tokens
         rewards = Rewards(Graders.of(grader), OverlongPunishment(longest, 0, 0.0), self._timer)
         if kind == "whole":
-            sampler, per_draw = Sampling(generation, rewards), GENERATION_PROMPTS
+            sampler, per_draw = Sampling(generation, rewards), generation_prompts
         else:
             build = {"drained": DrainedSampling, "full": PartialSampling}[kind]
-            limits = {"prompts_per_batch": GENERATION_PROMPTS, "max_staleness": 8}
+            limits = {"prompts_per_batch": generation_prompts, "max_staleness": 8}
             sampler, per_draw = build(generation, rewards, **limits), 1
         self._sampler = DynamicSampling(
             sampler, NUM_PROMPTS, max_generation_batches=0, keeps=HalfOfAll()
@@ -243,9 +244,11 @@ KINDS = ("whole", "drained", "full")
 WARM_UP = 2
 
 
-def compared(build: Callable[[], Any], weights: Any, num_steps: int) -> dict[str, Totals]:
+def compared(
+    build: Callable[[], Any], weights: Any, generation_prompts: int, num_steps: int
+) -> dict[str, Totals]:
     """Sums over `num_steps` steps of each kind, after two that compile."""
-    runs = {kind: SampledRun(kind, build(), weights) for kind in KINDS}
+    runs = {kind: SampledRun(kind, build(), weights, generation_prompts) for kind in KINDS}
     before: dict[str, Totals] = {}
     for step in range(num_steps + WARM_UP):
         for kind, run in runs.items():
@@ -261,19 +264,18 @@ def _difference(a: Totals, b: Totals) -> Totals:
     )
 
 
-def report(engine: str, slots: int, num_steps: int) -> Iterator[str]:
+def report(engine: str, slots: int, generation_prompts: int, num_steps: int) -> Iterator[str]:
     """A row of a table for each kind."""
     real = engine == "real"
     build, weights = (real_engine, random_weights()) if real else (fake_engine, {})
-    found = compared(lambda: build(slots), weights, num_steps)
+    found = compared(lambda: build(slots), weights, generation_prompts, num_steps)
     for kind, t in found.items():
-        row = f"| {slots} | {kind} | {t.decoded / t.slot_steps:.0%} | {t.decoded / t.decode_steps:.1f} | "
-        row += f"{t.trained / t.decode_steps:.1f} | {t.prefilled / t.decoded:.2f} |"
+        cells = [slots, generation_prompts, kind, f"{t.decoded / t.slot_steps:.0%}"]
+        cells += [f"{x / t.decode_steps:.1f}" for x in (t.decoded, t.trained)]
+        cells.append(f"{t.prefilled / t.decoded:.2f}")
         if real:
-            row += (
-                f" {t.decoded / t.seconds:,.0f} | {t.trained / t.seconds:,.0f} | {t.seconds:.1f} |"
-            )
-        yield row
+            cells += [f"{x / t.seconds:,.0f}" for x in (t.decoded, t.trained)]
+        yield "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main() -> None:
@@ -283,16 +285,16 @@ def main() -> None:
     )
     parser.add_argument("--engine", choices=("real", "fake"), nargs="+", default=("fake", "real"))
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--generation_prompts", type=int, nargs="+", default=[48, 96])
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     for engine in args.engine:
-        head = "| slots | kind | slots in use | decoded per decoding step | trained on per decoding step | "
-        head += "prefilled per decoded |"
-        if engine == "real":
-            head += " decoded a second | trained on a second | seconds |"
-        print(f"\n## {engine}\n\n{head}\n" + "|---" * head.count(" |") + "|")
-        for slots in args.slots:
-            for row in report(engine, slots, args.steps):
+        head = ["slots", "batch", "kind", "slots in use", "decoded per decoding step"]
+        head += ["trained on per decoding step", "prefilled per decoded"]
+        head += ["decoded a second", "trained on a second"] if engine == "real" else []
+        print(f"\n## {engine}\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
+        for slots, prompts in itertools.product(args.slots, args.generation_prompts):
+            for row in report(engine, slots, prompts, args.steps):
                 print(row, flush=True)
 
 
