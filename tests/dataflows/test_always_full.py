@@ -1,4 +1,4 @@
-"""Partial sampling with the real decode loop around an engine without a model: slots, ages, order of draws."""
+"""Partial sampling, with the decode loop around an engine without a model: slots, ages, order of draws."""
 
 import dataclasses
 import itertools
