@@ -18,8 +18,10 @@ from jaxrl.rewards import FunctionGrader, Graders
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
+from jaxrl.types import Prompts
 
 LONGEST = 300
 
@@ -132,7 +134,29 @@ def test_no_token_is_older_than_the_limit_and_every_group_is_trained_on_or_dropp
     assert len(drawn) == len(trained) + len(left) + dropped
 
 
-def test_a_group_past_the_limit_is_dropped_and_the_oldest_start_first():
+def test_the_group_with_the_oldest_tokens_starts_first():
+    run = FullRun(slots=1, groups=1, per_batch=4)
+    samples = []
+    for n, version in enumerate([5, 3, None, 4]):
+        samples += [Sample(n, 0, 1), Sample(n, 1, 1)]
+        if version is not None:
+            half = np.full(1, -0.5, np.float32)
+            samples[-1].add_decoded(np.array([7], np.int32), half, half, version)
+    prompts = Prompts.concatenate([next(run.prompts) for _ in range(4)])
+    unfinished = UnfinishedGroups(prompts, 2, tuple(samples))
+    assert unfinished.oldest_version_N[[0, 1, 3]].tolist() == [5, 3, 4]
+    ended = []
+    run.policy.backend.resume(
+        prompts.take([]),
+        SamplingOptions(num_samples=2, seed=0, step=6, temperature=1.0),
+        unfinished=unfinished,
+        on_group=lambda group: ended.extend(group.prompts.ids_N.tolist()),
+    )
+    # With one slot they end as they start. Without tokens a group is as new as can be.
+    assert ended == [1, 3, 0, 2]
+
+
+def test_a_group_past_the_limit_is_dropped():
     """One slot of two groups, by hand: a group of 100 tokens takes 13 dispatches of 8 tokens."""
     lengths = {0: 100, 1: 4, 2: 4, 3: 4, 4: 4}
     run = FullRun(slots=2, groups=1, per_batch=2, G=1, max_staleness=2, W=8)
