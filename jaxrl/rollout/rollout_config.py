@@ -61,8 +61,8 @@ class RolloutConfig(EngineSettings):
       partial: keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its buffer of
         groups is full, and unfinished samples continue in the next step. At most as many samples as a
         generation batch has are decoded at the same time.
-      max_staleness: maximum age of a token in steps, between the weights that sampled it and the step that
-        trains on it. With `partial`, an unfinished group with older tokens is dropped.
+      max_staleness: with `partial`, maximum number of steps between the weights that sampled a token and the
+        step that trains on it. An unfinished group with older tokens is dropped. For 0 turn `partial` off.
       driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
         one process only); or "package.module:function", a function that builds a backend.
     """
@@ -88,7 +88,7 @@ class RolloutConfig(EngineSettings):
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: Annotated[str, PATH] = ""
     partial: bool = False
-    max_staleness: Annotated[int, between(0, 1000)] = 8
+    max_staleness: Annotated[int, between(1, 1000)] = 8
     driver: Annotated[str, PATH] = "offline"
 
     def __post_init__(self):
@@ -103,11 +103,6 @@ class RolloutConfig(EngineSettings):
                 "on_shortage 'fill' completes a step after its last generation batch, and "
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
-            )
-        if self.partial and not self.max_staleness:
-            raise ValueError(
-                "max_staleness 0 allows no token of an earlier step, and partial continues samples of "
-                "earlier steps; set max_staleness to 1 or more (8 by default), or partial to False"
             )
         if "" in self.stop_strings:
             raise ValueError(
