@@ -169,15 +169,17 @@ def _gemma(
     scalar = plain_scalar
     if layers == _LAYERS_OF_27B[architecture.model_type.removesuffix("_text")]:
         scalar = values["embedding_length"] // values["attention.head_count"]
-    pattern = values.get("attention.sliding_window_pattern") or architecture.window_pattern
-    if not isinstance(pattern, list):
-        period = integer({"sliding_window_pattern": pattern}, "sliding_window_pattern", origin)
-        pattern = [(i + 1) % period for i in range(layers)]
     result: dict[str, Any] = {
         "query_pre_attn_scalar": scalar,
         "sliding_window": integer(values, "attention.sliding_window", origin),
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in pattern],
     }
+    # Without the key, the default of Transformers is that of llama.cpp.
+    pattern = values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        result["layer_types"] = kinds
+    elif pattern is not None:
+        result["sliding_window_pattern"] = pattern
     caps = {"attention_softcap": "attn_logit", "logits_softcap": "final_logit"}
     for field, default in architecture.softcaps.items():
         cap = values.get(f"{caps[field]}_softcapping", default)
@@ -197,12 +199,12 @@ def _rope_scaling(
     older = values.get("rope.scale_linear") or 1.0
     factor = values.get("rope.scaling.factor") or older
     kind = values.get("rope.scaling.type", "linear")
-    if kind == "none" or factor == 1.0:
-        return None
-    if kind != "linear":
+    if kind not in ("none", "linear"):
         raise UserError(
             f"{origin} has rope.scaling.type {shown(kind)}, and only 'linear' is read; {REMEDY}"
         )
+    if kind == "none" or factor == 1.0:
+        return None
     return {"rope_type": "linear", "factor": _short({"factor": factor}, "factor", origin)}
 
 

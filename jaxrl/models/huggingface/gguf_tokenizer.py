@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as the files of a Hugging Face directory.
 
     tokenizer.ggml.model "gpt2"     byte-level BPE: tokens, merges, and `pre`, the name of a way to split text
-    tokenizer.ggml.model "llama"    SentencePiece BPE: tokens with scores, "▁" for a space, bytes for rare letters
+    tokenizer.ggml.model "llama"    SentencePiece BPE: tokens with scores, "▁" for spaces, rare bytes
 
 GGUF names the way to split text and does not describe it. `_SPLITS` has the names of which the published
 tokenizer.json is known; others are refused, since another split gives other tokens.
