@@ -86,14 +86,24 @@ class FoundModel:
         path = RunFolder(self.path).config
         if not self.run or not path.is_file():
             return None
+        # A dict has a line per entry: reward.grader_options.pattern = '-?\\d+'.
+        entries: dict[str, Any] = {}
         for line in read_text(path, absent="").splitlines():
-            name, _, value = line.partition(" = ")
+            name, _, text = line.partition(" = ")
+            if name != setting and not name.startswith(f"{setting}."):
+                continue
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                return None
             if name == setting:
-                try:
-                    return ast.literal_eval(value)
-                except (ValueError, SyntaxError):
-                    return None
-        return None
+                return value
+            inner = entries
+            *path_inside, last = name.removeprefix(f"{setting}.").split(".")
+            for key in path_inside:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        return entries or None
 
 
 def find_model(path: pathlib.Path) -> FoundModel:
