@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import pathlib
 import zlib
 from typing import Any
@@ -55,7 +56,8 @@ class FoundModel:
     @property
     def name(self) -> str:
         """The display name: the directory's name, for a run with the name of its recipe."""
-        parts = self.path.resolve().parts
+        # Not resolved: a model of the hub is a link, and what it links to is named after a commit.
+        parts = pathlib.Path(os.path.abspath(self.path)).parts
         return "-".join(parts[-2:]) if self.run else parts[-1]
 
     def load(self, mesh: Mesh, dtype: Any) -> Params:
