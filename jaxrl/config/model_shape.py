@@ -64,9 +64,9 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
         return dataclasses.replace(stored, **of_the_run), config.weights
     if not _stated(config.model):
         raise UserError(
-            f"weights {config.weights} are not here, so the shape of the model is not known; put their config.json "
-            "there (a run fetches weights on the hub, a dry run does not), or name the shape in the recipe: "
-            'config.model = model_shapes("qwen2.5-32b")'
+            f"weights {config.weights} is not here, so the shape of the model is not known; put its "
+            "config.json there (a run fetches it from the hub, a dry run does not), or name it in the "
+            'recipe: config.model = model_shapes("qwen2.5-32b")'
         )
     return config.model, f"config.model; {config.weights} is not here to compare it with"
 
