@@ -429,6 +429,13 @@ def test_a_task_has_the_problems_of_its_seed(directory, tmp_path):
     assert prompts(task_options=options, task_seed=1) != texts
 
 
+def test_a_model_of_the_hub_has_its_name_and_not_that_of_a_commit(directory, tmp_path):
+    commit = tmp_path / "0123456789abcdef"
+    commit.symlink_to(directory)
+    (tmp_path / "SmolLM2-135M").symlink_to(commit)
+    assert find_model(tmp_path / "SmolLM2-135M").name == "SmolLM2-135M"
+
+
 def test_a_run_is_graded_as_in_training(tmp_path, tokenizer, problems):
     settings = {
         "reward__grader": "regex",
