@@ -40,9 +40,12 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
         "decode_attention": "xla",
         "cache": "paged",
         "cache_tokens": 4096,
+        "deterministic": True,
     }
     assert set(given) == set(leaf_names(EngineSettings))
-    values = (f"--{name}={value}" for name, value in given.items())
+    values = (
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
+    )
     config = parsed(ServeConfig, "--model=m", "--grpc=False", *values)
     assert config.engine_settings() == given
 

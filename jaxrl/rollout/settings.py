@@ -41,6 +41,8 @@ class EngineSettings:
         sequence grows, so that more samples fit into the same memory.
       cache_tokens: number of tokens that a paged cache holds, over all replicas; 0 means the longest sequence
         in every slot.
+      deterministic: whether samples are the same on every mesh, in bfloat16 too. Sums that devices share are
+        made in a fixed order, which takes more communication.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -52,6 +54,7 @@ class EngineSettings:
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
     cache: Literal["contiguous", "paged"] = "contiguous"
     cache_tokens: Annotated[int, at_least(0)] = 0
+    deterministic: bool = False
 
     def __post_init__(self):
         check_fields(self)
