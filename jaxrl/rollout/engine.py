@@ -233,6 +233,7 @@ def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Co
         layers=pipeline(scan_layers, mesh, GENERATE_RULES),
         unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
         sum_parts=_sum_parts(model) if config.deterministic else 0,
+        wide_results=platform_of(mesh) == "cpu",
     )
 
 
