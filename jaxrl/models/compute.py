@@ -97,7 +97,7 @@ class Compute:
       sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum; 0 lets XLA
         choose. Each part is summed on one device, and parts are added in one order, so the result is the same
         for every degree of tensor parallelism that divides the number.
-      wide_results: matmuls return float32, and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
+      wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
         for bfloat16 only with such results: at 16 rows they take a third of the time.
     """
 
