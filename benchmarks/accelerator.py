@@ -2,6 +2,7 @@
 
     python benchmarks/accelerator.py --part A     roofs, kernels against XLA, same tokens, TF32
     python benchmarks/accelerator.py --part B     the update and decoding of Qwen2.5-1.5B, a stored executable
+    python benchmarks/accelerator.py --part lm ...   a real model, trained: `carried_lm.py run ...`
 
     A  versions, roofs, attention, decode_attention, decode_blocks, experts, same_tokens, tf32
     B  update, decode, executable, demo
@@ -549,12 +550,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=sorted(CHECKS), required=True)
+    parser.add_argument("--part", choices=[*sorted(CHECKS), "lm"], required=True)
     parser.add_argument("--only", nargs="*", help="some checks, by their functions' names")
     parser.add_argument("--limit_s", type=float, default=480, help="no check begins after it")
     parser.add_argument("--small", action="store_true", help="shapes for CPU")
     parser.add_argument("--executable", default="", help="a program stored on another machine")
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if args.part == "lm":
+        # In a process of its own, before this one takes the device.
+        command = [sys.executable, str(ROOT / "benchmarks" / "carried_lm.py"), "run", *rest]
+        sys.exit(subprocess.run(command, check=False).returncode)
+    if rest:
+        parser.error(f"{' '.join(rest)}: only --part lm has further arguments")
     small = args.small or jax.default_backend() == "cpu"
     model = TINY if small else model_shapes("qwen2.5-1.5b")
     scale = Scale(small, model, "float32" if small else "bfloat16")

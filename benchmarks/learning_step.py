@@ -1,11 +1,12 @@
 """How close the learning step is to the hardware: figures of one process on CPU, each a ratio of one run.
 
-    python benchmarks/learning_step.py [--only update packing memory compiling prompts] [--rounds 3]
+    python benchmarks/learning_step.py [--only update packing memory compiling prompts unrolling] [--rounds 3]
 
     update      seconds that its operations would take at the rate of its products, over seconds it takes
     packing     samples a second of packed rows over those of a row for each sample, lengths 20 : 1
     memory      peak of the update at 16k tokens and a vocabulary of 151,936, over one array of all logits
     compiling   seconds to trace and compile the update of 64 layers, over those of 4
+    unrolling   seconds of an update of SmolLM2-135M with its layers scanned, over unrolled
     prompts     tokens a second where answers share their prompt, by prompt : answer
 
 What is compared takes turns, and medians of the rounds count. Processor time beside time on the clock: a busy
@@ -22,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,9 @@ from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.compiled.trace import abstract_batch
+from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optim_config import OptimConfig
@@ -317,12 +321,9 @@ def measure_memory(rounds: int) -> Iterator[Figure]:
 def compiled_update(model: ModelConfig, shape: PackedShape, **train: Any) -> Any:
     """The update's program, of shapes alone."""
     actor = actor_of(model, shape, **train)
-    update = jax.jit(
-        lambda state, batch: actor._update(state, (batch,), (LOSS,), None, epochs=1),
-        donate_argnums=0,
-        out_shardings=(actor.state_shardings(), None, None),
-    )
-    return update.lower(actor.abstract_state(), abstract_batch(actor, shape)).compile()
+    update = actor.update_program((LOSS,))
+    batches = (abstract_batch(actor, shape),)
+    return update.lower(actor.abstract_state(), batches, None, actor.schedule).compile()
 
 
 def measure_compiling(rounds: int) -> Iterator[Figure]:
@@ -372,12 +373,33 @@ def measure_prompts(rounds: int) -> Iterator[Figure]:
             )
 
 
+def measure_unrolling(rounds: int) -> Iterator[Figure]:
+    """An update of SmolLM2-135M, its 30 layers scanned and unrolled; and what either takes to compile."""
+    model = model_shapes("smollm2-135m")
+    calls, compiling = {}, {}
+    for name, layers in (("scanned", 1), ("unrolled", model.num_layers)):
+        with mock.patch.object(packed_model, "layers_per_iteration", lambda *_, n=layers: n):
+            calls[name] = updating(model, [50] * 32, rows=2, tokens=400)
+        compiling[name] = timed(calls[name])
+    taken = in_turns(calls, rounds)
+    for what, of in (("an update", taken), ("compiling it", compiling)):
+        ratio = of["scanned"].over(of["unrolled"])
+        yield Figure(
+            f"30 layers of 135M scanned over unrolled, {what}",
+            f"{of['scanned'].cpu:.1f} and {of['unrolled'].cpu:.1f} s of processor time",
+            ratio.cpu,
+            ratio.clock,
+            "",
+        )
+
+
 FIGURES: dict[str, Callable[[int], Iterator[Figure]]] = {
     "update": measure_update,
     "packing": measure_packing,
     "memory": measure_memory,
     "compiling": measure_compiling,
     "prompts": measure_prompts,
+    "unrolling": measure_unrolling,
 }
 
 

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -129,23 +130,33 @@ class OpenRun:
     prompts: PromptSource
     _stage: RlStage
     _timer: NoTimer
+    _closed: threading.Event
 
     def step(self, dataflow: Callable[[Step, PromptSource], Any] | None = None) -> dict[str, float]:
         """Runs one step and returns its metrics.
 
         Args:
           dataflow: function of `parts` and `prompts`, like those in `dataflows`; None is the recipe's.
+
+        Raises:
+          UserError: the `with` block has ended.
         """
+        self._check_open()
         metrics = self._stage.step() if dataflow is None else dataflow(self.parts, self.prompts)
         self._timer.step += 1
         return {key: float(value) for key, value in jax.device_get(dict(metrics)).items()}
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the accuracy on the evaluation problems, by name of the metric."""
+        """Returns the accuracy on the evaluation problems, by name of the metric.
+
+        Raises:
+          UserError: the `with` block has ended.
+        """
+        self._check_open()
         return {k: float(v) for k, v in self._stage.evaluate("now").items()}
 
     def save_model(self, folder: str | os.PathLike[str], *, dtype: str = "float32") -> None:
-        """Writes the policy as a Hugging Face directory, adapters merged.
+        """Writes the policy as a Hugging Face directory, adapters merged. Works after the `with` block too.
 
         Raises:
           UserError: the folder exists.
@@ -158,6 +169,12 @@ class OpenRun:
             dtype=dtype,
             source=files_of_run(self.config.run_folder.path),
         )
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise UserError(
+                "this run is closed, since its `with` block has ended; call step and evaluate inside it"
+            )
 
 
 @contextlib.contextmanager
@@ -175,7 +192,7 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     """
     config = prepared(build_config(recipe, **changes))
     config = resolved(config, jax.devices(), kind=REINFORCEMENT)
-    timer = NoTimer()
+    timer, closed = NoTimer(), threading.Event()
     with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
         run = build_context(config, kind=REINFORCEMENT)
         keep_model_files(run)
@@ -183,7 +200,10 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
         starting = functools.partial(starting_params, run, stop)
         with contextlib.closing(RlStage(run, roles, timer, starting)) as stage:
             stage.begin(None)
-            yield OpenRun(config, run, roles, stage.parts, stage.prompts, stage, timer)
+            try:
+                yield OpenRun(config, run, roles, stage.parts, stage.prompts, stage, timer, closed)
+            finally:
+                closed.set()
 
 
 def build_config(
@@ -307,8 +327,15 @@ class _Inputs:
 
 
 def _source_of(function: Callable[..., Any], content: bytes) -> bytes:
-    """What a function is told by: its text, which stays when a notebook's cell runs again."""
+    """What a function is told by: its text, and the plain values that it uses.
+
+    Both stay when a notebook's cell runs again; the pickle does not.
+    """
     try:
-        return inspect.getsource(function).encode()
-    except (OSError, TypeError):
+        text = inspect.getsource(function)
+        outside = inspect.getclosurevars(function)
+    except (OSError, TypeError, ValueError):
         return content
+    used = {**outside.globals, **outside.nonlocals}
+    plain = {k: repr(v) for k, v in used.items() if isinstance(v, bool | int | float | str)}
+    return f"{text}{sorted(plain.items())}".encode()

@@ -360,7 +360,10 @@ def _line(name: str, value: Any, annotation: Any, errors: Sequence[Any]) -> str:
     expected = dict.fromkeys(_expected(error, annotation) for error in errors)
     if at is value and types.NoneType in typing.get_args(annotation):
         expected["None"] = None  # pydantic does not report it
-    return f"{where} = {shown(at)}: expected {' or '.join(expected)}"
+    remedy = ""
+    if callable(at) and _EXPECTED["string_type"] in expected:
+        remedy = '; write the function into a file and name it, such as "my_functions.py:score"'
+    return f"{where} = {shown(at)}: expected {' or '.join(expected)}{remedy}"
 
 
 def _place(name: str, value: Any, loc: Sequence[Any]) -> tuple[str, Any]:

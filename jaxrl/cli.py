@@ -9,12 +9,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import os
 import pathlib
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from jaxrl.errors import EXIT_USER_ERROR
+
+# 128 + SIGPIPE
+_EXIT_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -86,9 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: the status of the command, 0 after --help and --version, 2 if the command is missing or
-      unknown.
+      unknown. If the reader of stdout ends first, as in `jaxrl train --help | head`, that of a program that
+      SIGPIPE ends.
     """
-    program, *arguments = sys.argv if argv is None else argv
+    return _with_stdout(lambda: _main(sys.argv if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    program, *arguments = argv
     program = pathlib.Path(program).name
     if not arguments:
         return _refuse(f"no command given; write {program} COMMAND, one of {', '.join(COMMANDS)}")
@@ -107,13 +117,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(name: str) -> NoReturn:
     """Runs a command as the script that was started, and exits with its status."""
-    sys.exit(run(name, sys.argv))
+    sys.exit(_with_stdout(lambda: run(name, sys.argv)))
 
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Imports and calls a command; returns its exit status."""
     module, _, function = COMMANDS[name].function.partition(":")
     return getattr(importlib.import_module(module), function)(argv)
+
+
+def _with_stdout(call: Callable[[], int]) -> int:
+    """The status of a call; `_EXIT_CLOSED`, without a traceback, if the reader of stdout is gone."""
+    try:
+        status = call()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        # The interpreter flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_CLOSED
+
+
+def _stdout_is_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
 
 
 def _usage(program: str) -> str:

@@ -80,12 +80,20 @@ def test_a_loop_of_ones_own(here):
         batch = step.advantages(step.actor.logprobs(step.pack(sampled)))
         return batch.metrics | step.actor.update(batch)
 
-    with jaxrl.open_run("grpo_tiny", data=iter(ROWS), reward=brevity, **SMALL) as run:
+    (here / "taken").mkdir()
+    with (
+        pytest.raises(UserError, match="taken exists and is not overwritten"),
+        jaxrl.open_run("grpo_tiny", data=iter(ROWS), reward=brevity, **SMALL) as run,
+    ):
         metrics = [run.step(), run.step(mine)]
         assert len(drawn) == 1
         for row in metrics:
             assert np.isfinite(row["actor/pg_loss"])
-        run.save_model(here / "model")
+        run.save_model(here / "taken")
+    # What was trained is not lost.
+    run.save_model(here / "model")
+    with pytest.raises(UserError, match="this run is closed"):
+        run.step()
     assert {"config.json", "model.safetensors"} <= set(os.listdir(here / "model"))
 
 
@@ -119,6 +127,18 @@ def test_what_becomes_of_objects(here):
     # A cell that runs again means the same run.
     again = build_config("grpo_tiny", reward=brevity, name="brief")
     assert build_config("grpo_tiny", reward=brevity, name="brief") == again
+
+
+def test_a_reward_that_uses_another_number_is_another_reward(here):
+    def reward(responses):
+        return [limit for _ in responses.texts]
+
+    limit = 1.0
+    build_config("grpo_tiny", reward=reward)
+    build_config("grpo_tiny", reward=reward)
+    limit = 2.0
+    with pytest.raises(UserError, match="holds a run with another reward"):
+        build_config("grpo_tiny", reward=reward)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,24 @@ def test_every_command_tells_its_arguments_without_a_device():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
+def test_a_reader_that_leaves_early_is_no_error(arguments):
+    source = f"import sys; from jaxrl import cli; sys.exit(cli.main(['jaxrl', *{arguments}]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_command_is_where_the_table_says(name):
     module, _, function = cli.COMMANDS[name].function.partition(":")
@@ -100,7 +118,7 @@ def printed(capsys, run, *arguments) -> tuple[int, str, str]:
 @pytest.mark.parametrize("argument", ["--help", "--bogus"])
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_launch_script_is_the_command_of_its_name(monkeypatch, capsys, path, argument):
-    monkeypatch.setenv("COLUMNS", "1000")  # where a usage wraps depends on the program's name
+    monkeypatch.setenv("COLUMNS", "5000")  # where a usage wraps depends on the program's name
     monkeypatch.setattr(sys, "argv", [str(path), argument])
     by_script = printed(capsys, runpy.run_path, str(path), None, "__main__")
     name = path.stem.replace("_", "-")

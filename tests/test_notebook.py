@@ -19,6 +19,9 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         notebook, timeout=600, resources={"metadata": {"path": tmp_path}}
     )
     client.execute()
+    (trained,) = (cell for cell in notebook.cells if "jaxrl.train(" in cell.source)
+    last = eval(trained.outputs[-1]["data"]["text/plain"])
+    assert last["step"] == 20 and last["critic/rewards/mean"] > 0.5
     rewards = notebook.cells[-1].outputs[-1]["data"]["text/plain"]
     assert len(eval(rewards)) == 3
     assert (tmp_path / "first_model" / "model.safetensors").exists()

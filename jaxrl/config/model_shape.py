@@ -21,6 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.shapes import SHAPES
 
 # Settings that a run adds to the model of a checkpoint.
 _OF_THE_RUN = ("num_tokens", "lora")
@@ -63,9 +64,13 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
         return dataclasses.replace(stored, **of_the_run), config.weights
     if not _stated(config.model):
+        # The longest name that the weights' name has in it: qwen2.5-0.5b in Qwen/Qwen2.5-0.5B-Instruct.
+        named = [name for name in SHAPES if name in config.weights.lower()]
+        shape = max(named, key=len, default="qwen2.5-32b")
         raise UserError(
             f"weights {config.weights} is not here, so the shape of the model is not known; put its "
-            'config.json there, or name it in the recipe: config.model = model_shapes("qwen2.5-32b")'
+            "config.json there (a run fetches it from the hub, a dry run does not), or name it in the "
+            f'recipe: config.model = model_shapes("{shape}")'
         )
     return config.model, f"config.model; {config.weights} is not here to compare it with"
 

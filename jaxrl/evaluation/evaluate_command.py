@@ -1,6 +1,7 @@
 """Evaluates a model on sets of problems, without a training config.
 
     python launch/evaluate.py --model DIR --set aime_2024.jsonl --n 32 --temperature 1 --top_p 0.7
+    python launch/evaluate.py --model runs/dapo_tiny/seed0 --task chain_sum --task_options '{"max_terms": 3}'
     python launch/evaluate.py --model runs/dapo_tiny/seed0 --set a.jsonl --set b.jsonl --out results/first
 
 DIR is a Hugging Face directory, or the folder of a run, of which the newest intact checkpoint is evaluated.
@@ -55,7 +56,11 @@ def main(argv: Sequence[str]) -> int:
 def _config_of(args: argparse.Namespace) -> EvaluateConfig:
     try:
         return settings_of(
-            EvaluateConfig, args, sets=tuple(args.sets), stop_strings=tuple(args.stop_strings)
+            EvaluateConfig,
+            args,
+            sets=tuple(args.sets),
+            tasks=tuple(args.tasks),
+            stop_strings=tuple(args.stop_strings),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -98,9 +103,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--set",
         dest="sets",
         action="append",
-        required=True,
+        default=[],
         metavar="FILE",
         help="JSONL file of problems; may be given several times",
+    )
+    parser.add_argument(
+        "--task",
+        dest="tasks",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="generated task, such as chain_sum or file.py:make; may be given several times",
     )
     parser.add_argument(
         "--stop",
@@ -110,5 +123,5 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="text that ends an answer; may be given several times (default: those of a run's training)",
     )
-    add_flags(parser, EvaluateConfig, without=("sets", "stop_strings"))
+    add_flags(parser, EvaluateConfig, without=("sets", "tasks", "stop_strings"))
     return parser

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.checks import NAME, PATH, PROSE, SEED, at_least, between, count, token_count
 from jaxrl.data.data_config import MAX_ROWS
+from jaxrl.data.records import MAX_TASK_SEED
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS
@@ -26,18 +27,25 @@ class EvaluateConfig(EngineSettings):
       model: Hugging Face directory, or folder of a run.
       sets: files of problems, in any format of docs/data.md. A set has the name of its file without the
         extension.
+      tasks: names of generated tasks: data sets of reasoning-gym ("chain_sum"), or functions that make
+        problems ("file.py:make"). A set has the name of its task.
+      task_options: options of the tasks, such as {"max_terms": 3}.
+      task_seed: seed of the tasks. The recipes here train on seed 1 and evaluate on seed 2.
       out: folder of samples and results; "" derives evaluations/<name> from the model and the settings.
       n: number of answers per problem.
       temperature: sampling temperature; 0 is greedy.
       top_p, top_k, min_p: limits of the tokens to sample from, as in `rollout.sampling.Truncation`.
       seed: seed of the samples.
-      grader, grader_options, grader_workers, code_sandbox: grading, as in `reward` of a training config.
+      grader, grader_options: grader of the answers, as in `reward` of a training config. "" uses that of a
+        run's training, else "answer".
+      grader_workers, code_sandbox: grading, as in `reward` of a training config.
       template: text around each problem, with "{prompt}" in place of the problem. "" uses the template that a
         run was trained with, else that of the file, else the problem alone.
       chat: whether to apply the tokenizer's chat template. It is always applied for a run that was trained
         with it.
       prompt_field, answer_field: field names in the files; "" detects them.
-      limit: number of problems per set, from the beginning; 0 takes all.
+      limit: number of problems per set, from the beginning; 0 takes all problems of
+        a file and 100 of a task.
       max_prompt_tokens: maximum length of a prompt; 0 means the longest prompt.
       max_response_tokens: maximum length of a response; 0 means the rest of the model's context, at most
         8,192.
@@ -53,7 +61,10 @@ class EvaluateConfig(EngineSettings):
     """
 
     model: Annotated[str, PATH]
-    sets: tuple[Annotated[str, PATH], ...]
+    sets: tuple[Annotated[str, PATH], ...] = ()
+    tasks: tuple[Annotated[str, PATH], ...] = ()
+    task_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    task_seed: Annotated[int, between(0, MAX_TASK_SEED)] = 2
     out: Annotated[str, PATH] = ""
     n: Annotated[int, count(1)] = 1
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
@@ -61,7 +72,7 @@ class EvaluateConfig(EngineSettings):
     top_k: Annotated[int, TOP_K] = 0
     min_p: Annotated[float, MIN_P] = 0.0
     seed: Annotated[int, SEED] = 0
-    grader: Annotated[str, PATH] = "answer"
+    grader: Annotated[str, PATH] = ""
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
     template: Annotated[str, PROSE] = ""

@@ -122,19 +122,14 @@ def plan_evaluation(
     Raises:
       UserError: if a file is missing or invalid, or settings, model, problems and devices do not match.
     """
+    found = find_model(pathlib.Path(local_model(config.model)))
+    config = _with_grader(config, found)
     graders = Graders(
         (config.grader, config.grader_options),
         workers=config.grader_workers,
         code_sandbox=config.code_sandbox,
     )
-    sets = read_sets(
-        config.sets,
-        prompt_field=config.prompt_field,
-        answer_field=config.answer_field,
-        limit=config.limit,
-        graders=graders,
-    )
-    found = find_model(pathlib.Path(local_model(config.model)))
+    sets = read_sets(config, graders)
     task = _task_of(config, found)
     prompts = prompts_of(
         sets,
@@ -170,6 +165,19 @@ def plan_evaluation(
         folder=folder,
         answers=answers,
     )
+
+
+def _with_grader(config: EvaluateConfig, found: FoundModel) -> EvaluateConfig:
+    """The settings with a grader: the given one, else that of the run's evaluation, else `answer`."""
+    if config.grader:
+        return config
+    for where in ("data.evaluation", "reward"):
+        if grader := found.trained_with(f"{where}.grader"):
+            options = found.trained_with(f"{where}.grader_options") or {}
+            return dataclasses.replace(
+                config, grader=grader, grader_options=config.grader_options or options
+            )
+    return dataclasses.replace(config, grader="answer")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import pathlib
 import zlib
 from typing import Any
@@ -55,7 +56,8 @@ class FoundModel:
     @property
     def name(self) -> str:
         """The display name: the directory's name, for a run with the name of its recipe."""
-        parts = self.path.resolve().parts
+        # Not resolved: a model of the hub is a link, and what it links to is named after a commit.
+        parts = pathlib.Path(os.path.abspath(self.path)).parts
         return "-".join(parts[-2:]) if self.run else parts[-1]
 
     def load(self, mesh: Mesh, dtype: Any) -> Params:
@@ -86,14 +88,24 @@ class FoundModel:
         path = RunFolder(self.path).config
         if not self.run or not path.is_file():
             return None
+        # A dict has a line per entry: reward.grader_options.pattern = '-?\\d+'.
+        entries: dict[str, Any] = {}
         for line in read_text(path, absent="").splitlines():
-            name, _, value = line.partition(" = ")
+            name, _, text = line.partition(" = ")
+            if name != setting and not name.startswith(f"{setting}."):
+                continue
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                return None
             if name == setting:
-                try:
-                    return ast.literal_eval(value)
-                except (ValueError, SyntaxError):
-                    return None
-        return None
+                return value
+            inner = entries
+            *path_inside, last = name.removeprefix(f"{setting}.").split(".")
+            for key in path_inside:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        return entries or None
 
 
 def find_model(path: pathlib.Path) -> FoundModel:

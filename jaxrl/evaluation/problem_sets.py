@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,51 +15,76 @@ from jaxrl.data.source_reader import read_source
 from jaxrl.data.sources import Source
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import GradingTask
 from jaxrl.types import Prompts
+from jaxrl.user_code import names_function
+
+# Problems of a task without --limit.
+_TASK_PROBLEMS = 100
 
 
-def read_sets(
-    paths: Sequence[str], *, prompt_field: str, answer_field: str, limit: int, graders: Graders
-) -> dict[str, Source]:
+def read_sets(config: EvaluateConfig, graders: Graders) -> dict[str, Source]:
     """Reads the problems of each set: name -> problems. An invalid row is an error.
 
     Args:
-      paths: files of the sets.
-      prompt_field, answer_field: field names in the files; "" detects them.
-      limit: number of problems per set; 0 reads all.
+      config: settings of the evaluation, with files and tasks.
       graders: the grader, which checks each ground truth.
 
     Raises:
-      UserError: if there is no set, two sets have the same name, a file is missing or invalid, or the grader
-        cannot read a ground truth.
+      UserError: if there is no set, two sets have the same name, a file is missing or invalid, a task or an
+        option of it is unknown, or the grader cannot read a ground truth.
     """
-    if not paths:
-        raise UserError("there is nothing to answer; name at least one --set FILE")
-    names = collections.Counter(pathlib.Path(path).stem for path in paths)
-    twice = [name for name, times in names.items() if times > 1]
+    named = [(_name_of(path), path, _of_file(config, path)) for path in config.sets]
+    named += [(_name_of(task), task, _of_task(config, task)) for task in config.tasks]
+    if not named:
+        raise UserError("there is nothing to answer; name at least one --set FILE or --task NAME")
+    if config.task_options and not config.tasks:
+        raise UserError("--task_options are options of a --task, and there is none; add one")
+    times = collections.Counter(name for name, *_ in named)
+    twice = [name for name, count in times.items() if count > 1]
     if twice:
         raise UserError(
-            f"{len(paths)} sets, and several are called {', '.join(map(repr, twice))}, which is what results "
+            f"{len(named)} sets, and several are called {', '.join(map(repr, twice))}, which is what results "
             "are kept by; rename the files"
         )
     sets: dict[str, Source] = {}
-    for path in paths:
-        name = pathlib.Path(path).stem
-        settings = SourceConfig(
-            source=name,
-            path=path,
-            prompt_field=prompt_field,
-            answer_field=answer_field,
-            size=limit,
-        )
-        source = read_source(settings, f"--set {path}", refuse_bad_rows=True)
+    for name, where, settings in named:
+        flag = "--task" if where in config.tasks else "--set"
+        source = read_source(settings, f"{flag} {where}", refuse_bad_rows=True)
         sets[name] = source.with_readable_truths(
             lambda answer, extra, origin: graders.validate(GradingTask(answer, extra, origin)),
             refuse=True,
         )
     return sets
+
+
+def _name_of(where: str) -> str:
+    """The name of a set: that of the file, the task or the function."""
+    return where.rpartition(":")[2] if names_function(where) else pathlib.Path(where).stem
+
+
+def _of_file(config: EvaluateConfig, path: str) -> SourceConfig:
+    return SourceConfig(
+        source=_name_of(path),
+        path=path,
+        prompt_field=config.prompt_field,
+        answer_field=config.answer_field,
+        size=config.limit,
+    )
+
+
+def _of_task(config: EvaluateConfig, task: str) -> SourceConfig:
+    is_function = names_function(task)
+    return SourceConfig(
+        source=_name_of(task),
+        path=task if is_function else "",
+        task="" if is_function else task,
+        size=config.limit or _TASK_PROBLEMS,
+        seed=config.task_seed,
+        options=config.task_options,
+    )
 
 
 def prompts_of(

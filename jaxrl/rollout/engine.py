@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -85,9 +86,11 @@ class Engine:
           config: sizes and data types.
 
         Raises:
-          UserError: a stop id is not in the model's vocabulary.
+          UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
         """
         _check_stop_ids(config, model)
+        if config.deterministic:
+            _check_deterministic(model, mesh)
         self.model = model
         self.config = config
         self.mesh = mesh
@@ -117,16 +120,18 @@ class Engine:
     def _compile(self, graph: nnx.GraphDef) -> None:
         """Makes the jitted programs; each compiles at its first call."""
         config, layout = self.config, self._layout
-        compute = _compute(config, self.model.num_layers, layout)
+        compute = _compute(config, self.model, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1))
-        self.prefill = jax.jit(prefill.prefill)
-        self.extend = jax.jit(prefill.extend, donate_argnames="prefix")
+        # XLA may leave out roundings to bfloat16 inside a fusion, and which ones depends on the mesh.
+        exact = {"xla_allow_excess_precision": False} if config.deterministic else {}
+        self.prefill = jax.jit(prefill.prefill, compiler_options=exact)
+        self.extend = jax.jit(prefill.extend, donate_argnames="prefix", compiler_options=exact)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
-        self.generate = jax.jit(decoding.generate, donate_argnames="state")
+        self.generate = jax.jit(decoding.generate, donate_argnames="state", compiler_options=exact)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
@@ -194,7 +199,31 @@ def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compute:
+def _check_deterministic(model: ModelConfig, mesh: Mesh) -> None:
+    """Checks that the parts of a sum divide over the devices that share it."""
+    if model.num_experts:
+        raise UserError(
+            f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
+            "set deterministic to False"
+        )
+    parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
+    if parts % devices:
+        raise UserError(
+            f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
+            f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
+            f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
+        )
+
+
+def _sum_parts(model: ModelConfig) -> int:
+    """The number of parts in which sums over heads and neurons are made on every mesh.
+
+    Key-value heads that devices share would be multiplied in other shapes, which round differently.
+    """
+    return math.gcd(model.num_kv_heads, model.d_ff)
+
+
+def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Compute:
     """The `Compute` of the model on the layout's mesh."""
     mesh = layout.mesh
     return Compute(
@@ -202,7 +231,9 @@ def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compu
         constrain=layout.constrain,
         experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
         layers=pipeline(scan_layers, mesh, GENERATE_RULES),
-        unroll=config.layers_per_iteration(num_layers, platform_of(mesh)),
+        unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
+        sum_parts=_sum_parts(model) if config.deterministic else 0,
+        wide_results=platform_of(mesh) == "cpu",
     )
 
 

@@ -147,6 +147,10 @@ def test_settings_may_derive_from_earlier_ones():
         ({"depth": "deep"}, "depth = 'deep': expected a whole number or 'auto'"),
         ({"axes": ("data", 1)}, r"axes\[1\] = 1: expected text"),
         (
+            {"axes": ("data", len)},
+            r"axes\[1\] = <built-in function len>: expected text; write the function into a file .*:score\"",
+        ),
+        (
             {"actor__optim__betas": (0.9,)},
             r"actor.optim.betas = \(0.9,\): expected 2 values",
         ),

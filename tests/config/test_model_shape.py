@@ -73,6 +73,9 @@ def test_a_model_of_scores_is_no_policy(tmp_path):
 
 def test_without_the_files_a_name_does_it():
     tree = to_config_dict(Config())
+    tree.weights = "Qwen/Qwen2.5-0.5B-Instruct"
+    with pytest.raises(UserError, match=r'model_shapes\("qwen2.5-0.5b"\)'):
+        model_of(from_config_dict(Config, tree))
     tree.weights = "not/here"
     with pytest.raises(UserError, match=r'not/here is not here.*model_shapes\("qwen2.5-32b"\)'):
         model_of(from_config_dict(Config, tree))

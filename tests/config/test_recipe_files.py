@@ -4,6 +4,7 @@ import pytest
 
 from jaxrl import cli
 from jaxrl.config.command_line import load_config
+from jaxrl.config.model_shape import model_of
 from jaxrl.config.recipes import bundled_recipes, recipe_path
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -39,6 +40,8 @@ def test_a_new_recipe_is_a_recipe(tmp_path, monkeypatch, capsys):
     config = load_config(Config, "my_recipe.py", {})
     assert config.name == "my_recipe" and config.algorithm.dataflow == "grpo"
     assert not config.sft.num_steps
+    # The dry run that the command proposes knows the shape without the weights.
+    assert model_of(config)[0].num_layers == 30
     text = (tmp_path / "my_recipe.py").read_text()
     # It is written over by nobody, and a mistake writes nothing.
     assert cli.main(["jaxrl", "new", "my_recipe.py"]) == 2

@@ -17,6 +17,7 @@ from processes import free_port, started
 
 from jaxrl import cli
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.records import reasoning_gym_records
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.evaluation import answer_writer, eta_line, evaluate_command, evaluating
@@ -388,6 +389,68 @@ def test_answers_of_a_run_end_as_in_training(tmp_path, tokenizer, problems):
     assert planned.options.stop_strings == ("z",) and planned.options.environment is None
 
 
+def test_problems_of_tasks_are_generated(directory, tokenizer, tmp_path):
+    (tmp_path / "puzzle.py").write_text(
+        "def seven(index, rng, *, word='is'):\n"
+        "    return {'problem': f'{index + 1} x 7 / {index + 1} {word}', 'answer': 7}\n"
+    )
+    settings = {
+        "tasks": (f"{tmp_path / 'puzzle.py'}:seven",),
+        "task_options": {"word": "makes"},
+        "limit": 5,
+    }
+    planned = plan_evaluation(config_of(directory, (), tmp_path / "out", **settings))
+    assert planned.prompts.texts[4] == "5 x 7 / 5 makes"
+    build = says(tokenizer, "Answer: 7", "Answer: 8")
+    table = table_of(evaluate(planned, say=quiet, build=build))
+    assert table.split()[:3] == ["seven", "problems", "5"]
+    assert "mean@4            50.0% ± 0.0%" in table
+
+
+def test_one_command_evaluates_tasks(directory, tmp_path, capsys):
+    tasks = ["--task", "chain_sum", "--task", "basic_arithmetic", "--limit", 3]
+    small = [f"--{name}={value}" for name, value in SMALL.items()]
+    assert run_command("--model", directory, *tasks, *small, "--out", tmp_path / "out") == 0
+    table = capsys.readouterr().out
+    assert table.split()[:3] == ["chain_sum", "basic_arithmetic", "all"]
+    assert re.search(r"mean@1 .* ± ", table)
+
+
+def test_a_task_has_the_problems_of_its_seed(directory, tmp_path):
+    def prompts(**changes):
+        config = config_of(directory, (), tmp_path / "out", tasks=("chain_sum",), **changes)
+        return plan_evaluation(config).prompts.texts
+
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    texts = prompts(task_options=options)
+    # As data.evaluation.seed = 2 of a recipe.
+    records = reasoning_gym_records("chain_sum", size=100, seed=2, **options)
+    assert list(texts) == [record.prompt for record in records]
+    assert prompts(task_options=options, task_seed=1) != texts
+
+
+def test_a_model_of_the_hub_has_its_name_and_not_that_of_a_commit(directory, tmp_path):
+    commit = tmp_path / "0123456789abcdef"
+    commit.symlink_to(directory)
+    (tmp_path / "SmolLM2-135M").symlink_to(commit)
+    assert find_model(tmp_path / "SmolLM2-135M").name == "SmolLM2-135M"
+
+
+def test_a_run_is_graded_as_in_training(tmp_path, tokenizer, problems):
+    settings = {
+        "reward__grader": "regex",
+        "reward__grader_options__pattern": "[0-9]",  # as config.txt has the entries of a dict
+        "reward__grader_options__ignore_case": True,
+    }
+    weights = {1: random_params(MODEL)}
+    run = run_folder(tmp_path / "run", tokenizer, MODEL, weights, **settings)
+    grader = plan_evaluation(config_of(run, problems, tmp_path / "a")).config
+    assert grader.grader == "regex"
+    assert grader.grader_options == {"pattern": "[0-9]", "ignore_case": True}
+    grader = plan_evaluation(config_of(run, problems, tmp_path / "b", grader="answer")).config
+    assert (grader.grader, grader.grader_options) == ("answer", {})
+
+
 def together(*arguments, outs, status=0) -> list[tuple[str, str]]:
     """Evaluates on two processes with one device each; returns the (stdout, stderr) of each."""
     address = f"localhost:{free_port()}"
@@ -479,6 +542,10 @@ def faults(directory, problems, tmp_path):
         "cannot be graded": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--grader", "anwser"],
         "has no {prompt}": [*model, *sets, "--template", "Say it"],
+        "nothing to answer; name at least one --set FILE or --task NAME": model,
+        "has no task 'chain_sums' (did you mean chain_sum": [*model, "--task", "chain_sums"],
+        "several are called 'chain_sum'": [*model, *["--task", "chain_sum"] * 2],
+        "--task_options are options of a --task": [*model, *sets, "--task_options", "{'a': 1}"],
         "a --stop is empty": [*model, *sets, "--stop", ""],
         "environment 'no.py:f' is not there": [*model, *sets, "--environment", "no.py:f"],
         "without a coordinator": [*model, *sets, "--num_processes", 2],
