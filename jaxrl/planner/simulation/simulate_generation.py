@@ -181,6 +181,7 @@ class GenerationSimulator:
             samples,
             min(slots, samples),
             work.tokens_per_dispatch,
+            devices // (p_g * t_g),
         )
 
     def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:

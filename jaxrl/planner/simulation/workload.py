@@ -45,6 +45,11 @@ class LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return LengthDistribution(tokens, tokens)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether all texts have the same length."""
+        return self.kind == "constant"
+
     def quantiles(self, count: int) -> np.ndarray:
         """`count` representative lengths, ascending: int64 [count]; the last is the longest possible."""
         if self.kind == "constant":

@@ -288,7 +288,8 @@ def test_terms_are_positive_and_longer_responses_slower(p_g, t_g):
     strategy, chosen = Strategy(2, 2, 4), GenerationStrategy(p_g, t_g, 3)
     short, long = (
         generator(
-            Assumptions(), toy_work(response_lengths=LengthDistribution(mean, 256, "log-normal"))
+            Assumptions(),
+            toy_work(prompts=64, response_lengths=LengthDistribution(mean, 256, "log-normal")),
         ).generation(MODEL, strategy, chosen)
         for mean in (60, 120)
     )
@@ -332,16 +333,45 @@ def test_every_token_is_decoded_once(samples, slots, kind):
 @pytest.mark.parametrize("kind", ["constant", "log-normal"])
 def test_the_short_way_is_close_to_the_engines_scheduler(kind):
     lengths = LengthDistribution(96, 256, kind)
-    quick = quick_trace(64.0, lengths, 48, 8, 4)
+    quick = quick_trace(64.0, lengths, 48, 8, 4, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
     replayed = replayed_trace(
         64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
     )
-    assert replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
-    # Dispatches and the slowest of four replicas cost something.
-    assert quick.steps.sum() <= replayed.steps.sum() <= 1.35 * quick.steps.sum()
+    assert 4 * replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
+    # Dispatches cost something, and with so few samples much depends on the order.
+    assert 0.95 * quick.steps.sum() <= replayed.steps.sum() <= 1.2 * quick.steps.sum()
     total = (quick.steps * quick.cached).sum(), (replayed.steps * replayed.cached).sum()
-    assert 0.9 * total[0] <= total[1] <= 1.35 * total[0]
+    assert 0.9 * total[0] <= total[1] <= 1.2 * total[0]
+    for trace in (quick, replayed):
+        assert (trace.steps * trace.cached).sum() >= trace.mean_cached * trace.steps.sum() * 0.999
+
+
+@pytest.mark.parametrize(("slots", "replicas"), [(24, 8), (64, 4), (300, 16)])
+def test_a_step_waits_for_the_busiest_replica(slots, replicas):
+    lengths = LengthDistribution(400, 2048, "log-normal")
+    samples = 6 * slots
+    quick = quick_trace(64.0, lengths, samples, slots, 16, replicas)
+    each = np.random.default_rng(1).permutation(lengths.quantiles(replicas * samples))
+    replayed = replayed_trace(
+        64.0, each, samples_per_prompt=1, replicas=replicas, slots=slots, tokens_per_dispatch=16
+    )
+    assert quick.steps.sum() == pytest.approx(replayed.steps.sum(), rel=0.08)
+    reads = [(trace.steps * trace.cached).sum() for trace in (quick, replayed)]
+    assert reads[0] == pytest.approx(reads[1], rel=0.08)
+    # One replica alone reads less than the busiest of several.
+    alone = quick_trace(64.0, lengths, samples, slots, 16)
+    assert (alone.steps * alone.cached).sum() < reads[0]
+
+
+def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
+    lengths = LengthDistribution(96, 256, "log-normal")
+    trace = quick_trace(64.0, lengths, 48, 8, 4)
+    full = trace.without_idle_slots(8, 4)
+    tokens = lengths.quantiles(48).sum()
+    assert full.steps.sum() * 8 == pytest.approx(tokens)
+    assert full.steps.sum() < trace.steps.sum() and full.dispatches < trace.dispatches
+    assert full.cached * full.steps == pytest.approx((trace.cached * trace.steps).sum())
 
 
 def test_a_replay_of_one_replica_by_hand():
