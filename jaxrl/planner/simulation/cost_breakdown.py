@@ -16,11 +16,14 @@ class CostBreakdown:
       seconds: seconds of a step by cause. A negative entry is time hidden behind other causes.
       resident: bytes that stay from step to step.
       transient: additional bytes while the task runs.
+      idle_s: seconds, contained in `seconds`, that generation would save if no slot were ever idle and all
+        replicas had the same load.
     """
 
     seconds: Mapping[str, float]
     resident: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
     transient: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
+    idle_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -40,6 +43,8 @@ class CostBreakdown:
     def lines(self) -> list[str]:
         """One line per cause, and the sums."""
         seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
+        if self.idle_s:
+            seconds.append(f"{self.idle_s:10.2f} s   of these for idle slots and unequal replicas")
         kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
         brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]
         return [*seconds, f"{self.total_s:10.2f} s   predicted in all", *kept, *brief]

@@ -60,8 +60,14 @@ class DecodeTrace:
         steps = float(self.steps.sum())
         busy = self.samples * steps / slots
         cached = self.mean_cached * steps / busy
-        one = (np.array([x], float) for x in (busy, slots, cached))
-        return DecodeTrace(*one, float(slots), cached, busy / tokens_per_dispatch)
+        return DecodeTrace(
+            np.array([busy]),
+            np.array([float(slots)]),
+            np.array([cached]),
+            float(slots),
+            cached,
+            busy / tokens_per_dispatch,
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,8 +93,9 @@ def quick_trace(
     # Random order, since lengths are not known beforehand.
     lengths = np.random.default_rng(0).permutation(lengths)
     if not responses.is_constant:
-        longest = int((responses.quantiles(samples * replicas) == responses.longest).sum())
-        _place_last_longest(lengths, responses.longest, longest)
+        longest = int(lengths.max())
+        count = int((responses.quantiles(samples * replicas) >= longest).sum())
+        _place_last_longest(lengths, longest, count)
     starts = _starts(lengths, slots)
     steps, running, cached, squares = _stretches(starts, lengths, prompt_tokens)
     whole = float(steps.sum())

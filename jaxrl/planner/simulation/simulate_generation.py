@@ -87,14 +87,20 @@ class GenerationSimulator:
         devices = strategy.num_devices
         slots = generation.slots
         trace = (self._replayed if replay else self._trace)(devices, p_g, t_g, slots, greedy)
+        decoding = self._decoding_s(model, p_g, t_g, trace)
+        used = min(slots, self._samples_per_replica(devices, p_g, t_g, greedy))
+        full = trace.without_idle_slots(used, self._work.tokens_per_dispatch)
+        busy_s = sum(self._decoding_s(model, p_g, t_g, full).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
             "prefill": self._prefill_s(model, devices, p_g),
-            **self._decoding_s(model, p_g, t_g, trace),
+            **decoding,
         }
         cache = slots * self.slot_bytes(model, p_g, t_g)
         weights = self.weight_bytes(model, p_g, t_g)
-        return CostBreakdown(seconds, {}, {"weights of generation": weights, "cache": cache})
+        transient = {"weights of generation": weights, "cache": cache}
+        idle_s = max(0.0, sum(decoding.values()) - busy_s)
+        return CostBreakdown(seconds, {}, transient, idle_s)
 
     def best_seconds(
         self,
