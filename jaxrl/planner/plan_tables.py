@@ -138,9 +138,9 @@ def verdict(plan: Plan, times: StepTimes) -> list[str]:
     """A few lines: whether the run fits, and its predicted time."""
     lines = [] if plan.target is None else [_fits(plan)]
     lines.append(
-        f"predicted: {times.step_s:,.0f} s a step, {times.chip_hours(times.step_s):,.0f} chip-hours for "
+        f"predicted: {_seconds(times.step_s)} a step, {times.chip_hours(times.step_s):,.0f} chip-hours for "
         f"{times.num_steps:,} steps; at the vendor's rates and with no slot idle at least "
-        f"{times.at_least_s:,.0f} s and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
+        f"{_seconds(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
     )
     if plan.target is not None:
         lines.append(f"compiled in {plan.compiled_s:,.0f} s")
