@@ -2,7 +2,7 @@
 
 `jaxrl plan` prints them above the roofline's lower bounds, and the search prints them for the mapping that it
 proposes. Not covered: experts and sequences split over devices (counted as replicas), offloading, transfers
-between pools, and later generation batches of dynamic sampling.
+between pools.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def expected_step(
     assumptions = assumptions_of(planned.config)
     simulator = StepSimulator(cluster, load.work, assumptions)
     stages = simulator.step(tasks, planned.models.by_role, roles, replay=True)
-    if planned.judge is None:
-        return stages
     generation, preparation, training = stages
+    generation = generation.times(load.lengths.batches)
+    if planned.judge is None:
+        return generation, preparation, training
     role = _sampler(planned, "judge", planned.judge)
     verdicts = load.of_verdicts(planned.config.reward.judge.max_verdict_tokens).work
     assert role.generation is not None, "a judge samples"

@@ -19,6 +19,7 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.roofline import Seconds, seconds_of
 from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
 from jaxrl.planner.step_times import StepTimes
 
@@ -70,6 +71,7 @@ class Plan:
       left_out: (subject, reason) pairs of everything that is not counted.
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
+      measured: a run to compare with; None without one.
     """
 
     title: str
@@ -78,6 +80,7 @@ class Plan:
     left_out: tuple[tuple[str, str], ...] = ()
     target: Target | None = None
     times: StepTimes | None = None
+    measured: MeasuredRun | None = None
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -117,6 +120,14 @@ class Plan:
             found |= self._target_json(self.target)
         if self.times is not None:
             found["predicted"] = self.times.as_json()
+        if self.measured is not None:
+            found["measured"] = {
+                "run": self.measured.name,
+                "steps": list(self.measured.steps),
+                "seconds": dict(self.measured.seconds),
+                "step_s": self.measured.step_s,
+                "differing_settings": list(self.measured.differing),
+            }
         return found | {"pools": [self._pool_json(pool) for pool in self.pools]}
 
     def _target_json(self, target: Target) -> dict[str, Any]:

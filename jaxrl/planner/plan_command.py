@@ -17,6 +17,7 @@ on stderr with exit status 2; a run that does not fit has exit status 1.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -39,9 +40,10 @@ from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
+from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
-from jaxrl.planner.step_load import RESPONSE_SHARE, StepLengths, assumed_lengths
+from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
 from jaxrl.planner.trace_plan import trace_plan
 
 _DOES_NOT_FIT = 1
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> Plan:
     """Makes the plan, prints it, and writes the requested files."""
-    for name in ("topology", "html", "save"):
+    for name in ("topology", "html", "save", "lengths"):
         if getattr(args, name) is not None:
             check_path(f"--{name}", getattr(args, name))
     plan = _on_topology(args, config) if args.topology else _traced(args, config)
@@ -88,6 +90,7 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
         "--trace": args.trace,
         "--response-tokens": args.response_tokens,
         "--cut-off": args.cut_off is not None,
+        "--lengths": args.lengths,
     }
     for name, given in unused.items():
         if given:
@@ -99,7 +102,9 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
 
 def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     kind, shape = check_topology(args.topology)
-    cluster, lengths = Cluster(kind, shape), _lengths(args, config)
+    cluster, run = Cluster(kind, shape), _measured(args, config)
+    lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
+    lengths = run.lengths if run else lengths
     if args.search or config.mesh.layout == "auto":
         found, proposed = propose(config, cluster, lengths=lengths)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
@@ -112,13 +117,21 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
                 f"--save {args.save} keeps executables, and --trace or a kind from a file compiles nothing; "
                 "leave one of them out"
             )
-        return trace_plan(config, cluster, lengths=lengths)
-    topology = read_topology(args.topology)
-    return compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
+        plan = trace_plan(config, cluster, lengths=lengths)
+    else:
+        topology = read_topology(args.topology)
+        plan = compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
+    return dataclasses.replace(plan, measured=run)
 
 
-def _lengths(args: argparse.Namespace, config: Config) -> StepLengths:
-    return assumed_lengths(config, args.response_tokens, args.cut_off)
+def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:
+    if not args.lengths:
+        return None
+    if args.response_tokens or args.cut_off is not None:
+        raise UserError(
+            f"--lengths {args.lengths} has the lengths already; leave out --response-tokens and --cut-off"
+        )
+    return read_measured_run(args.lengths, config)
 
 
 def _progress(program: CompiledProgram) -> None:
@@ -158,6 +171,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--cut-off",
         type=_share,
         help="share of answers that reach the limit, for predictions; with the mean it gives the spread",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        help="folder of a run, whose lengths are used, and whose measured seconds are compared",
     )
     parser.add_argument(
         "--trace",

@@ -30,6 +30,7 @@ from rich.table import Table
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.traffic import Traffic
+from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
 from jaxrl.planner.step_times import StepTimes, TaskTime
@@ -43,6 +44,8 @@ _PLAIN_WIDTH = 200
 _WIDE = 240
 # Causes below this share of a phase are not printed.
 _SMALLEST_SHARE = 0.001
+# Settings that the comparison with a run names.
+_MOST_NAMED = 6
 
 # Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
 _OF_PROGRAMS = (
@@ -69,6 +72,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
     console.print(table(plan, plain=plain))
     if plan.times is not None:
         console.print(times_table(plan.times, plain=plain))
+        if plan.measured is not None:
+            console.print(measured_table(plan.times, plan.measured, plain=plain))
         console.print("\n".join(verdict(plan, plan.times)), markup=False, highlight=False)
 
 
@@ -119,6 +124,24 @@ def times_table(times: StepTimes, *, plain: bool = False) -> Table:
     return found
 
 
+def measured_table(times: StepTimes, run: MeasuredRun, *, plain: bool = False) -> Table:
+    """Predicted seconds of each phase beside those that a run measured, on its own devices and settings."""
+    title = f"beside {run.name}: medians of steps {run.steps[0]} to {run.steps[1]}"
+    if run.differing:
+        named = ", ".join(run.differing[:_MOST_NAMED])
+        more = len(run.differing) - _MOST_NAMED
+        title += f"\nother settings there: {named}" + (f" and {more} more" if more > 0 else "")
+    found = Table(title=title, title_justify="left", box=box.ASCII2 if plain else box.ROUNDED)
+    found.add_column("phase")
+    for name in ("expected, PREDICTED", "measured", "off by"):
+        found.add_column(name, justify="right")
+    rows = [(stage, times.stage_s(stage), run.seconds[stage]) for stage in times.stages]
+    for name, expected, measured in (*rows, ("a step", times.step_s, run.step_s)):
+        off = f"{expected / measured - 1:+.1%}" if measured else "not measured"
+        found.add_row(name, _seconds(expected), _seconds(measured), off)
+    return found
+
+
 def _task_rows(stage: str, task: TaskTime) -> Iterator[TableRow]:
     costs = task.expected
     total, least = _seconds(costs.total_s), _seconds(task.at_least_s)
@@ -131,7 +154,7 @@ def _task_rows(stage: str, task: TaskTime) -> Iterator[TableRow]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if abs(seconds) >= 0.1 else f"{seconds:.2g} s"
+    return f"{seconds:,.1f} s" if abs(seconds) >= 10 else f"{seconds:.3g} s"
 
 
 def verdict(plan: Plan, times: StepTimes) -> list[str]:

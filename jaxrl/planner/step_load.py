@@ -32,19 +32,22 @@ class StepLengths:
     Attributes:
       prompts, responses: their distributions, in tokens.
       source: their origin, as a phrase for tables.
+      batches: mean number of generation batches of a step, of dynamic sampling; one follows the other.
     """
 
     prompts: LengthDistribution
     responses: LengthDistribution
     source: str
+    batches: float = 1.0
 
     @property
     def text(self) -> str:
         """Describes the lengths of responses in a few words."""
         found = self.responses
+        batches = f"{self.batches:.3g} generation batches, " if self.batches != 1 else ""
         return (
             f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "
-            f"{found.cut_off:.1%} cut off at {found.longest:,}; {self.source}"
+            f"{found.cut_off:.1%} cut off at {found.longest:,}; {batches}{self.source}"
         )
 
 

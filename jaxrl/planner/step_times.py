@@ -129,7 +129,7 @@ def step_times(
       load: work of a step.
       programs: rooflines of all programs of a step.
     """
-    floors = _floors(programs)
+    floors = _floors(programs, load.lengths.batches)
     stages = expected_step(planned, cluster, load)
     return StepTimes(
         cluster,
@@ -140,7 +140,10 @@ def step_times(
     )
 
 
-def _floors(programs: Iterable[ProgramSeconds]) -> dict[tuple[str, str], list[Seconds]]:
+def _floors(
+    programs: Iterable[ProgramSeconds], batches: float
+) -> dict[tuple[str, str], list[Seconds]]:
+    """The rooflines by stage and role; those of generation for all batches of a step."""
     found: dict[tuple[str, str], list[Seconds]] = {}
     for role, name, phase, seconds in programs:
         stage = "training"
@@ -150,7 +153,8 @@ def _floors(programs: Iterable[ProgramSeconds]) -> dict[tuple[str, str], list[Se
             stage = "generation"
         # The weights of the sampler are the actor's, whatever pool they are on.
         key = "actor" if stage == "generation" else role
-        found.setdefault((stage, key), []).append(seconds)
+        runs = batches if stage == "generation" else 1.0
+        found.setdefault((stage, key), []).append(seconds.times(runs))
     return found
 
 

@@ -143,7 +143,14 @@ def test_the_table_has_phases_causes_and_both_predictions():
     plan_tables.show(trace_plan(tiny_config(), TOY), Console(file=out))
     text = out.getvalue()
     assert text.isascii() and text.count("expected, PREDICTED") == 1
-    for words in ("generation", "tensor all-reduces", "idle slots", "at least", "a step", "cut off at"):
+    for words in (
+        "generation",
+        "tensor all-reduces",
+        "idle slots",
+        "at least",
+        "a step",
+        "cut off at",
+    ):
         assert words in text
 
 

@@ -27,6 +27,10 @@ class Seconds:
     memory: float
     traffic: float
 
+    def times(self, factor: float) -> Seconds:
+        """The seconds of `factor` repetitions."""
+        return Seconds(factor * self.matmuls, factor * self.memory, factor * self.traffic)
+
     @property
     def total(self) -> float:
         """Lower bound of the seconds."""

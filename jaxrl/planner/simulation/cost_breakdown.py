@@ -40,6 +40,11 @@ class CostBreakdown:
         """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
+    def times(self, factor: float) -> CostBreakdown:
+        """The cost of `factor` repetitions: seconds are multiplied, bytes are not."""
+        seconds = {cause: factor * s for cause, s in self.seconds.items()}
+        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s)
+
     def lines(self) -> list[str]:
         """One line per cause, and the sums."""
         seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]

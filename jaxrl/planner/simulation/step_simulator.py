@@ -68,6 +68,11 @@ class StageBreakdown:
     name: str
     tasks: tuple[TaskCosts, ...]
 
+    def times(self, factor: float) -> StageBreakdown:
+        """The stage if every task runs `factor` times."""
+        tasks = (dataclasses.replace(t, costs=t.costs.times(factor)) for t in self.tasks)
+        return dataclasses.replace(self, tasks=tuple(tasks))
+
     @property
     def seconds(self) -> float:
         """Seconds of the slowest pool."""

@@ -108,8 +108,8 @@ class LengthDistribution:
         if self.kind == "constant":
             return np.full(count, round(self.mean), np.int64)
         sample = self._sample
-        places = (np.arange(count) + 0.5) / count * (len(sample) - 1)
-        found = np.round(np.interp(places, np.arange(len(sample)), sample)).astype(np.int64)
+        places = ((np.arange(count) + 0.5) / count * len(sample)).astype(np.int64)
+        found = np.round(sample[places]).astype(np.int64)
         # A batch ends only with its longest sample, on whichever replica that is.
         found[-1] = self.longest if self.kind == "log-normal" else sample[-1]
         return found

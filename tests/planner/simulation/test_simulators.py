@@ -395,6 +395,34 @@ def test_lengths_have_their_mean_and_longest():
     assert LengthDistribution.exactly(7).quantiles(3).tolist() == [7, 7, 7]
 
 
+def test_measured_lengths_are_the_lengths():
+    found = LengthDistribution.measured([5, 900, 1, 30], 100)
+    assert found.quantiles(4).tolist() == [1, 5, 30, 100]
+    assert found.quantiles(2).tolist() == [5, 100]
+    assert (found.mean, found.longest, found.cut_off) == (34, 100, 0.25)
+    assert found.deviation == pytest.approx(np.std([1, 5, 30, 100]))
+    # More lengths than are kept: still with their mean, the shortest and the longest.
+    many = np.random.default_rng(0).integers(1, 1000, 100_000)
+    found = LengthDistribution.measured(many, 2000)
+    assert found.mean == pytest.approx(many.mean(), rel=0.01)
+    assert found.quantiles(10_000)[[0, -1]].tolist() == [many.min(), many.max()]
+
+
+@pytest.mark.parametrize("cut_off", [0.001, 0.02, 0.1])
+def test_mean_and_cut_off_give_the_spread(cut_off):
+    found = LengthDistribution.with_cut_off(4096, 20_480, cut_off)
+    assert found.cut_off == pytest.approx(cut_off, abs=0.002)
+    assert found.quantiles(4096).mean() == pytest.approx(4096, rel=0.02)
+    with pytest.raises(UserError, match="no spread of lengths has a mean of 100 tokens"):
+        LengthDistribution.with_cut_off(100, 20_480, 0.5)
+
+
+def test_a_text_in_flight_is_longer_than_half_of_the_mean():
+    assert LengthDistribution.exactly(100).mean_in_flight == 50
+    # (10^2 + 30^2) / (2 x 40) x (1/2) / (1/2)
+    assert LengthDistribution.measured([10, 30], 100).mean_in_flight == 12.5
+
+
 @hypothesis.given(st.integers(1, 300), st.integers(1, 300))
 def test_moments_of_whole_sequences(prompt, response):
     work = toy_work(
