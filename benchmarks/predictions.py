@@ -104,7 +104,9 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
     cluster = Cluster.parse(topology.name)
     for layout in LAYOUTS:
         config = recipe_in(layout)
-        simulator = PassSimulator(cluster, load_of(config).work, assumptions_of(config))
+        simulator = PassSimulator(
+            cluster, load_of(config).work, assumptions_of(config, cluster.accelerator)
+        )
         terms = simulator.training(config.model, layout.strategy)
         roles = roles_on(config, topology)
         (pool,) = roles.pools.values()
@@ -211,7 +213,9 @@ class Ran:
 def calibrated(run: Ran, cluster: Cluster) -> Assumptions:
     """What a run says of this machine: a rate of products, and seconds of a decoding step."""
     plain = dataclasses.replace(
-        assumptions_of(run.config).for_measured_rates(), hosts_step_s=0.0, dispatch_s=0.0
+        assumptions_of(run.config, cluster.accelerator).for_measured_rates(),
+        hosts_step_s=0.0,
+        dispatch_s=0.0,
     )
     share = run.predicted(cluster, plain)["update_actor"] / run.measured("update_actor")
     plain = dataclasses.replace(plain, flops_rate=min(1.0, share))

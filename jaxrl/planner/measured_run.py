@@ -90,7 +90,7 @@ def read_measured_run(path: pathlib.Path, config: Config) -> MeasuredRun:
 
 def _stages(medians: Mapping[str, float]) -> dict[str, float]:
     """Measured seconds by stage."""
-    found = dict.fromkeys(STAGES, 0.0)
+    found: dict[str, float] = {stage: 0.0 for stage in STAGES}
     for metric, seconds in medians.items():
         name = metric.removeprefix(_TIMER)
         if name == metric or name in _OTHERS:

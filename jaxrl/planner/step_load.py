@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.mesh.hardware import Accelerator
+from jaxrl.models.attention import pick_implementation
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
@@ -169,10 +171,33 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
     )
 
 
-def assumptions_of(config: Config) -> Assumptions:
-    """The assumptions of the simulation with the settings of a recipe; critics train like the actor."""
+def _platform(kind: Accelerator) -> str:
+    """The platform of devices, as `jax.Device.platform`."""
+    if kind.arrangement == "torus":
+        return "tpu"
+    return "gpu" if any("NVIDIA" in name for name in kind.device_kinds) else "cpu"
+
+
+def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
+    """The assumptions of the simulation with the settings of a recipe; critics train like the actor.
+
+    Args:
+      config: config of the run.
+      kind: kind of its devices.
+
+    Raises:
+      UserError: the attention that the recipe names does not run on these devices.
+    """
     train, rollout = config.train, config.rollout
+    attention = pick_implementation(
+        _platform(kind),
+        train.dtype,
+        train.attention,
+        softcap=config.model.attention_softcap,
+        tree=train.share_prompts is True,
+    )
     return Assumptions(
+        skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
         cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),

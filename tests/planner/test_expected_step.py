@@ -59,7 +59,7 @@ def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
     slots = GenerationStrategy(1, 8, planned.engine.config.slots // d)
     roles = {"actor": RoleMapping("actor", 0, Strategy(1, 8, d, d), slots)}
     work = dataclasses.replace(load.work, microbatch_rows=0)
-    simulator = StepSimulator(cluster, work, assumptions_of(config))
+    simulator = StepSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
     tasks = tasks_of_run(planned.algorithm, config)
     search = simulator.step(tasks, planned.models.by_role, roles)
     for ours, theirs in zip(plan, search, strict=True):

@@ -60,7 +60,7 @@ def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None 
         role_models(config, roles).by_role,
         work,
         cluster,
-        assumptions=assumptions_of(config),
+        assumptions=assumptions_of(config, cluster.accelerator),
         tasks=tasks_of_run(algorithm_of(config), config),
     )
 

@@ -143,8 +143,15 @@ class PassSimulator:
         """Seconds of matmuls and attention; with few tokens those of reading the weights."""
         numbers, work = model_numbers(model), self._work
         sequences = flushes.tokens / work.mean_tokens
-        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
-        flops = flushes.tokens * numbers.token_flops + sequences * attention
+        attention = sequences * mean_attention_flops(
+            model, work.mean_tokens, work.mean_square_tokens
+        )
+        if not self._assume.skips_segments:
+            # All pairs of a row up to each token: more than twice as many with several texts in a row.
+            tokens = max(float(work.microbatch_tokens), work.mean_tokens)
+            rows = flushes.tokens / tokens
+            attention = max(attention, rows * mean_attention_flops(model, tokens, tokens**2))
+        flops = flushes.tokens * numbers.token_flops + attention
         read = numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)

@@ -108,7 +108,8 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     config = with_mapping(recipe_file("ppo_llama8b"), found)
     work = load_of(config).work
     assert work.microbatch_rows == config.train.rows
-    passes = PassSimulator(Cluster.parse("h100:16x8"), work, assumptions_of(config))
+    cluster = Cluster.parse("h100:16x8")
+    passes = PassSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
     tasks = {task.role: task for task in found.breakdown[2].tasks}
     models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
@@ -124,11 +125,21 @@ def test_the_search_assumes_what_the_recipe_says():
         rollout=dataclasses.replace(config.rollout, kv_dtype="int8"),
         optim=dataclasses.replace(config.optim, moments="bfloat16"),
     )
-    found = assumptions_of(narrow)
+    found = assumptions_of(narrow, accelerator("h100"))
     assert (found.dtype, found.compute_bytes, found.cache_bytes) == ("bfloat16", 2, 1)
     assert (found.moments_bytes, found.remat) == (4, "full")
     assert found.logits_tokens == config.train.logprob_chunk_tokens
-    assert assumptions_of(config).compute_bytes == 4
+    assert assumptions_of(config, accelerator("h100")).compute_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "skips"),
+    [("h100", "bfloat16", False), ("h100", "float32", True), ("v5p", "bfloat16", False)],
+)
+def test_pairs_of_packed_texts_are_those_that_the_devices_kernel_computes(kind, dtype, skips):
+    config = recipe()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))
+    assert assumptions_of(config, accelerator(kind)).skips_segments == skips
 
 
 def mapping_of(strategies, devices=8, generation=(1, 2)):

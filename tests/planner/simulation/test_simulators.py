@@ -91,6 +91,19 @@ def test_compute_is_what_the_model_asks_for():
         assert forward.seconds["compute"] == pytest.approx(again)
 
 
+def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
+    # 16 texts of 256 tokens in 8 rows of 512: each row has 512 x 513 / 2 pairs, not twice 256 x 257 / 2.
+    rows = dataclasses.replace(PLAIN, skips_segments=False)
+    one, two = (passes(a).inference(MODEL, Strategy(1, 1, 1)).seconds for a in (PLAIN, rows))
+    pairs = 8 * (512 * 513 / 2 - 2 * 256 * 257 / 2)
+    more = pairs * model_numbers(MODEL).pair_flops / 1e12
+    assert two["compute"] - one["compute"] == pytest.approx(more)
+    # A text of its own row has no other pairs.
+    alone = dataclasses.replace(WORK, microbatch_tokens=128)
+    one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, rows))
+    assert one.total_s == two.total_s
+
+
 def test_without_remat_nothing_is_computed_again():
     assume = dataclasses.replace(PLAIN, remat="none")
     one, two = (passes(a).training(MODEL, Strategy(1, 1, 1)) for a in (assume, PLAIN))
