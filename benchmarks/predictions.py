@@ -215,7 +215,7 @@ def calibrated(run: Ran, cluster: Cluster) -> Assumptions:
     plain = dataclasses.replace(
         assumptions_of(run.config, cluster.accelerator).for_measured_rates(),
         hosts_step_s=0.0,
-        dispatch_s=0.0,
+        call_s=0.0,
     )
     share = run.predicted(cluster, plain)["update_actor"] / run.measured("update_actor")
     plain = dataclasses.replace(plain, flops_rate=min(1.0, share))

@@ -164,6 +164,7 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
         microbatch_rows=config.train.rows,
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
+        prefill_prompts=rollout.prefill_prompts,
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     return StepLoad(

@@ -82,6 +82,7 @@ class PassSimulator:
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
+            "program call": self._assume.call_s,
         }
         return CostBreakdown(
             seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
@@ -107,6 +108,7 @@ class PassSimulator:
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (tensor | data).items()},
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
+            "program call": assume.call_s,
         }
         resident = self._weights(model, strategy, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
@@ -164,7 +166,7 @@ class PassSimulator:
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
         reduces = 2 * passes * numbers.layers / strategy.p * microbatches
-        one = self._collectives.layer_reduce_s(size, strategy.t, 1)
+        one = self._collectives.reduce_s(size, strategy.t, 1)
         found = {"tensor all-reduces": reduces * one}
         if strategy.p > 1:
             ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
@@ -186,14 +188,17 @@ class PassSimulator:
         assume, shared = self._assume, self._collectives
         values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
         stride = strategy.p * strategy.t
-        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride)
+        # The weights of a layer are one gather, and their gradients one sum.
+        calls = model_numbers(model).layers / strategy.p + 1
+        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
             sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
             size = values * assume.reduced_bytes
             replicas = strategy.d // strategy.fsdp
-            scatter = shared.gather_s(size, strategy.fsdp, stride)
-            rest = shared.reduce_s(size / strategy.fsdp, replicas, stride * strategy.fsdp)
+            scatter = shared.gather_s(size, strategy.fsdp, stride, calls=calls)
+            apart = stride * strategy.fsdp
+            rest = shared.reduce_s(size / strategy.fsdp, replicas, apart, calls=calls)
             found["gradients summed"] = flushes.count * scatter + sums * rest
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found

@@ -169,6 +169,7 @@ class Workload:
         replicas and stages; 0 gives one row to each of them.
       pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
+      prefill_prompts: prompts of a prefill batch of the engine.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
     """
 
@@ -183,6 +184,7 @@ class Workload:
     microbatch_rows: Annotated[int, count(0)] = 0
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
+    prefill_prompts: Annotated[int, count(1)] = 32
     max_slots: Annotated[int, count(1)] = 1024
 
     def __post_init__(self):

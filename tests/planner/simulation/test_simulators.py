@@ -18,9 +18,11 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.link_latency import protocols_of
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
@@ -43,9 +45,10 @@ PLAIN = Assumptions(
     overlap=0.0,
     memory_share=1.0,
     scratch_gb=0.0,
-    collective_latency_s=0.0,
+    latency_scale=0.0,
     hosts_step_s=0.0,
-    dispatch_s=0.0,
+    call_s=0.0,
+    host_s=0.0,
 )
 # Reading weights takes no time beside 1 TFLOP/s.
 CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4))
@@ -207,6 +210,73 @@ def test_the_real_rules_accept_every_strategy(name, devices):
         config = LayoutConfig(train=text, fsdp=strategy.fsdp)
         assert ParallelLayout.from_config(config) == layout
         shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
+
+
+# Latencies and fixed costs
+
+H100 = Cluster.parse("h100:16x8")
+V5P = Cluster.parse("v5p:4x4x8")
+FULL = dataclasses.replace(PLAIN, latency_scale=1.0)
+
+
+def test_small_reductions_take_the_protocol_with_the_lowest_latency():
+    # NCCL's LL: 6.6 us, and 2 x 7 hops of .6 us; half of 450 GB/s for data.
+    reduced = Collectives(H100, FULL).reduce_s(1e3, 8, 1)
+    assert reduced == pytest.approx(6.6e-6 + 14 * 0.6e-6 + 2 * 7 / 8 * 1e3 / 225e9)
+    # A TPU's ring goes both ways: 8 hops of 1 us, and 5 us before the first.
+    assert Collectives(V5P, FULL).reduce_s(0.0, 8, 1) == pytest.approx(13e-6)
+    # Large arrays go by Simple, at the whole rate: 8.4 us, 14 hops of 3.4.
+    large = Collectives(H100, FULL).reduce_s(1e9, 8, 1)
+    assert large == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 1e9 / 450e9)
+    # Arrays of several sizes at once.
+    both = Collectives(H100, FULL).reduce_s(np.array([1e3, 1e9]), 8, 1)
+    assert both.tolist() == pytest.approx([reduced, large])
+
+
+def test_hops_between_hosts_cost_more():
+    # 32 devices of four hosts: 28 hops inside and 3 between; 16 replicas eight apart: 15 between hosts.
+    latency = {
+        (32, 1): 6.6e-6 + 28 * 0.6e-6 + 3 * 2.7e-6,
+        (16, 8): 6.6e-6 + 15 * 2.7e-6,
+        (8, 1): 6.6e-6 + 7 * 0.6e-6,
+    }
+    for (members, stride), seconds in latency.items():
+        assert Collectives(H100, FULL).gather_s(0.0, members, stride) == pytest.approx(seconds)
+        ten = Collectives(H100, FULL).gather_s(0.0, members, stride, calls=10)
+        assert ten == pytest.approx(10 * seconds)
+    assert Collectives(H100, FULL).gather_s(1e9, 1, 8) == 0
+
+
+def test_gathers_and_gradient_sums_have_a_latency_per_layer():
+    none, all_of_it = (passes(a).training(MODEL, Strategy(1, 1, 2, 2)) for a in (PLAIN, FULL))
+    # Four microbatches, two gathers of four layers and the embedding; one hop of NVLink.
+    start = min(p.start_s + p.near_s for p in protocols_of(CLUSTER.accelerator))
+    for cause, gathers in (("weights gathered", 2), ("gradients summed", 1)):
+        more = all_of_it.seconds[cause] - none.seconds[cause]
+        assert 4 * gathers * 5 * start <= more <= 4 * gathers * 5 * 20e-6
+
+
+def test_every_program_call_costs_the_host():
+    work = dataclasses.replace(WORK, prefill_prompts=8)
+    calls = dataclasses.replace(PLAIN, call_s=1.0)
+    one = Strategy(1, 1, 1)
+    for assume, times in ((PLAIN, 0), (calls, 1)):
+        assert passes(assume).training(MODEL, one).seconds["program call"] == times
+        assert passes(assume).inference(MODEL, one).seconds["program call"] == times
+    slots = GenerationStrategy(1, 1, 16)
+    free, paid = (generator(a, work).generation(MODEL, one, slots).seconds for a in (PLAIN, calls))
+    # 128 tokens in dispatches of 64; 16 prompts in batches of 8, which two programs prefill and insert.
+    assert paid["host between dispatches"] - free["host between dispatches"] == 2
+    assert paid["prefill"] - free["prefill"] == pytest.approx(4)
+
+
+def test_the_host_looks_at_the_slots_of_all_replicas():
+    hosts = dataclasses.replace(PLAIN, host_s=1.0)
+    # Four replicas of four slots, two dispatches.
+    found = generator(hosts).generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4))
+    assert found.seconds["host between dispatches"] == pytest.approx(2 * 16)
+    # The measurement that it comes from: 0.8 ms for 4,096 slots.
+    assert Assumptions().host_s * 4096 == pytest.approx(0.8e-3)
 
 
 # Generation
