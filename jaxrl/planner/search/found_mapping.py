@@ -52,4 +52,5 @@ def mapping_of(
         breakdown=solver.simulator.step(problem.roles, problem.models, roles),
         placements=results,
         budget_bytes=problem.budget_bytes,
+        common_rows=problem.workload.microbatch_rows,
     )

@@ -57,6 +57,7 @@ class Mapping:
       breakdown: costs of each stage.
       placements: all searched placements, fastest first.
       budget_bytes: bytes per device that no pool exceeds.
+      common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
     """
 
     dataflow: str
@@ -67,6 +68,7 @@ class Mapping:
     breakdown: tuple[StageBreakdown, ...]
     placements: tuple[PlacementResult, ...]
     budget_bytes: float
+    common_rows: int = 0
 
     @property
     def seconds(self) -> float:
@@ -80,8 +82,11 @@ class Mapping:
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of a microbatch: the smallest number that the replicas and stages of every role divide."""
-        return math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
+        """Rows of a microbatch: those of the simulation, or the smallest number that suits every role.
+
+        The replicas and stages of every role divide it.
+        """
+        return self.common_rows or math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
 
     def peak_bytes(self, pool: int) -> float:
         """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""

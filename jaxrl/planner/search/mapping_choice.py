@@ -92,16 +92,16 @@ def propose(
 def with_mapping(config: Config, found: Mapping) -> Config:
     """Applies a mapping to a config: layouts, pools, slots, and batches that divide over them.
 
-    A microbatch has the smallest number of rows that the replicas and stages of every role divide, as in the
-    simulation.
+    A microbatch has as many rows as in the simulation.
     """
     actor = found.roles["actor"]
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    # The search considers neither expert nor sequence parallelism.
+    # The search considers neither expert nor sequence parallelism, and counts weights and moments as FSDP
+    # shards them: another strategy needs other memory, and its shards may not divide.
     mesh = dataclasses.replace(
-        config.mesh, layout="as_given", expert=1, context=1, **_settings_of(actor)
+        config.mesh, layout="as_given", expert=1, context=1, sharding="FSDP", **_settings_of(actor)
     )
     placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
