@@ -86,7 +86,9 @@ class Mapping:
 
         The replicas and stages of every role divide it.
         """
-        return self.common_rows or math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
+        return self.common_rows or math.lcm(
+            *(role.strategy.row_parts for role in self.roles.values())
+        )
 
     def peak_bytes(self, pool: int) -> float:
         """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""

@@ -11,6 +11,7 @@ from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 # Of every covered dataflow, small and large, dense and with experts.
@@ -67,11 +68,16 @@ def random_pair(seed: int) -> Pair:
             "algorithm.one_step_off": "True",
         }
         pair = Pair(recipe, dict(draw.sample(sorted(overrides.items()), 5)), topology)
-        try:
-            pair.config
-        except UserError:
-            continue
-        return pair
+        if _is_valid(pair):
+            return pair
+
+
+def _is_valid(pair: Pair) -> bool:
+    try:
+        algorithm_of(pair.config)
+    except UserError:
+        return False
+    return True
 
 
 def proposal(pair: Pair, folder: pathlib.Path) -> str:
