@@ -1,9 +1,10 @@
 """Tokens per second of jaxrl's rollout, of Transformers' `generate` and of Tunix's sampler, on one problem.
 
-    python benchmarks/rollout.py [--tunix-python PATH] [--rounds 3] [--case even|ragged|sizes|precision]
+    python benchmarks/rollout.py [--tunix-python PATH] [--rounds 3] [--case even|ragged|lm|sizes|precision]
 
     even        no response stops before the limit
     ragged      each token is a stop with probability 10 / 512: responses of 50 tokens on average
+    lm          16 samples of a model of SmolLM2-135M's shape, in float32 and in bfloat16
     sizes       8 samples in an engine of 256 slots, under growing limits of length
     precision   how far the sampler's log-probabilities are from a float32 trainer's
 
@@ -51,6 +52,7 @@ from jaxrl.types import Prompts
 SYSTEMS = pathlib.Path(__file__).with_name("rollout_systems.py")
 OURS = ("jaxrl", "jaxrl, bfloat16 cache", "jaxrl, int8 cache")
 TRANSFORMERS = ("Transformers", "Transformers, static cache")
+OF_LM = ("jaxrl", "jaxrl, bfloat16", "Transformers", "Transformers, bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,20 @@ class Shape:
             qkv_bias=False,
             qk_norm=True,
         )
+
+
+LM = Shape(
+    layers=30,
+    width=576,
+    heads=9,
+    kv_heads=3,
+    ffn=1536,
+    vocab=49_152,
+    prompt=32,
+    response=96,
+    prompts=16,
+    samples=1,
+)
 
 
 class System:
@@ -116,7 +132,7 @@ class System:
 
     def warm_up(self, rounds):
         """Compiles; False where the system cannot run."""
-        found = [self.run(seed) for seed in range(rounds if self.name in OURS else 1)]
+        found = [self.run(seed) for seed in range(rounds if self.name.startswith("jaxrl") else 1)]
         if found[-1] is not None:
             self.first_s = found[0]["wall_s"]
         return found[-1] is not None
@@ -179,8 +195,8 @@ def available(args):
     return systems
 
 
-def compare(title, shape, args, console):
-    systems = [System(name, shape, python) for name, python in available(args)]
+def compare(title, shape, systems, args, console):
+    systems = [System(name, shape, python) for name, python in systems]
     for system in list(systems):
         if not system.warm_up(args.rounds):
             print(f"{system.name} is left out: it ended; run it by itself to see why")
@@ -328,13 +344,17 @@ def main():
     )
     parser.add_argument("--tunix-python", default="")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", choices=("even", "ragged", "sizes", "precision"), default="")
+    parser.add_argument(
+        "--case", choices=("even", "ragged", "lm", "sizes", "precision"), default=""
+    )
     args = parser.parse_args()
     console = Console(width=120)
     if args.case in ("", "even"):
-        compare("even", Shape(), args, console)
+        compare("even", Shape(), available(args), args, console)
     if args.case in ("", "ragged"):
-        compare("ragged", Shape(stops=10), args, console)
+        compare("ragged", Shape(stops=10), available(args), args, console)
+    if args.case in ("", "lm"):
+        compare("135M", LM, [(name, sys.executable) for name in OF_LM], args, console)
     if args.case in ("", "sizes"):
         sizes(console)
     if args.case in ("", "precision"):

@@ -26,7 +26,7 @@ def stop_ids(shape):
     return list(range(1, 1 + shape["stops"]))
 
 
-def jaxrl_system(shape, kv_dtype):
+def jaxrl_system(shape, kv_dtype, dtype="float32"):
     import jax
     import numpy as np
 
@@ -61,11 +61,12 @@ def jaxrl_system(shape, kv_dtype):
         tokens_per_dispatch=16,
         stop_ids=tuple(stop_ids(shape)),
         kv_dtype=kv_dtype,
-        unroll=shape["layers"],
+        dtype=dtype,
     )
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     backend = OfflineBackend(engine, lambda _: "")
-    backend.load(init_params(model, jax.random.key(0)))
+    params = init_params(model, jax.random.key(0))
+    backend.load(jax.tree.map(lambda weight: weight.astype(dtype), params))
 
     def run(seed):
         tokens = tuple(row.astype(np.int32) for row in prompts_of(shape, seed))
@@ -80,7 +81,7 @@ def jaxrl_system(shape, kv_dtype):
     return run, programs
 
 
-def transformers_system(shape, cache):
+def transformers_system(shape, cache, dtype="float32"):
     import numpy as np
     import torch
     import transformers
@@ -100,7 +101,7 @@ def transformers_system(shape, cache):
         eos_token_id=None,
         pad_token_id=PADDING,
     )
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval()
     stops = stop_ids(shape)
 
     def run(seed):
@@ -197,8 +198,10 @@ SYSTEMS = {
     "jaxrl": lambda shape: jaxrl_system(shape, "float32"),
     "jaxrl, bfloat16 cache": lambda shape: jaxrl_system(shape, "bfloat16"),
     "jaxrl, int8 cache": lambda shape: jaxrl_system(shape, "int8"),
+    "jaxrl, bfloat16": lambda shape: jaxrl_system(shape, "", "bfloat16"),
     "Transformers": lambda shape: transformers_system(shape, None),
     "Transformers, static cache": lambda shape: transformers_system(shape, "static"),
+    "Transformers, bfloat16": lambda shape: transformers_system(shape, None, "bfloat16"),
     "Tunix": tunix_system,
 }
 

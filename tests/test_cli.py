@@ -118,7 +118,7 @@ def printed(capsys, run, *arguments) -> tuple[int, str, str]:
 @pytest.mark.parametrize("argument", ["--help", "--bogus"])
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_launch_script_is_the_command_of_its_name(monkeypatch, capsys, path, argument):
-    monkeypatch.setenv("COLUMNS", "1000")  # where a usage wraps depends on the program's name
+    monkeypatch.setenv("COLUMNS", "5000")  # where a usage wraps depends on the program's name
     monkeypatch.setattr(sys, "argv", [str(path), argument])
     by_script = printed(capsys, runpy.run_path, str(path), None, "__main__")
     name = path.stem.replace("_", "-")

@@ -38,9 +38,15 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
         "dtype": "float32",
         "kv_dtype": "int8",
         "decode_attention": "xla",
+        "cache": "paged",
+        "cache_tokens": 4096,
+        "deterministic": True,
     }
     assert set(given) == set(leaf_names(EngineSettings))
-    config = parsed(ServeConfig, "--model=m", *(f"--{k}={v}" for k, v in given.items()))
+    values = (
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()
+    )
+    config = parsed(ServeConfig, "--model=m", "--grpc=False", *values)
     assert config.engine_settings() == given
 
 

@@ -42,7 +42,11 @@ def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConf
     """Sizes of the generative judge's engine: its own number of slots, otherwise as for the policy."""
     options, rollout = config.reward.judge, config.rollout
     settings = rollout.engine_settings(
-        slots=options.slots, prefill_prompts=min(options.slots, rollout.prefill_prompts)
+        slots=options.slots,
+        prefill_prompts=min(options.slots, rollout.prefill_prompts),
+        # The judge's answers are short, and its slots are few.
+        cache="contiguous",
+        cache_tokens=0,
     )
     return EngineConfig(
         **settings,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.bits import from_bits, to_bits
 from jaxrl.models.experts import ExpertLayer, apply_experts
 from jaxrl.models.low_precision import Product
 
@@ -75,6 +76,31 @@ def scan_layers(
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
+def scan_layers_as_bits(
+    layer: LayerFunction,
+    x_BTD: jax.Array,
+    weights: Any,
+    per_layer: Any,
+    per_row: Any,
+    *,
+    unroll: int = 1,
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    """`scan_layers` for sampling on CPU: it slices and stacks bfloat16 arrays as integers.
+
+    A decoding step of SmolLM2-135M, 16 rows in bfloat16, takes 108 ms of processor time instead of 290, as
+    little as an unrolled one. The result has no gradient.
+    """
+
+    def as_bits(x_BTD, weights, layer_in, per_row):
+        x_BTD, out = layer(x_BTD, from_bits(weights), from_bits(layer_in), per_row)
+        return x_BTD, to_bits(out)
+
+    x_BTD, out = scan_layers(
+        as_bits, x_BTD, to_bits(weights), to_bits(per_layer), per_row, unroll=unroll
+    )
+    return x_BTD, from_bits(out)
+
+
 def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     del axes
     return x
@@ -94,6 +120,11 @@ class Compute:
       flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
         gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
       in_8_bits: 8-bit matmul for projections; None for `product`.
+      sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum; 0 lets XLA
+        choose. Each part is summed on one device, and parts are added in one order, so the result is the same
+        for every degree of tensor parallelism that divides the number.
+      wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
+        for bfloat16 only with such results: at 16 rows they take a third of the time.
     """
 
     dtype: Any = jnp.float32
@@ -104,17 +135,27 @@ class Compute:
     unroll: int = 1
     flat: bool = False
     in_8_bits: Product | None = None
+    sum_parts: int = 0
+    wide_results: bool = False
 
-    def projection(self, x: jax.Array, weight: jax.Array, *, num_summed: int) -> jax.Array:
+    def projection(
+        self, x: jax.Array, weight: jax.Array, *, num_summed: int, splits_sum: bool = False
+    ) -> jax.Array:
         """The matmul of a projection inside the layers: `in_8_bits` if set, else `product`."""
         if self.in_8_bits is None:
-            return self.product(x, weight, num_summed=num_summed)
+            return self.product(x, weight, num_summed=num_summed, splits_sum=splits_sum)
         lead = x.shape[: x.ndim - num_summed]
         out = self.in_8_bits(self._flattened(x, num_summed), weight, num_summed)
         return out.reshape(*lead, *weight.shape[num_summed:])
 
     def product(
-        self, x: jax.Array, weight: jax.Array, *, num_summed: int = 1, out_type: Any = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        num_summed: int = 1,
+        out_type: Any = None,
+        splits_sum: bool = False,
     ) -> jax.Array:
         """Matmul over the last dimensions of `x` and the first of `weight`.
 
@@ -123,16 +164,36 @@ class Compute:
           weight: [*summed, *outs], in any type.
           num_summed: number of dimensions that are summed over.
           out_type: type of the sum and of the result; None for `dtype`.
+          splits_sum: whether tensor parallelism splits the dimensions that are summed over.
 
         Returns:
           [..., *outs].
         """
+        if splits_sum and self.sum_parts:
+            return self._product_in_parts(x, weight, num_summed)
         lead = x.shape[: x.ndim - num_summed]
         x = self._flattened(x, num_summed)
+        sum_type = jnp.float32 if self.wide_results else out_type
         out = jnp.tensordot(
-            x, weight.astype(self.dtype), num_summed, preferred_element_type=out_type
+            x, weight.astype(self.dtype), num_summed, preferred_element_type=sum_type
         )
-        return out.reshape(*lead, *weight.shape[num_summed:])
+        return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
+
+    def _product_in_parts(self, x: jax.Array, weight: jax.Array, num_summed: int) -> jax.Array:
+        """`product` as the sum of `sum_parts` products, in float32 and one after the other."""
+        lead, outs = x.shape[: x.ndim - num_summed], weight.shape[num_summed:]
+        others = (None,) * (len(lead) - 1)
+        x = x.reshape(*lead, self.sum_parts, -1)
+        weight = weight.astype(self.dtype).reshape(self.sum_parts, -1, math.prod(outs))
+        # "mlp" stands for the axes of tensor parallelism: every device has whole parts.
+        x = self.constrain(x, ("batch", *others, "mlp", None))
+        weight = self.constrain(weight, ("mlp", None, None))
+        parts = jnp.einsum("...nk,nko->n...o", x, weight, preferred_element_type=jnp.float32)
+        parts = self.constrain(parts, ("mlp", "batch", *others, None))
+        # The parts of all devices, gathered; a sum over split parts would be one in XLA's order.
+        parts = self.constrain(parts, (None, "batch", *others, None))
+        total = functools.reduce(jnp.add, [parts[i] for i in range(self.sum_parts)])
+        return total.astype(self.dtype).reshape(*lead, *outs)
 
     def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:
         """[..., *summed] as [tokens, *summed] if `flat` is set."""

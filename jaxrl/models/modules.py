@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,15 +66,17 @@ class Projection(nnx.Module):
             self.lora_b = constant(0.0, (*stack, rank, *outs))
             self.scale = lora.scale
         self.num_ins = len(ins)
+        self.splits_sum = ins[0][0] in ("heads", "mlp")
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Projects the last dimensions of `x`."""
-        out = compute.projection(x, self.weight[...], num_summed=self.num_ins)
+        summed: Any = {"num_summed": self.num_ins, "splits_sum": self.splits_sum}
+        out = compute.projection(x, self.weight[...], **summed)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
         if self.has_adapter:
-            low_rank = compute.product(x, self.lora_a[...], num_summed=self.num_ins)
+            low_rank = compute.product(x, self.lora_a[...], **summed)
             out = out + self.scale * compute.product(low_rank, self.lora_b[...])
         return out
 

@@ -151,6 +151,11 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
         f"{engine.config.slots:,} over {engine.shards} replicas, {engine.config.slots // engine.shards} on "
         f"each, room for {engine.cache_sizes[-1]:,} tokens in each",
     )
+    if (pages := engine.pages) is not None:
+        yield (
+            "pages",
+            f"{pages.num_pages - 1:,} of {pages.page_tokens} tokens on each replica, for all its slots",
+        )
     if roles.pool_of("rollout") != roles.pool_of("actor"):
         yield (
             "weights",

@@ -23,6 +23,7 @@ from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
+from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.roles.frozen import Frozen
@@ -95,10 +96,13 @@ def sampling_memory(
     layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
 ) -> list[ResidentBuffers]:
     """The buffers of sampling: the weights that are not shared with training, and the KV cache."""
-    # [L, S, K, H, C] or [L, S, K, C, H], or one array per layer
-    keys = jax.tree.leaves(sampler.slots.context.cache)[0]
+    # [L, S, K, H, C] or [L, S, K, C, H], or one array per layer; of a paged cache S counts pages.
+    cache = sampler.slots.context.cache
+    keys = jax.tree.leaves(cache)[0]
     slots, kv_heads, *_ = keys.sharding.shard_shape(keys.shape)[-4:]
-    tokens = sampler.slots.capacity
+    what, tokens = "slots", sampler.slots.capacity
+    if isinstance(cache, PagedSlots):
+        what, tokens = "pages", tokens // cache.table.shape[1]
     weights = _buffers(
         "actor in generation",
         f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
@@ -110,7 +114,7 @@ def sampling_memory(
         dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
         _buffers(
             "KV cache and slots",
-            f"{slots} slots x {kv_heads} kv heads a device, {tokens:,} tokens each",
+            f"{slots} {what} x {kv_heads} kv heads a device, {tokens:,} tokens each",
             sampler.slots,
             learning=False,
         ),

@@ -4,6 +4,9 @@
 
 The first estimate is counted from shapes, with temporaries as measured on compiled programs. If a compiler is
 available, its figures for programs with that many slots refine the estimate.
+
+With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as
+many as fit at the length that samples are assumed to have while they decode.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from jaxrl.trainer.roles import Meshes
 _INSERTED_COPIES = 1.5
 # Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
 _LOGITS_COPIES = 48
+# A multiple of the tokens of a page, on any platform.
+_PAGE = 512
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
 
@@ -134,8 +139,10 @@ class _Choice:
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
         self._load = load_of(config)
+        self._samples_per_slot = _samples_per_slot(config)
         # More slots than a replica can use.
-        self._most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
+        most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
+        self._most = math.ceil(most / self._samples_per_slot)
         self._memory = memory * config.rollout.memory_fraction
         self._one = self._roles(1)
         buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
@@ -147,7 +154,11 @@ class _Choice:
         """The config with this many slots per replica; raises UserError for 0."""
         if not slots:
             raise self._none_fits()
-        rollout = dataclasses.replace(self._config.rollout, slots=slots * self._replicas)
+        all_slots, rollout = slots * self._replicas, self._config.rollout
+        pages: dict[str, Any] = {}
+        if rollout.cache == "paged":
+            pages["cache_tokens"] = all_slots * _longest(self._config)
+        rollout = dataclasses.replace(rollout, slots=all_slots * self._samples_per_slot, **pages)
         return dataclasses.replace(self._config, rollout=rollout)
 
     def counted(self) -> int:
@@ -156,7 +167,7 @@ class _Choice:
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
         inserted = _INSERTED_COPIES * prefix
-        logits = 4 * self._one.models.actor.vocab_size * _LOGITS_COPIES
+        logits = 4 * self._one.models.actor.vocab_size * _LOGITS_COPIES * self._samples_per_slot
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
         return int(max(0, min(fitting, self._most)))
 
@@ -188,3 +199,30 @@ class _Choice:
             f"{self._room / 1e9:.1f} for the programs and a slot of {self._slot / 1e9:.2f}; raise t_g of "
             "mesh.generate, or lower rollout.prefill_prompts or rollout.max_response_tokens"
         )
+
+
+def _longest(config: Config) -> int:
+    """Tokens of a slot of full length, in whole pages."""
+    rollout = config.rollout
+    tokens = config.data.max_prompt_tokens + rollout.max_response_tokens
+    return -(-(tokens + rollout.tokens_per_dispatch) // _PAGE) * _PAGE
+
+
+def _samples_per_slot(config: Config) -> int:
+    """Samples that share the pages of a sequence of full length; 1 if the cache is contiguous.
+
+    Prompts are assumed to have half of their maximum, and running responses a quarter, in the mean.
+
+    Raises:
+      UserError: the size of a paged cache is given, which is chosen with the slots.
+    """
+    rollout = config.rollout
+    if rollout.cache != "paged":
+        return 1
+    if rollout.cache_tokens:
+        raise UserError(
+            'rollout.slots "auto" chooses the pages too, and rollout.cache_tokens is '
+            f"{rollout.cache_tokens:,}; set it to 0, or rollout.slots to a number"
+        )
+    mean = config.data.max_prompt_tokens / 2 + rollout.max_response_tokens / 4
+    return max(1, math.floor(_longest(config) / mean))

@@ -109,6 +109,7 @@ class PackedModel:
             unroll=layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             in_8_bits=matmul_in(train.matmuls),
+            wide_results=platform_of(mesh) == "cpu",
         )
         platform, tree = platform_of(mesh), train.shares_prompts
         implementation = pick_implementation(

@@ -10,11 +10,13 @@ from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 from jaxrl.models.cache.interface import CacheKind
 from jaxrl.models.cache.kv_cache import CacheShape
+from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.models.cache.per_layer_cache import PerLayerCache
 from jaxrl.models.cache.stacked_cache import StackedCache
 from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.past_attention import past_attention
+from jaxrl.rollout.engine_sizes import PageSizes
+from jaxrl.rollout.past_attention import page_gathering, past_attention
 
 
 def choose_cache(
@@ -25,6 +27,7 @@ def choose_cache(
     kv_dtype: Any,
     unroll: int = 1,
     decode_attention: str = "auto",
+    pages: PageSizes | None = None,
 ) -> CacheKind:
     """Chooses the cache for a model on a mesh.
 
@@ -35,6 +38,7 @@ def choose_cache(
       kv_dtype: data type of the cache.
       unroll: layers per iteration of the layer scan. If it covers all layers, every layer has its own cache.
       decode_attention: "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
+      pages: pages of a paged cache; None for a contiguous one.
 
     Raises:
       UserError: `decode_attention` is unknown or cannot run on these devices.
@@ -56,10 +60,17 @@ def choose_cache(
         decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
-    if implementation != "xla":
+    # Inside a pipeline stage there are only some slots of some layers, but all pages.
+    by_table = pages is not None and one_stage
+    if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        return StackedCache(shape, kernel, by_number=one_stage)
-    if unroll >= model.num_layers and one_stage:
-        return PerLayerCache(shape)
-    return StackedCache(shape)
+        contiguous = StackedCache(shape, kernel, by_number=one_stage)
+    elif unroll >= model.num_layers and one_stage:
+        by_table, contiguous = False, PerLayerCache(shape)
+    else:
+        by_table, contiguous = False, StackedCache(shape)
+    if pages is None:
+        return contiguous
+    gather = None if by_table else page_gathering(mesh, GENERATE_RULES)
+    return PagedCache(contiguous, pages.page_tokens, pages.num_pages * pages.shards, gather)

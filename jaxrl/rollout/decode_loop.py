@@ -11,11 +11,15 @@ The loop has no thread and no clock, and it does not know where samples come fro
 
 A dispatch takes these steps, in this order:
 
-    resize        chooses the number and capacity of slots that the live samples need
-    extend        appends the environment's answer to the sequences of answered samples
-    admit         moves samples from the queue into free slots: prefill if needed, then insert
-    generate      decodes up to W tokens in every slot
-    collect       cuts at stop strings, calls the environment, frees the slots of ended samples
+    begin     resize      chooses the number and capacity of slots that the live samples need
+              grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
+              extend      appends the environment's answer to the sequences of answered samples
+              admit       moves samples from the queue into free slots: prefill if needed, then insert
+              generate    starts to decode up to W tokens in every slot
+    finish    collect     cuts at stop strings, calls the environment, frees the slots of ended samples
+
+Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
+Python runs only for samples that start, end or have stop strings; the others cost array operations.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions and dispatch the same programs.
@@ -28,6 +32,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -35,10 +40,12 @@ import numpy as np
 
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
+from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
@@ -115,12 +122,14 @@ class Decoded(NamedTuple):
       tokens: int32 [R], without tokens after a stop string and without the environment's answer.
       logprob: float32 [R].
       end: reason why the sample has ended; None if it continues.
+      num_before: number of tokens of the prompt and the sample before the dispatch.
     """
 
     task: SampleTask
     tokens: np.ndarray
     logprob: np.ndarray
     end: End | None
+    num_before: int
 
 
 class DecodeLoop:
@@ -133,6 +142,7 @@ class DecodeLoop:
         decode_text: Callable[[np.ndarray], str],
         *,
         version: int = 0,
+        streams: bool = False,
         lock: Any = None,
     ):
         """Makes an empty loop. Device memory is first taken by `dispatch`.
@@ -141,26 +151,38 @@ class DecodeLoop:
           engine, params: engine of the model, and its weights in the generation layout.
           decode_text: function that turns token ids into text, for stop strings.
           version: version of the weights; recorded with every token.
+          streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           lock: context manager that is held during each dispatch, if another thread uses the same devices;
             None if no other thread does.
         """
         self._engine = engine
         self._decode_text = decode_text
         self._version = version
+        self._streams = streams
         self._slots = Slots(engine, params, lock)
         self.clear()
 
     def clear(self) -> None:
         """Drops all samples and frees the memory of their slots."""
+        self._slots.clear()
+        self._pages = self._slots.pages
         self._scheduler = Scheduler(
             (),
             slot_sizes=self._engine.slot_sizes,
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
+            may_start=_always if self._pages is None else functools.partial(_take, self._pages),
         )
         self._prefix: Prefix | None = None
         self._extensions: dict[SampleTask, Extension] = {}
-        self._slots.clear()
+        self._begun = False
+        self._forget_slots(0)
+
+    def _forget_slots(self, num_slots: int) -> None:
+        """Begins with idle slots: no tokens, no lengths, no stop strings."""
+        self._log = DecodedLog(num_slots)
+        # Tokens of the sequence in each slot, and whether its text is searched for stop strings.
+        self._length_n, self._searched_n = np.zeros(num_slots, int), np.zeros(num_slots, bool)
 
     @property
     def unfinished(self) -> bool:
@@ -179,25 +201,86 @@ class DecodeLoop:
             self._extensions.pop(task, None)
         if running := [slot for slot in freed if slot is not None]:
             self._slots.release(running)
+            self._log.stop(np.array(running))
+            if self._pages is not None:
+                self._pages.release(running)
 
     def dispatch(self) -> list[Decoded]:
-        """Starts waiting samples and decodes up to W tokens in every slot.
+        """Starts waiting samples and decodes up to W tokens in every slot: `begin` and `finish`."""
+        self.begin()
+        return self.finish()
 
-        Returns:
-          One entry per running sample, in the order of the slots; empty if nothing runs.
-        """
+    def begin(self) -> None:
+        """Starts waiting samples, and a dispatch on the devices, if there is any sample."""
         scheduler = self._scheduler
         if not scheduler.unfinished:
-            return []
+            return
         moves = scheduler.resize()
+        if moves is not None:
+            self._move(moves)
+        self._grow_pages()
         admissions = list(iter(scheduler.admit, None))
-        running = scheduler.running
-        longest = max(task.num_tokens for task in running.values())
+        starting = [slot for admission in admissions for slot, _, _ in admission.slots]
+        for slot in starting:
+            self._length_n[slot] = scheduler.owner(slot).num_tokens
+        longest = int(self._length_n[scheduler.busy_slots].max())
         self._slots.make_room(scheduler.num_slots, moves, longest)
-        self._extend_answered(running)
+        self._extend_answered()
         for admission in admissions:
             self._admit(admission)
-        return self._collect(running, *self._slots.generate(scheduler.enough_active))
+        self._slots.generate(scheduler.enough_active)
+        self._log.settle()
+        self._begun = True
+
+    def finish(self) -> list[Decoded]:
+        """Waits for the dispatch that `begin` has started.
+
+        Returns:
+          One entry per ended sample, or with `streams` per running sample, in the order of the slots; empty
+          if nothing runs.
+        """
+        if not self._begun:
+            return []
+        self._begun = False
+        return self._collect(*self._slots.decoded())
+
+    def leave(self) -> None:
+        """Gives the running samples the tokens that they have so far. The loop is not used after this."""
+        for slot in self._scheduler.busy_slots.tolist():
+            self._give_tokens(slot)
+
+    def _move(self, moves: list[int]) -> None:
+        """Moves what is known of the slots, as the scheduler's `resize` has moved their samples."""
+        before, now = len(self._length_n), len(moves)
+        if not before:
+            self._forget_slots(now)
+            return
+        shards = self._engine.shards
+        first_n = np.repeat(np.arange(shards) * (before // shards), now // shards)
+        old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
+        self._log = self._log.moved(old_n)
+        self._length_n, self._searched_n = self._length_n[old_n], self._searched_n[old_n]
+
+    # Pages
+
+    def _grow_pages(self) -> None:
+        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
+        if self._pages is None:
+            return
+        for slot, extension in self._extensions_by_slot().items():
+            self._pages.extend(slot, extension.length, len(extension.tokens))
+        if not (dropped := self._pages.grow()):
+            return
+        self._slots.release(dropped)
+        for slot in dropped:
+            self._give_tokens(slot)
+        self._log.stop(np.array(dropped))
+        for task in self._scheduler.finish(dropped):
+            # Like a sample of an earlier step it starts again from the tokens that it has.
+            self._extensions.pop(task, None)
+            prompt = task.start.tokens[: task.prompt_tokens]
+            task.start = StartSequence(np.concatenate([prompt, task.sample.tokens]))
+            self._scheduler.add_first(SampleRequest(task, task.start))
 
     # Into slots
 
@@ -216,6 +299,11 @@ class DecodeLoop:
           starts: slot, batch index in the prefix, and task of each sample.
         """
         alike: dict[DrawSettings, list[SlotAssignment]] = collections.defaultdict(list)
+        starts = list(starts)
+        slots = np.array([slot for slot, _, _ in starts])
+        self._log.start(slots)
+        self._length_n[slots] = [task.num_tokens for _, _, task in starts]
+        self._searched_n[slots] = [bool(task.stop_strings) for _, _, task in starts]
         for slot, batch_index, task in starts:
             sample = task.sample
             alike[task.settings].append(
@@ -226,78 +314,114 @@ class DecodeLoop:
         for settings, assignments in alike.items():
             self._slots.insert(prefix, assignments, settings)
 
-    def _extend_answered(self, running: dict[int, SampleTask]) -> None:
-        """Appends the environment's answers to the sequences in their slots, so that they decode on."""
-        # A slot may have moved since its turn ended.
-        extensions = {
+    def _extensions_by_slot(self) -> dict[int, Extension]:
+        """The environment's answers that wait, by the slot of their sample; a slot may have moved since."""
+        found = {
             slot: extension
-            for slot, task in running.items()
-            if (extension := self._extensions.pop(task, None)) is not None
+            for task, extension in self._extensions.items()
+            if (slot := self._scheduler.slot_of(task)) is not None
         }
+        return dict(sorted(found.items()))
+
+    def _extend_answered(self) -> None:
+        """Appends the environment's answers to the sequences in their slots, so that they decode on."""
+        extensions, self._extensions = self._extensions_by_slot(), {}
+        owner = self._scheduler.owner
         for prefix, slot_of in self._slots.extend(extensions):
-            self._insert(prefix, [(slot, index, running[slot]) for index, slot in slot_of.items()])
+            self._insert(prefix, [(slot, index, owner(slot)) for index, slot in slot_of.items()])
 
     # Out of slots
 
-    def _collect(
-        self, running: dict[int, SampleTask], active: np.ndarray, decoded: DecodedTokens
-    ) -> list[Decoded]:
-        """Adds decoded tokens to their samples, and frees the slots of ended samples."""
-        results, ended, still_active = [], [], []
-        for slot, task in running.items():
-            sample, before = task.sample, len(task.sample)
-            tokens, logprob, entropy = decoded.of_slot(slot)
-            sample.add_decoded(tokens, logprob, entropy, version=self._version)
-            stop = self._cut_at_stop(task, tokens)
-            kept = len(sample) - before
-            turn_over = stop is not None or not active[slot]
-            end = self._end_turn(task, stop) if turn_over else None
-            results.append(Decoded(task, tokens[:kept], logprob[:kept], end))
-            if turn_over and active[slot]:
-                # The device does not check stop strings, so it must be told to stop decoding.
-                still_active.append(slot)
-            if end is not None:
-                ended.append(slot)
-        if still_active:
+    def _collect(self, active: np.ndarray, decoded: DecodedTokens) -> list[Decoded]:
+        """Adds decoded tokens to samples whose turn is over, and frees the slots of ended samples."""
+        busy = self._scheduler.busy_slots
+        before_n = self._length_n
+        self._log.append(decoded)
+        self._length_n = before_n + decoded.count
+        if self._pages is not None:
+            self._pages.advance(decoded.count)
+        cuts = self._cuts(busy, decoded.count)
+        over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
+        ends = {
+            slot: self._end_turn(slot, int(decoded.count[slot]), cuts.get(slot)) for slot in over
+        }
+        # The device does not check stop strings, so it must be told to stop decoding.
+        if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
-        self._scheduler.finish(ended)
+        ended = [slot for slot, end in ends.items() if end is not None]
+        reported = busy.tolist() if self._streams else ended
+        results = []
+        for slot in reported:
+            tokens, logprob, _ = decoded.of_slot(slot)
+            kept = len(tokens) - cuts.get(slot, 0)
+            told = (tokens[:kept], logprob[:kept], ends.get(slot), int(before_n[slot]))
+            results.append(Decoded(self._scheduler.owner(slot), *told))
+        self._free(ended)
         return results
 
-    def _cut_at_stop(self, task: SampleTask, newest: np.ndarray) -> End | None:
-        """Cuts the sample after the first stop string; returns how its turn ended, None if it did not.
+    def _free(self, ended: list[int]) -> None:
+        self._log.stop(np.array(ended, int))
+        tasks = self._scheduler.finish(ended)
+        if self._pages is None:
+            return
+        finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
+        self._pages.end(finished)
+        self._pages.release([slot for slot in ended if slot not in set(finished)])
 
-        Args:
-          task: the sample's task.
-          newest: int32, tokens that this dispatch has added.
-        """
-        sample = task.sample
-        if task.stop_strings:
-            tail = sample.tail(tokens_to_search(len(newest), task.stop_strings))
-            end = end_of_stop(tail, len(newest), task.stop_strings, self._decode_text)
+    def _cuts(self, busy: np.ndarray, count_n: np.ndarray) -> dict[int, int]:
+        """Number of tokens after the first stop string, for the slots in which one has ended."""
+        cuts: dict[int, int] = {}
+        for slot in busy[self._searched_n[busy]].tolist():
+            task, newest = self._scheduler.owner(slot), int(count_n[slot])
+            tail = self._tail(slot, task, tokens_to_search(newest, task.stop_strings))
+            end = end_of_stop(tail, newest, task.stop_strings, self._decode_text)
             if end is not None:
-                sample.cut(len(sample) - (len(tail) - end))
-                return End.STOP_STRING
-        stopped = len(newest) and int(newest[-1]) in self._engine.config.stop_ids
-        return End.STOP_ID if stopped else None
+                cuts[slot] = len(tail) - end
+        return cuts
 
-    def _end_turn(self, task: SampleTask, stop: End | None) -> End | None:
+    def _tail(self, slot: int, task: SampleTask, count: int) -> np.ndarray:
+        """The last `count` tokens of the current turn, or all of them if there are fewer."""
+        tokens = self._log.tail(slot, count)
+        # A sample that was continued has the beginning of its turn itself.
+        before = task.sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
+        return np.concatenate([before, tokens])
+
+    def _give_tokens(self, slot: int) -> None:
+        """Moves the tokens of a slot from the log to its sample."""
+        sample = self._scheduler.owner(slot).sample
+        sample.add_decoded(*self._log.take(slot), version=self._version)
+
+    def _end_turn(self, slot: int, newest: int, cut: int | None) -> End | None:
         """Ends a turn: the sample ends, stays unfinished, or continues after the environment's answer.
 
         Args:
-          task: task of a sample whose slot is idle.
-          stop: how the turn ended; None if it reached the token limit.
+          slot: slot of the sample, which decodes no more.
+          newest: number of tokens that the dispatch has added.
+          cut: number of tokens after a stop string; None if there is none.
 
         Returns:
           Why the sample has ended; None if it continues.
         """
+        task = self._scheduler.owner(slot)
+        self._give_tokens(slot)
+        stop = self._stop(task.sample, newest, cut)
         end = stop
         if stop is None:
             end = End.FULL if len(task.sample) >= task.max_tokens else End.PAUSED
         elif task.environment is not None:
             end = self._answer(task, task.environment, stop)
+        self._length_n[slot] = task.num_tokens
         task.sample.finished = end not in (None, End.PAUSED)
         task.sample.truncated = end is End.FULL
         return end
+
+    def _stop(self, sample: Sample, newest: int, cut: int | None) -> End | None:
+        """Cuts the sample after a stop string; returns how its turn ended, None if the limit ended it."""
+        if cut is not None:
+            sample.cut(len(sample) - cut)
+            return End.STOP_STRING
+        stopped = newest and int(sample.tail(1)[0]) in self._engine.config.stop_ids
+        return End.STOP_ID if stopped else None
 
     def _answer(self, task: SampleTask, environment: Environment, stop: End) -> End | None:
         """Calls the environment; returns None if it has answered, because the sample then continues."""
@@ -312,3 +436,15 @@ class DecodeLoop:
         self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
         sample.add_given(answer, self._version)
         return None
+
+
+def _always(slot: int, task: SampleTask) -> bool:
+    """A contiguous cache has memory for a sample in every slot."""
+    del slot, task
+    return True
+
+
+def _take(pages: SlotPages, slot: int, task: SampleTask) -> bool:
+    """Takes pages for a sample; False if there are too few."""
+    most = task.prompt_tokens + task.limit
+    return pages.take(slot, task.start.tokens, most, len(task.sample))

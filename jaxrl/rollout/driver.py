@@ -106,7 +106,7 @@ class OfflineBackend(EngineBackend):
         """Continues unfinished groups and samples `prompts` until `on_group` returns True.
 
         The prompt and the tokens of an unfinished sample are prefilled under the current weights. `on_group`
-        is called after each dispatch.
+        is called with the groups that a dispatch has finished while the next one runs, which also counts.
         """
         groups = SampleGroups(prompts, options, self._decode_text, unfinished)
         new = groups.prompts.take(range(groups.num_resumed, len(groups)))
@@ -115,15 +115,20 @@ class OfflineBackend(EngineBackend):
         loop = DecodeLoop(self.engine, self.params, self._decode_text, version=options.step)
         loop.add(_tasks(groups, options, expected_N, self.engine.config.max_response_tokens))
         unfinished_of = [sum(not s.finished for s in groups.group(n)) for n in range(len(groups))]
-        while loop.unfinished:
+        finished: list[int] = []
+        enough = False
+        while loop.unfinished and not enough:
+            loop.begin()
+            # The text of the groups that have just finished is made while the devices decode on.
+            enough = groups.hand_out(finished, on_group)
             finished = []
-            for result in loop.dispatch():
+            for result in loop.finish():
                 if (sample := result.task.sample).finished:
                     unfinished_of[sample.prompt] -= 1
                     if not unfinished_of[sample.prompt]:
                         finished.append(sample.prompt)
-            if groups.hand_out(finished, on_group):
-                break
+        groups.hand_out(finished, on_group)
+        loop.leave()
         return groups.rollout()
 
 

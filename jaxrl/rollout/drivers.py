@@ -40,6 +40,7 @@ class Driver:
 
 
 PARTIAL, ENVIRONMENT = "rollout.partial", "rollout.environment"
+PAGED = "rollout.cache='paged'"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"
 
 
@@ -60,7 +61,7 @@ def _jetstream(
 DRIVERS = {
     "offline": Driver(_offline),
     "jetstream": Driver(
-        _jetstream, frozenset({PARTIAL, ENVIRONMENT, SEVERAL_PROCESSES}), package="jetstream"
+        _jetstream, frozenset({PARTIAL, ENVIRONMENT, PAGED, SEVERAL_PROCESSES}), package="jetstream"
     ),
 }
 
@@ -88,7 +89,7 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
     Args:
       name: name of the driver.
-      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT` and `SEVERAL_PROCESSES`.
+      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT`, `PAGED` and `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(

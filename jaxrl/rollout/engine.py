@@ -23,20 +23,22 @@ a response. Each column is a slot. The last token of a sequence is in brackets b
 
 On CPU, decoding reads all of C. There `resize` keeps n and C small, so that a dispatch costs only what its
 live slots need. On accelerators the kernels read just the used length of each slot, so n and C never change.
+Nor do they with a paged cache. Its page table is written by the host (`slots.py`), before a program runs.
 Programs are compiled per size on first use; `engine_sizes.py` bounds the number of sizes.
-
-Not covered: paged caches. Slots with the same prompt each hold a copy of its keys and values.
 
     n slots   P prompts of a prefill batch   T prompt tokens   W tokens of a dispatch   C capacity in tokens
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -49,12 +51,12 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.interface import Attention, cache_bytes
-from jaxrl.models.compute import Compute, scan_layers
+from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
-from jaxrl.rollout.engine_sizes import engine_sizes
+from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
 from jaxrl.rollout.generate_program import GenerateProgram
 from jaxrl.rollout.prefill_programs import PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
@@ -71,6 +73,7 @@ class Engine:
 
     Attributes:
       shards: number of shards of the slots.
+      pages: sizes of a paged cache; None if the cache is contiguous.
       slot_sizes, batch_sizes, prompt_sizes, prefix_sizes, cache_sizes: the fields of `EngineSizes`.
     """
 
@@ -83,12 +86,21 @@ class Engine:
           config: sizes and data types.
 
         Raises:
-          UserError: a stop id is not in the model's vocabulary.
+          UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
         """
         _check_stop_ids(config, model)
+        if config.deterministic:
+            _check_deterministic(model, mesh)
         self.model = model
         self.config = config
         self.mesh = mesh
+        self.shards = shards_of("batch", GENERATE_RULES, mesh)
+        self.pages = page_sizes(
+            config,
+            shards=self.shards,
+            kv_heads=max(1, model.num_kv_heads // shards_of("heads", GENERATE_RULES, mesh)),
+            platform=platform_of(mesh),
+        )
         self._cache = choose_cache(
             model,
             mesh,
@@ -96,8 +108,8 @@ class Engine:
             kv_dtype=config.cache_dtype,
             unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
             decode_attention=config.decode_attention,
+            pages=self.pages,
         )
-        self.shards = shards_of("batch", GENERATE_RULES, mesh)
         sizes = engine_sizes(config, self._cache, self.shards)
         self.slot_sizes, self.batch_sizes = sizes.slots, sizes.batches
         self.prompt_sizes = sizes.prompts
@@ -108,16 +120,18 @@ class Engine:
     def _compile(self, graph: nnx.GraphDef) -> None:
         """Makes the jitted programs; each compiles at its first call."""
         config, layout = self.config, self._layout
-        compute = _compute(config, self.model.num_layers, layout)
+        compute = _compute(config, self.model, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1))
-        self.prefill = jax.jit(prefill.prefill)
-        self.extend = jax.jit(prefill.extend, donate_argnames="prefix")
+        # XLA may leave out roundings to bfloat16 inside a fusion, and which ones depends on the mesh.
+        exact = {"xla_allow_excess_precision": False} if config.deterministic else {}
+        self.prefill = jax.jit(prefill.prefill, compiler_options=exact)
+        self.extend = jax.jit(prefill.extend, donate_argnames="prefix", compiler_options=exact)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
-        self.generate = jax.jit(decoding.generate, donate_argnames="state")
+        self.generate = jax.jit(decoding.generate, donate_argnames="state", compiler_options=exact)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
@@ -146,6 +160,22 @@ class Engine:
         """The shapes and shardings of the largest state; allocates nothing."""
         return self._layout.abstract(jax.eval_shape(self.init_decode_state))
 
+    def with_pages(
+        self, state: DecodeState, table_nP: np.ndarray, shared_n: np.ndarray
+    ) -> DecodeState:
+        """A state of a paged cache with another page table; runs no program.
+
+        Args:
+          state: state of the slots; its arrays are used again.
+          table_nP, shared_n: int32, as in `PagedSlots`.
+        """
+        cache = state.context.cache
+        # Where the old ones are: with other shardings a program would be compiled once more.
+        table = put(table_nP, cache.table.sharding)
+        shared = put(shared_n, cache.shared.sharding)
+        cache = dataclasses.replace(cache, table=table, shared=shared)
+        return state.replace(context=dataclasses.replace(state.context, cache=cache))
+
     def abstract_prefix(self, shapes: Prefix) -> Prefix:
         """Adds shardings to the shapes of a prefix."""
         return self._layout.abstract(shapes)
@@ -169,15 +199,42 @@ def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _compute(config: EngineConfig, num_layers: int, layout: SlotLayout) -> Compute:
+def _check_deterministic(model: ModelConfig, mesh: Mesh) -> None:
+    """Checks that the parts of a sum divide over the devices that share it."""
+    if model.num_experts:
+        raise UserError(
+            f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
+            "set deterministic to False"
+        )
+    parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
+    if parts % devices:
+        raise UserError(
+            f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
+            f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
+            f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
+        )
+
+
+def _sum_parts(model: ModelConfig) -> int:
+    """The number of parts in which sums over heads and neurons are made on every mesh.
+
+    Key-value heads that devices share would be multiplied in other shapes, which round differently.
+    """
+    return math.gcd(model.num_kv_heads, model.d_ff)
+
+
+def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Compute:
     """The `Compute` of the model on the layout's mesh."""
     mesh = layout.mesh
+    scan = scan_layers_as_bits if platform_of(mesh) == "cpu" else scan_layers
     return Compute(
         dtype=jnp.dtype(config.dtype),
         constrain=layout.constrain,
         experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
-        layers=pipeline(scan_layers, mesh, GENERATE_RULES),
-        unroll=config.layers_per_iteration(num_layers, platform_of(mesh)),
+        layers=pipeline(scan, mesh, GENERATE_RULES),
+        unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
+        sum_parts=_sum_parts(model) if config.deterministic else 0,
+        wide_results=platform_of(mesh) == "cpu",
     )
 
 

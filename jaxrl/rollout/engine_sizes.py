@@ -1,15 +1,23 @@
-"""The bucket sizes that an engine compiles its programs for."""
+"""The bucket sizes that an engine compiles its programs for, and the size of its pool of pages."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from jaxrl.errors import UserError
 from jaxrl.models.cache.interface import CacheKind
 from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.settings import EngineConfig
 
 # Compiling a program for a smaller size does not pay off.
 _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
+# Tokens of a page. On CPU pages are gathered; small ones waste less.
+_PAGE_ON_CPU = 16
+# On accelerators the smallest of these whose table fits. Kernels read blocks of 64 (GPU) or 512 tokens (TPU).
+_PAGES = (128, 256, 512)
+# Bytes of a TPU's scalar memory for the table of the kernel, which has a row for each slot and kv head. The
+# memory has 1 MiB, and the kernel keeps the lengths of the slots there too.
+_TABLE_BYTES = 7 * 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,4 +58,73 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
         prompts=bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT),
         prefixes=prefixes,
         caches=(longest,) if fixed else prefixes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PageSizes:
+    """The sizes of a paged cache.
+
+    Attributes:
+      shards: number of shards of the slots.
+      page_tokens: number of tokens of a page.
+      num_pages: number of pages of a shard, with page 0, which belongs to nobody.
+      pages_per_slot: maximum number of pages of a slot.
+    """
+
+    shards: int
+    page_tokens: int
+    num_pages: int
+    pages_per_slot: int
+
+
+def page_sizes(
+    config: EngineConfig, *, shards: int, kv_heads: int, platform: str | None
+) -> PageSizes | None:
+    """The sizes of the paged cache of an engine; None if its cache is contiguous.
+
+    Args:
+      config: sizes of the engine.
+      shards: number of shards of the slots.
+      kv_heads: number of kv heads that a device uses.
+      platform: platform of the devices.
+
+    Raises:
+      UserError: the pool of a shard is too small for a sample of full length, or the page table of a device
+        is too large for a TPU.
+    """
+    if config.cache != "paged":
+        return None
+    slots = max(1, config.slots // shards)
+    page = _page_tokens(config, slots * kv_heads, platform)
+    per_slot = -(-(config.max_context_tokens + config.tokens_per_dispatch) // page)
+    longest = -(-config.max_context_tokens // page)
+    most = slots * per_slot
+    pages = min(config.cache_tokens // shards // page, most) if config.cache_tokens else most
+    if pages < longest:
+        raise UserError(
+            f"cache_tokens {config.cache_tokens:,} are {pages:,} pages of {page} tokens on each replica "
+            f"({shards} in all), and a sample of {config.max_context_tokens:,} tokens needs {longest:,}; use "
+            f"{longest * page * shards:,} or more, or shorter responses"
+        )
+    return PageSizes(shards, page, 1 + pages, per_slot)
+
+
+def _page_tokens(config: EngineConfig, pairs: int, platform: str | None) -> int:
+    """Tokens of a page, for as many pairs of a slot and a kv head on a device."""
+    if platform in (None, "cpu"):
+        return _PAGE_ON_CPU
+    if platform != "tpu":
+        return _PAGES[0]
+    tokens = config.max_context_tokens + config.tokens_per_dispatch
+    largest = _PAGES[-1]
+    # The kernel reads blocks of the largest page.
+    least_bytes = 4 * pairs * -(-tokens // largest)
+    for page in _PAGES:
+        if least_bytes * (largest // page) <= _TABLE_BYTES:
+            return page
+    raise UserError(
+        f"the page table of {pairs:,} pairs of a slot and a kv head, {tokens:,} tokens each, takes "
+        f"{least_bytes:,} bytes of a device with pages of {largest} tokens, and a TPU has room for "
+        f"{_TABLE_BYTES:,}; use fewer slots, shorter responses, or a larger t_g of mesh.generate"
     )

@@ -1,4 +1,4 @@
-"""Attention of new tokens to the cached past, by a kernel on a mesh.
+"""Attention of new tokens to the cached past, by a kernel on a mesh, and gathering of the past from pages.
 
 B sequences   Q query heads   K kv heads   H head size   L layers
 """
@@ -14,8 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.manual import per_device
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec
+from jaxrl.models.cache import page_moves
 from jaxrl.models.cache.cached_attention import PartialAttention
-from jaxrl.models.cache.kv_cache import cache_axes
+from jaxrl.models.cache.interface import Cache
+from jaxrl.models.cache.kv_cache import KVCache, cache_axes
+from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.paged_cache import Gather
 from jaxrl.models.cache.stacked_cache import PastAttention
 
 
@@ -35,10 +39,10 @@ def past_attention(
     head_axes = axes_of("heads", rules, sizes)
 
     def on_mesh(q_BQH, cache, layer, length_B):
-        group = q_BQH.shape[1] // cache.v.shape[2]
+        group = q_BQH.shape[1] // _num_kv_heads(cache)
 
         def shard(q_BQH, cache, layer, length_B):
-            num_queries, num_held = q_BQH.shape[1], cache.v.shape[2]
+            num_queries, num_held = q_BQH.shape[1], _num_kv_heads(cache)
             num_used = max(1, num_queries // group)
             first = 0
             if num_used < num_held:
@@ -51,9 +55,7 @@ def past_attention(
             return partition_spec(axes, array.shape, rules, sizes, "attention to the past")
 
         of_queries: Any = spec(("batch", "heads", "head_dim"), q_BQH)
-        of_cache = jax.tree.map(
-            lambda leaf, axes: spec((None, *axes[1:]), leaf), cache, cache_axes(cache)
-        )
+        of_cache = jax.tree.map(lambda leaf, axes: spec(axes, leaf), cache, _axes(cache))
         of_heads: Any = P(*of_queries[:2])
         return per_device(
             shard,
@@ -63,3 +65,46 @@ def past_attention(
         )(q_BQH, cache, layer, length_B)
 
     return on_mesh
+
+
+def _num_kv_heads(cache: KVCache | PagedSlots) -> int:
+    pool = cache.pool if isinstance(cache, PagedSlots) else cache
+    return pool.v.shape[2]
+
+
+def _axes(cache: KVCache | PagedSlots) -> Any:
+    """The logical axes of a cache of all layers, which are not split."""
+    if isinstance(cache, PagedSlots):
+        table: Any = ("batch", None)
+        shared: Any = ("batch",)
+        return PagedSlots(_axes(cache.pool), table, shared)
+    return jax.tree.map(lambda _, axes: (None, *axes[1:]), cache, cache_axes(cache))
+
+
+def page_gathering(mesh: Mesh, rules: Rules) -> Gather:
+    """Gathers pages on every device for its own slots, because a table numbers the pages of its device."""
+    sizes = dict(mesh.shape)
+
+    def gather(slots: PagedSlots, axes: PagedSlots) -> Cache:
+        def shard(pool, table_nP):
+            return page_moves.gathered(pool, axes.pool, table_nP)
+
+        if mesh.size == 1:
+            return shard(slots.pool, slots.table)
+
+        def specs(tree, names):
+            return jax.tree.map(
+                lambda leaf, of_leaf: partition_spec(of_leaf, leaf.shape, rules, sizes, "pages"),
+                tree,
+                names,
+            )
+
+        whole = jax.eval_shape(shard, slots.pool, slots.table)
+        return per_device(
+            shard,
+            mesh,
+            in_specs=(specs(slots.pool, axes.pool), specs(slots.table, axes.table)),
+            out_specs=specs(whole, axes.pool),
+        )(slots.pool, slots.table)
+
+    return gather

@@ -5,9 +5,7 @@ N prompts   G samples of each   R tokens of a response
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,39 +143,35 @@ class UnfinishedGroups:
     samples: tuple[Sample, ...]
 
     def record(self) -> dict[str, Any]:
-        """A JSON-compatible record of all data, exact to the bit, for a checkpoint."""
+        """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint."""
         prompts, samples = self.prompts, self.samples
-        arrays: dict[str, Any] = {
-            "ids": prompts.ids_N,
-            "prompt_lengths": [len(tokens) for tokens in prompts.tokens],
-            "prompt_tokens": _flat(prompts.tokens),
-            "lengths": [len(s) for s in samples],
-            **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
-            **{name: _flat([getattr(s, name) for s in samples]) for name in _OF_TOKEN},
-        }
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **arrays)
         return {
             "num_samples": self.num_samples,
             **{name: list(getattr(prompts, name)) for name in _OF_PROMPT},
-            "arrays": base64.b64encode(packed.getvalue()).decode(),
+            "ids": prompts.ids_N,
+            "prompt_lengths": np.array([len(tokens) for tokens in prompts.tokens], np.int64),
+            "prompt_tokens": _flat(prompts.tokens),
+            "lengths": np.array([len(s) for s in samples], np.int64),
+            **{
+                name: np.array([getattr(s, name) for s in samples], np.int64) for name in _OF_SAMPLE
+            },
+            **{name: _flat([getattr(s, name) for s in samples]) for name in _OF_TOKEN},
         }
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> UnfinishedGroups:
         """Restores groups from the result of `record`."""
-        with np.load(io.BytesIO(base64.b64decode(record["arrays"]))) as arrays:
-            prompts = Prompts(
-                ids_N=arrays["ids"],
-                tokens=tuple(_cut(arrays["prompt_tokens"], arrays["prompt_lengths"])),
-                **{name: tuple(record[name]) for name in _OF_PROMPT},
-            )
-            of_sample = zip(*(arrays[name].tolist() for name in _OF_SAMPLE), strict=True)
-            of_token = (_cut(arrays[name], arrays["lengths"]) for name in _OF_TOKEN)
-            samples = tuple(
-                _restored(dict(zip(_OF_SAMPLE, numbers, strict=True)), *tokens)
-                for numbers, *tokens in zip(of_sample, *of_token, strict=True)
-            )
+        prompts = Prompts(
+            ids_N=record["ids"],
+            tokens=tuple(_cut(record["prompt_tokens"], record["prompt_lengths"])),
+            **{name: tuple(record[name]) for name in _OF_PROMPT},
+        )
+        of_sample = zip(*(record[name].tolist() for name in _OF_SAMPLE), strict=True)
+        of_token = (_cut(record[name], record["lengths"]) for name in _OF_TOKEN)
+        samples = tuple(
+            _restored(dict(zip(_OF_SAMPLE, numbers, strict=True)), *tokens)
+            for numbers, *tokens in zip(of_sample, *of_token, strict=True)
+        )
         return UnfinishedGroups(prompts, record["num_samples"], samples)
 
 
@@ -196,7 +190,7 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, version) -> Sample:
     sample = Sample(numbers["prompt"], numbers["index"], numbers["step"])
-    sample.finished, sample.truncated = numbers["finished"], numbers["truncated"]
+    sample.finished, sample.truncated = bool(numbers["finished"]), bool(numbers["truncated"])
     changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
     for run in np.split(np.arange(len(tokens)), changes):
         if len(run) and mask[run[0]]:

@@ -1,8 +1,9 @@
-"""Decides which sample runs in which slot, and when. Plain Python: deterministic, without device or clock.
+"""Decides which sample runs in which slot, and when. Deterministic, without device or clock.
 
 Sample requests are served in the order in which they are added. Requests that start from the same sequence
 share its prefill. Sequences are prefilled once each, in full batches, before slots are free for them. The
-order depends only on the requests and on the lengths of their samples.
+order depends only on the requests and on the lengths of their samples. A dispatch costs some array operations
+over the slots, and Python only for samples that start or end.
 
 Each shard owns an equal, contiguous range of slots. A sample stays on its shard; `resize` moves it within.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl.rollout.buckets import next_below, round_up
 
@@ -55,6 +58,7 @@ class Scheduler:
         slot_sizes: Sequence[int],
         prefill_batch: int,
         shards: int = 1,
+        may_start: Callable[[int, Any], bool] = lambda slot, owner: True,
     ):
         """Starts with no slots; `resize` creates the first.
 
@@ -63,32 +67,59 @@ class Scheduler:
           slot_sizes: allowed numbers of slots, ascending, all multiples of `shards`.
           prefill_batch: maximum number of sources per prefill.
           shards: number of shards of the slots.
+          may_start: function (slot, owner) that takes memory for a sample on the shard of a free slot. If it
+            returns False, the shard has too little, and the sample and all behind it wait.
         """
+        self._may_start = may_start
         self._queue = collections.deque(requests)
         self._slot_sizes = tuple(slot_sizes)
         self._prefill_batch = prefill_batch
-        self._shards: list[list[Any | None]] = [[] for _ in range(shards)]
+        self._num_shards = shards
+        self._owners: list[Any | None] = []
+        self._busy_n = np.zeros(0, bool)
+        self._slot_of: dict[Any, int] = {}
         self._batch: dict[Any, int] = {}
 
     def add(self, request: SampleRequest) -> None:
         """Appends a request to the queue."""
         self._queue.append(request)
 
+    def add_first(self, request: SampleRequest) -> None:
+        """Puts a request at the front of the queue."""
+        self._queue.appendleft(request)
+
     @property
     def unfinished(self) -> bool:
         """Whether anything is queued or running."""
-        return bool(self._queue or self.running)
+        return bool(self._queue or self._slot_of)
 
     @property
     def num_slots(self) -> int:
         """The number of slots, idle ones included."""
-        return len(self._shards) * len(self._shards[0])
+        return len(self._owners)
+
+    @property
+    def num_running(self) -> int:
+        """The number of slots in use."""
+        return len(self._slot_of)
+
+    @property
+    def busy_slots(self) -> np.ndarray:
+        """The slots in use, int [running], ascending."""
+        return np.flatnonzero(self._busy_n)
 
     @property
     def running(self) -> dict[int, Any]:
-        """The owner of each slot in use."""
-        owners = (owner for shard in self._shards for owner in shard)
-        return {slot: owner for slot, owner in enumerate(owners) if owner is not None}
+        """The owner of each slot in use, for callers that need all of them."""
+        return {slot: self._owners[slot] for slot in self.busy_slots.tolist()}
+
+    def owner(self, slot: int) -> Any:
+        """The owner of a slot in use."""
+        return self._owners[slot]
+
+    def slot_of(self, owner: Any) -> int | None:
+        """The slot of a running sample; None if it does not run."""
+        return self._slot_of.get(owner)
 
     @property
     def enough_active(self) -> int:
@@ -99,10 +130,11 @@ class Scheduler:
         below the number of running samples, so that a dispatch decodes at least one token.
         """
         if self._queue:
-            least = self.num_slots - max(1, self.num_slots // 8)
+            # Without memory for more samples some slots are idle from the beginning.
+            least = self.num_running - max(1, self.num_slots // 8)
         else:
             least = next_below(self._slot_sizes, self.num_slots)
-        return least if len(self.running) > least else 0
+        return least if self.num_running > least > 0 else 0
 
     def resize(self) -> list[int] | None:
         """Chooses the number of slots for the current samples and requests.
@@ -111,45 +143,71 @@ class Scheduler:
           For each new slot the old slot whose sample moves there, counted within its shard, or -1 for an idle
           slot; None if nothing changes.
         """
-        busiest = max(sum(owner is not None for owner in shard) for shard in self._shards)
-        wanted = min(len(self.running) + len(self._queue), self._slot_sizes[-1])
-        size = round_up(self._slot_sizes, max(1, wanted, busiest * len(self._shards)))
+        S = self._num_shards
+        busy_SI = self._busy_n.reshape(S, -1)
+        busiest = int(busy_SI.sum(axis=1).max()) if busy_SI.size else 0
+        wanted = min(self.num_running + len(self._queue), self._slot_sizes[-1])
+        size = round_up(self._slot_sizes, max(1, wanted, busiest * S))
         if size == self.num_slots:
             return None
-        moves: list[int] = []
-        for s, shard in enumerate(self._shards):
-            kept = [slot for slot, owner in enumerate(shard) if owner is not None]
-            idle = size // len(self._shards) - len(kept)
-            self._shards[s] = [shard[slot] for slot in kept] + [None] * idle
-            moves += kept + [-1] * idle
-        return moves
+        moves = np.full((S, size // S), -1)
+        for s in range(S):
+            kept = np.flatnonzero(busy_SI[s])
+            moves[s, : len(kept)] = kept
+        self._move(moves)
+        return moves.reshape(-1).tolist()
+
+    def _move(self, moves: np.ndarray) -> None:
+        """Moves the samples of slots; `moves` has the old slot within the shard of each new one, or -1."""
+        each = self.num_slots // self._num_shards
+        old_n = (np.arange(self._num_shards)[:, None] * each + moves).reshape(-1)
+        old_n[moves.reshape(-1) < 0] = -1
+        self._owners = [None if old < 0 else self._owners[old] for old in old_n.tolist()]
+        self._busy_n = old_n >= 0
+        self._slot_of = {self._owners[slot]: slot for slot in self.busy_slots.tolist()}
 
     def admit(self) -> Admission | None:
         """Starts queued requests of one prefill batch in free slots; None if nothing can start."""
         free = self._free_slots()
-        if not self._queue or not free:
+        slot = self._take_slot(free)
+        if slot is None:
             return None
         needs_prefill = self._queue[0].source not in self._batch
         if needs_prefill:
             self._batch = self._next_batch()
         started = []
-        while self._queue and free and self._queue[0].source in self._batch:
-            request, slot = self._queue.popleft(), free.popleft()
-            shard, index = divmod(slot, len(self._shards[0]))
-            self._shards[shard][index] = request.owner
+        while slot is not None:
+            request = self._queue.popleft()
+            self._owners[slot], self._busy_n[slot] = request.owner, True
+            self._slot_of[request.owner] = slot
             started.append((slot, self._batch[request.source], request.owner))
+            shares = self._queue and self._queue[0].source in self._batch
+            slot = self._take_slot(free) if shares else None
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
+
+    def _take_slot(self, free: collections.deque[int]) -> int | None:
+        """Takes the first free slot whose shard has memory for the next request; None if none has."""
+        each = self.num_slots // self._num_shards
+        refused: set[int] = set()
+        for i, slot in enumerate(free if self._queue else ()):
+            if slot // each in refused:
+                continue
+            if self._may_start(slot, self._queue[0].owner):
+                del free[i]
+                return slot
+            refused.add(slot // each)
+        return None
 
     def _free_slots(self) -> collections.deque[int]:
         """The free slots, alternating between shards, the emptiest shard first."""
-        size = len(self._shards[0])
-        each = [[i for i, owner in enumerate(shard) if owner is None] for shard in self._shards]
-        ranked = sorted(
-            (-(len(free) - turn), s, i)
-            for s, free in enumerate(each)
-            for turn, i in enumerate(free)
-        )
-        return collections.deque(s * size + i for _, s, i in ranked)
+        each = self.num_slots // self._num_shards
+        free = np.flatnonzero(~self._busy_n)
+        shard = free // each
+        count_S = np.bincount(shard, minlength=self._num_shards)
+        first_S = np.cumsum(count_S) - count_S
+        turn = np.arange(len(free)) - first_S[shard]
+        ranked = np.lexsort((free, shard, turn - count_S[shard]))
+        return collections.deque(free[ranked].tolist())
 
     def _next_batch(self) -> dict[Any, int]:
         """The next sources of the queue and their batch indices."""
@@ -165,9 +223,9 @@ class Scheduler:
         """Frees `slots`; returns the owner of each."""
         owners = []
         for slot in slots:
-            shard, index = divmod(slot, len(self._shards[0]))
-            owners.append(self._shards[shard][index])
-            self._shards[shard][index] = None
+            owners.append(self._owners[slot])
+            self._owners[slot], self._busy_n[slot] = None, False
+            del self._slot_of[owners[-1]]
         return owners
 
     def cancel(self, owner: Any) -> int | None:
@@ -176,10 +234,10 @@ class Scheduler:
         Raises:
           KeyError: the request is neither queued nor running.
         """
-        for slot, running in self.running.items():
-            if running == owner:
-                self.finish([slot])
-                return slot
+        slot = self._slot_of.get(owner)
+        if slot is not None:
+            self.finish([slot])
+            return slot
         for request in self._queue:
             if request.owner == owner:
                 self._queue.remove(request)

@@ -37,6 +37,12 @@ class EngineSettings:
       kv_dtype: data type of the KV cache; "" means `dtype`. int8 stores a scale per token and head.
       decode_attention: kernel for attention to the cache, "auto" or one of
         `models.kernels.paged_attention.IMPLEMENTATIONS`.
+      cache: "contiguous" gives every slot room for the longest sequence. "paged" gives it pages as its
+        sequence grows, so that more samples fit into the same memory.
+      cache_tokens: number of tokens that a paged cache holds, over all replicas; 0 means the longest sequence
+        in every slot.
+      deterministic: whether samples are the same on every mesh, in bfloat16 too. Sums that devices share are
+        made in a fixed order, which takes more communication.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -46,9 +52,17 @@ class EngineSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
+    cache: Literal["contiguous", "paged"] = "contiguous"
+    cache_tokens: Annotated[int, at_least(0)] = 0
+    deterministic: bool = False
 
     def __post_init__(self):
         check_fields(self)
+        if self.cache_tokens and self.cache != "paged":
+            raise ValueError(
+                f"cache_tokens {self.cache_tokens} is the size of a paged cache, and cache is "
+                f"{self.cache!r}; set cache to paged, or cache_tokens to 0"
+            )
 
     def engine_settings(self, **changes: Any) -> dict[str, Any]:
         """The settings of this class alone, with `changes` applied, without those of subclasses."""
@@ -72,8 +86,8 @@ class EngineConfig(EngineSettings):
         fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
         have at most 64 tokens, else 32.
       unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
-        and each layer has separate arrays. That is twice as fast on CPU, where a scan copies weights and
-        cache. "auto" is all layers for models of up to 8 layers on CPU, else 1.
+        and each layer has separate arrays. That is faster on CPU, where a scan copies weights and cache.
+        "auto" is all layers for models of up to 8 layers on CPU, else 1.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]

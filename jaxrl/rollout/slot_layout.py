@@ -63,14 +63,20 @@ class SlotLayout:
         return with_shardings(shapes, where)
 
     def on_own_slots(
-        self, function: Callable[..., Any], tree: Any, *others: Any, whole: Any = None
+        self,
+        function: Callable[..., Any],
+        tree: Any,
+        *others: Any,
+        whole: Any = None,
+        result: Any = None,
     ) -> Any:
         """Calls `function(tree, *others)` on every device with the device's own slots.
 
         Args:
-          function: function that returns a tree with the structure and axes of `tree`.
+          function: function that returns a tree with the structure and axes of `result`.
           tree, others: states, prefixes, or arrays with one entry per slot.
           whole: last argument, passed to every device with all slots; None omits it.
+          result: shapes of the result over all devices; None for a result like `tree`.
         """
         given = (tree, *others) if whole is None else (tree, *others, whole)
         if self.mesh.size == 1:
@@ -78,7 +84,8 @@ class SlotLayout:
         specs = [self._specs(tree) for tree in (tree, *others)]
         if whole is not None:
             specs.append(self._specs(whole, without="batch"))
-        return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=specs[0])(*given)
+        out = specs[0] if result is None else self._specs(result)
+        return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=out)(*given)
 
     def _specs(self, tree: Any, without: str = "") -> Any:
         sizes = dict(self.mesh.shape)

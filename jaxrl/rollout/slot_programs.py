@@ -115,7 +115,9 @@ class SlotPrograms:
             taken = slot_moves.taken(_without_cache(context), PREFIX_AXES, slot_P)
             return dataclasses.replace(taken, cache=self.cache.take(context.cache, slot_P))
 
-        context = self.layout.on_own_slots(take, state.context, slot_P)
+        # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
+        taken = jax.eval_shape(take, state.context, slot_P)
+        context = self.layout.on_own_slots(take, state.context, slot_P, result=taken)
         return dataclasses.replace(context, length=length_P, token=token_P)
 
     def resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:

@@ -26,8 +26,9 @@ from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation, untruncated
+from jaxrl.rollout.slot_pages import SlotPages
 
-# Number of settings cached on the devices: most requests differ only in their prompts and seeds.
+# Number of settings, and of scalars, cached on the devices. Most requests differ only in prompts and seeds.
 _KEPT_SETTINGS = 64
 
 
@@ -160,7 +161,11 @@ def insert(
 
 
 class Slots:
-    """A decode state that grows and shrinks with its samples. Not thread-safe."""
+    """A decode state that grows and shrinks with its samples. Not thread-safe.
+
+    Attributes:
+      pages: pages of the slots, for the caller to assign; None if the cache is contiguous.
+    """
 
     def __init__(
         self,
@@ -177,25 +182,44 @@ class Slots:
         self.engine = engine
         self._params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
-        self._state: DecodeState | None = None
+        self.clear()
         # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
         # may fill most of a device's memory, would then survive until Python's cycle collection.
         self._settings = functools.lru_cache(_KEPT_SETTINGS)(
             functools.partial(settings_on_device, engine)
         )
+        self._scalar = functools.lru_cache(_KEPT_SETTINGS)(
+            lambda value: host_inputs(engine.mesh, np.int32(value))[0]
+        )
 
     def clear(self) -> None:
         """Drops all slots and frees their memory."""
-        self._state = None
+        self._state: DecodeState | None = None
+        self.pages: SlotPages | None = None
+        if self.engine.pages is not None:
+            self.pages = SlotPages(
+                self.engine.pages,
+                num_slots=self.engine.slot_sizes[-1],
+                tokens_per_dispatch=self.engine.config.tokens_per_dispatch,
+                most_response_tokens=self.engine.config.max_response_tokens,
+            )
 
     def make_room(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
-        """Resizes the state for another dispatch.
+        """Resizes the state for another dispatch, and tells the devices the pages of each slot.
 
         Args:
           num_slots: value of `Scheduler.num_slots`.
           moves: result of `Scheduler.resize`.
           longest: number of tokens of the longest sequence in a slot or about to enter one.
         """
+        self._resize(num_slots, moves, longest)
+        if self.pages is not None:
+            # Copies, because a CPU device uses the memory of a host array as it is.
+            pool = self.pages.pool
+            table_nP, shared_n = pool.table_nP.copy(), pool.shared_n.copy()
+            self._state = self.engine.with_pages(self._taken_state(), table_nP, shared_n)
+
+    def _resize(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
         engine = self.engine
         capacity = round_up(engine.cache_sizes, longest + engine.config.tokens_per_dispatch)
         state = self._state
@@ -289,12 +313,16 @@ class Slots:
         with self._lock:
             self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
-    def generate(self, least_active: int) -> tuple[np.ndarray, DecodedTokens]:
-        """Decodes up to W tokens in every active slot and fetches them; see `Engine.generate`."""
+    def generate(self, least_active: int) -> None:
+        """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
         state = self._taken_state()
         with self._lock:
-            (least,) = host_inputs(self.engine.mesh, np.int32(least_active))
-            state = self.engine.generate(self._params, state, least)
-        decoded = fetch((state.active, state.decoded))
+            self._state = self.engine.generate(self._params, state, self._scalar(least_active))
+
+    def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
+        """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
+        state = self._taken_state()
+        with self._lock:
+            fetched = fetch((state.active, state.decoded))
         self._state = state
-        return decoded
+        return fetched

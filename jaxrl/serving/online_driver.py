@@ -140,7 +140,7 @@ class OnlineDriver:
         self._closing = False
         self._stopping = False
         # Used only by the driver's thread.
-        self._loop = DecodeLoop(engine, params, decode_text, lock=lock)
+        self._loop = DecodeLoop(engine, params, decode_text, streams=True, lock=lock)
         self._in_loop: dict[SampleTask, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()
@@ -308,7 +308,7 @@ class OnlineDriver:
             else:
                 broken[result.task.owner.ticket] = result
         for ticket, result in broken.items():
-            self._refuse_broken(ticket, result.task.num_tokens - len(result.tokens))
+            self._refuse_broken(ticket, result.num_before)
 
     def _refuse_broken(self, ticket: int, num_tokens: int) -> None:
         """Ends a request whose log-probabilities became non-finite after `num_tokens` tokens."""

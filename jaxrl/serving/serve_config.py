@@ -7,6 +7,7 @@ import pathlib
 from typing import Annotated, Literal
 
 from jaxrl.checks import PATH, at_least, between, count, token_count
+from jaxrl.errors import UserError
 from jaxrl.rollout.settings import EngineSettings
 
 
@@ -54,6 +55,13 @@ class ServeConfig(EngineSettings):
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 1 << 20
     max_connections: Annotated[int, count(1)] = 1000
     grace_s: Annotated[float, between(0, 86_400)] = 10.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.cache == "paged" and self.grpc:
+            raise UserError(
+                "JetStream's gRPC service has no paged cache; add --http_only, or leave out --cache"
+            )
 
     @property
     def model_name(self) -> str:

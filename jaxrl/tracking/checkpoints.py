@@ -22,10 +22,11 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.errors import UserError
@@ -39,6 +40,8 @@ from jaxrl.tracking.run_folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
+# Item of a checkpoint with the arrays of its record, and the key of an array's place holder.
+_ARRAYS, _ARRAY = "record_arrays", "__array__"
 # TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
 _DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
 _ORBAX_LOGGER = logging.getLogger("absl")
@@ -179,15 +182,19 @@ class Checkpoints:
         Args:
           step: number of finished steps.
           states: training state of each role.
-          record: JSON-able state of the run.
+          record: state of the run: JSON types, and NumPy arrays, which are stored as such.
         """
         self.wait()
+        arrays: dict[str, np.ndarray] = {}
+        record = _without_arrays(record, "", arrays)
+        items: dict[str, Any] = {_ARRAYS: ocp.args.StandardSave(arrays)} if arrays else {}
         with self._disk_errors():
             saved = self._open().save(
                 step,
                 args=ocp.args.Composite(
                     **{role: ocp.args.StandardSave(state) for role, state in states.items()},
                     record=ocp.args.JsonSave(record),
+                    **items,
                 ),
             )
         assert saved, f"Orbax did not save step {step}"
@@ -263,9 +270,12 @@ class Checkpoints:
     # Reading
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """The JSON record of a checkpoint."""
-        args = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._open().restore(step, args=args)["record"]
+        """The record of a checkpoint, as it was given to `save`."""
+        items: dict[str, Any] = {"record": ocp.args.JsonRestore()}
+        if (self.stored.paths.path / str(step) / _ARRAYS).exists():
+            items[_ARRAYS] = ocp.args.StandardRestore()
+        found = self._open().restore(step, args=ocp.args.Composite(**items))
+        return _with_arrays(found["record"], found[_ARRAYS] if _ARRAYS in items else {})
 
     def restore(self, step: int, like: dict[str, TrainState]) -> dict[str, TrainState]:
         """Restores the training states of a checkpoint.
@@ -434,3 +444,28 @@ def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
         f"the checkpoint {path} does not fit the model of this config ({difference}); go back to the config "
         "it was made with, or use another `name`"
     )
+
+
+def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    """A copy of a record in which the name of each array takes its place; fills `arrays` by name.
+
+    Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
+    """
+    if isinstance(record, np.ndarray):
+        if not record.size:  # Orbax stores no empty arrays
+            return {_ARRAY: "", "dtype": str(record.dtype)}
+        arrays[path] = record
+        return {_ARRAY: path}
+    if isinstance(record, dict):
+        return {key: _without_arrays(x, f"{path}.{key}", arrays) for key, x in record.items()}
+    return record
+
+
+def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
+    """The inverse of `_without_arrays`."""
+    if not isinstance(record, dict):
+        return record
+    if _ARRAY in record:
+        name = record[_ARRAY]
+        return np.asarray(arrays[name]) if name else np.zeros(0, record["dtype"])
+    return {key: _with_arrays(value, arrays) for key, value in record.items()}

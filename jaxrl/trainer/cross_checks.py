@@ -130,6 +130,7 @@ def _driver(config: Config) -> None:
     wanted = {
         drivers.PARTIAL: config.rollout.partial,
         drivers.ENVIRONMENT: config.rollout.environment,
+        drivers.PAGED: config.rollout.cache == "paged",
         drivers.SEVERAL_PROCESSES: config.hosts.num_processes > 1,
     }
     drivers.check_driver(

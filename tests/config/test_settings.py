@@ -217,6 +217,7 @@ MEANT = {
             "reward.model_weight",
             "reward.overlong_buffer_tokens",
             "reward.overlong_penalty",
+            "rollout.cache_tokens",
             "rollout.max_generation_batches",
             "rollout.min_p",
             "rollout.min_response_tokens",

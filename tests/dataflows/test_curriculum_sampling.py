@@ -1,6 +1,7 @@
 """A curriculum in a step: every graded group is learned from, whichever sampler it comes from."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -50,9 +51,9 @@ class Course(Bench):
     def resumed(self, *args, **settings) -> "Course":
         """Another one that goes on from here, as from a file."""
         again = Course(*args, **settings)
-        again.sampler.restore(
-            json.loads(json.dumps(self.sampler.record(self.prompts))), again.prompts
-        )
+        record = self.sampler.record(self.prompts)
+        json.dumps(record, default=np.ndarray.tolist)  # what a checkpoint takes: JSON and arrays
+        again.sampler.restore(pickle.loads(pickle.dumps(record)), again.prompts)
         again.timer.step, again.policy.version = self.timer.step, self.policy.version
         return again
 

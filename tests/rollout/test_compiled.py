@@ -9,8 +9,9 @@ import pytest
 from extras import needs_extra
 
 # Run apart, as libtpu reads its environment when it is loaded.
-COMPILE_FOR_TPU = """
+MODEL_ON_TPU = """
 import json
+import sys
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
@@ -22,15 +23,15 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
 layout = ParallelLayout.from_config(LayoutConfig(train="1-2-2", generate="1-2-1-2"))
-mesh = build_mesh(layout, list(topology.devices))
+mesh = build_mesh(layout, list(topology.devices)[:4])
 model = ModelConfig(vocab_size=1024, num_layers=4, d_model=512, d_ff=1024, num_heads=8, head_dim=128)
 graph, shapes, axes = decoder_graph(model)
-def engine_of(kv_dtype):
+def engine_of(kv_dtype, **changes):
     return Engine(model, graph, mesh, EngineConfig(
         slots=64, smallest_bucket=8, prefill_prompts=8, max_prompt_tokens=512, max_response_tokens=3584,
-        tokens_per_dispatch=64, stop_ids=(1,), dtype="bfloat16", kv_dtype=kv_dtype,
+        tokens_per_dispatch=64, stop_ids=(1,), dtype="bfloat16", kv_dtype=kv_dtype, **changes,
     ))
 
 params = jax.tree.map(
@@ -40,6 +41,11 @@ params = jax.tree.map(
 def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
 
+def cache_bytes(state):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.context.cache)) // 4
+"""
+
+CONTIGUOUS = """
 def found(kv_dtype):
     engine = engine_of(kv_dtype)
     state = engine.abstract_decode_state()
@@ -49,7 +55,7 @@ def found(kv_dtype):
     }
     resize = programs["resize"].as_text()
     return {
-        "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.context.cache)) // 4,
+        "cache": cache_bytes(state),
         "temporary": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
         "collectives": any(word in resize for word in ("all-", "collective-")),
         "kernels": programs["generate"].as_text().count("tpu_custom_call"),
@@ -59,9 +65,36 @@ print(json.dumps({name: found(name) for name in ("bfloat16", "int8")}))
 """
 
 
-@pytest.mark.tpu
-@needs_extra("aot", "libtpu")
-def test_no_program_copies_the_cache_and_slots_move_without_communication():
+PAGED = """
+from jaxrl.rollout.decode_state import Assignment
+from jaxrl.rollout.sampling import untruncated
+
+# Pages for half of the slots at full length.
+engine = engine_of("bfloat16", cache="paged", cache_tokens=64 * 4096 // 2)
+state, P = engine.abstract_decode_state(), engine.batch_sizes[-1]
+prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, params, ints(P, 512), ints(P)))
+def scalar(dtype):
+    return jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh))
+
+settings = [scalar(dtype) for dtype in (jnp.uint32, jnp.int32, jnp.float32)]
+limits = jax.tree.map(lambda x: scalar(jnp.asarray(x).dtype), untruncated())
+slots = Assignment(*[ints(state.num_slots)] * 5)
+programs = {
+    "generate": engine.generate.lower(params, state, ints()).compile(),
+    "insert": engine.insert.lower(prefix, state, slots, *settings, limits).compile(),
+    "extract": engine.extract.lower(state, ints(P), ints(P), ints(P)).compile(),
+}
+memory = {name: program.memory_analysis() for name, program in programs.items()}
+print(json.dumps({
+    "cache": cache_bytes(state),
+    "temporary": {name: m.temp_size_in_bytes for name, m in memory.items()},
+    "aliased": {name: m.alias_size_in_bytes for name, m in memory.items()},
+    "kernels": programs["generate"].as_text().count("tpu_custom_call"),
+}))
+"""
+
+
+def compiled(script: str, topology: str) -> dict:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -71,14 +104,20 @@ def test_no_program_copies_the_cache_and_slots_move_without_communication():
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE_FOR_TPU],
+        [sys.executable, "-c", MODEL_ON_TPU + script, topology],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    by_type = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.tpu
+@needs_extra("aot", "libtpu")
+def test_no_program_copies_the_cache_and_slots_move_without_communication():
+    by_type = compiled(CONTIGUOUS, "v5p:2x2x1")
     for kv_dtype, found in by_type.items():
         assert not found["collectives"]
         for program, size in found["temporary"].items():
@@ -88,3 +127,17 @@ def test_no_program_copies_the_cache_and_slots_move_without_communication():
         "bfloat16": 1,
         "int8": 0,
     }
+
+
+@pytest.mark.tpu
+@needs_extra("aot", "libtpu")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_no_program_copies_the_pages(topology):
+    found = compiled(PAGED, topology)
+    # The kernel follows the table in the loop over layers.
+    assert found["kernels"] == 1
+    for program in ("generate", "insert"):
+        assert found["aliased"][program] > found["cache"], program
+    # A copy of keys or values would be half of it. For tpu7x the compiler copies weights.
+    for program, size in found["temporary"].items():
+        assert size < found["cache"] / 5, program

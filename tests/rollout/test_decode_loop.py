@@ -31,7 +31,7 @@ def tasks_of(prompt, **changes) -> list[SampleTask]:
 
 
 def new_loop(decode_text=decode) -> DecodeLoop:
-    return DecodeLoop(engine_of(), weights(), decode_text, version=4)
+    return DecodeLoop(engine_of(), weights(), decode_text, version=4, streams=True)
 
 
 def drain(loop, results):
@@ -43,10 +43,10 @@ def drain(loop, results):
 @pytest.fixture(autouse=True)
 def no_slot_decodes_for_nobody(monkeypatch):
     """After every dispatch: slots that decoded something are those of running samples."""
-    generate, dispatch, busy = Slots.generate, DecodeLoop.dispatch, []
+    fetch, dispatch, busy = Slots.decoded, DecodeLoop.dispatch, []
 
-    def watched_generate(self, least_active):
-        active, decoded = generate(self, least_active)
+    def watched_fetch(self):
+        active, decoded = fetch(self)
         busy.append(int((decoded.count > 0).sum()))
         return active, decoded
 
@@ -55,7 +55,7 @@ def no_slot_decodes_for_nobody(monkeypatch):
         assert not results or len(results) == busy[-1]
         return results
 
-    monkeypatch.setattr(Slots, "generate", watched_generate)
+    monkeypatch.setattr(Slots, "decoded", watched_fetch)
     monkeypatch.setattr(DecodeLoop, "dispatch", watched_dispatch)
 
 

@@ -316,6 +316,38 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert cache_shapes == {(2, 8, 2, 128, 128) if layout == ("1-1-1",) else (1, 2, 1, 128, 128)}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [("1-1-1",), ("1-4-2", "1-4-1-2", 1), ("2-2-2", "2-2-1-2", 1)],
+    ids=["one device", "heads on four parts", "stages"],
+)
+def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypatch):
+    """Stages gather their pages and use no kernel."""
+    model = dataclasses.replace(MODEL, head_dim=128)
+    config = dataclasses.replace(BASE, kv_dtype="bfloat16", attention="xla", decode_attention="xla")
+    by_xla = sample(actor_of(config=config, model=model), num_samples=1)
+    tables = set()
+
+    def kernel(q_BQH, cache, *rest, **options):
+        tables.add((cache.pool.k.shape, cache.table.shape))
+        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
+
+    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    config = dataclasses.replace(config, decode_attention="auto", cache="paged", slots=16)
+    actor = actor_of(*layout, config=config, model=model)
+    assert_same(sample(actor, num_samples=1), by_xla)
+    engine = actor.backend.engine
+    assert engine.pages.page_tokens == 16 and engine.slot_sizes == (16,)
+    pages, slots = engine.pages.num_pages, 16 // engine.shards
+    if layout[0] == "2-2-2":
+        assert not tables
+    else:
+        # Two kv heads over four parts are replicated.
+        per_slot = engine.pages.pages_per_slot
+        assert tables == {((2, pages, 2, 16, 128), (slots, per_slot))}
+
+
 WINDOWED = dataclasses.replace(
     MODEL,
     sliding_window=4,
@@ -522,3 +554,38 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs(length):
         UserError, match=rf"prompt 506 has {length} tokens; the engine takes 1 to {T}"
     ):
         sample(actor_of(), prompts, num_samples=1)
+
+
+def test_a_scan_in_bfloat16_on_cpu_moves_weights_and_cache_without_float32():
+    """Slices by way of float32 take several times as long as the matmuls with them."""
+    model = dataclasses.replace(MODEL, num_layers=9, d_model=48, d_ff=80, num_kv_heads=4)
+    config = dataclasses.replace(
+        BASE, dtype="bfloat16", max_response_tokens=37, tokens_per_dispatch=5
+    )
+    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
+    graph, shapes, _ = decoder_graph(model)
+    engine = Engine(model, graph, mesh, config)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+    state = jax.eval_shape(engine.init_decode_state)
+    program = engine.generate.lower(params, state, jnp.int32(0)).compile().as_text()
+    assert program
+    weights = {leaf.shape for leaf in jax.tree.leaves(shapes["layers"]["mlp"])}
+    caches = {leaf.shape for leaf in jax.tree.leaves(state.context.cache)}
+    assert weights == {(9, 48, 80), (9, 80, 48)} and {shape[0] for shape in caches} == {9}
+    buffers = {(9, 8, 4, 8, 5), (9, 8, 4, 5, 8)}
+    for shape in weights | {shape[1:] for shape in weights} | caches | buffers:
+        size = ",".join(map(str, shape))
+        assert f"bf16[{size}]" in program
+        assert f"f32[{size}]" not in program, size
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_scan_in_bfloat16_samples_as_unrolled_layers_do(kv_dtype):
+    model = dataclasses.replace(MODEL, num_layers=9)
+    config = dataclasses.replace(BASE, dtype="bfloat16", kv_dtype=kv_dtype)
+    unrolled = dataclasses.replace(config, unroll=9)
+    tokens, expected = (
+        sample(actor_of(config=c, model=model), make_prompts()).tokens for c in (config, unrolled)
+    )
+    same = sum(np.array_equal(a, b) for a, b in zip(tokens, expected, strict=True))
+    assert same >= len(expected) * 3 // 4, f"{same} of {len(expected)}"

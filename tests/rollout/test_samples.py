@@ -1,7 +1,5 @@
 """Samples on the host, and what a checkpoint keeps of them."""
 
-import json
-
 import numpy as np
 
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
@@ -35,7 +33,7 @@ def test_a_record_has_every_bit():
     )
     other = Sample(1, 1, 3)
     unfinished = UnfinishedGroups(prompts, 2, (empty, truncated, conversation(), other))
-    again = UnfinishedGroups.of_record(json.loads(json.dumps(unfinished.record())))
+    again = UnfinishedGroups.of_record(unfinished.record())
     assert again.num_samples == 2
     assert [t.tolist() for t in again.prompts.tokens] == [[1, 2], [3]]
     assert again.prompts.texts == ("a", "é") and again.prompts.ids_N.tolist() == [4, 9]

@@ -1,5 +1,6 @@
 """The online driver: requests from many threads, each answered as if it were alone."""
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -52,10 +53,11 @@ def weights():
     return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
 
 
-def build_engine(train="1-1-1") -> Engine:
+def build_engine(train="1-1-1", **changes) -> Engine:
     layout = ParallelLayout.from_config(LayoutConfig(train=train))
     mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, CONFIG)
+    config = dataclasses.replace(CONFIG, **changes)
+    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, config)
 
 
 def spell(tokens) -> str:
@@ -170,9 +172,18 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
     assert {online.finish(k) for online in alone for k in range(online.left)} <= {"stop", "length"}
 
 
-@pytest.mark.parametrize("train", ["1-1-1", "1-2-4"])
-def test_requests_of_many_threads_are_answered_as_if_alone(train, engine, alone):
-    engine = engine if train == "1-1-1" else build_engine(train)
+# Pages for one sample of full length on each of its shards: others wait or give way, and none is lost.
+FEW_PAGES = {"cache": "paged", "cache_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [("1-1-1", {}), ("1-2-4", {}), ("1-1-1", FEW_PAGES)],
+    ids=["one device", "eight", "few pages"],
+)
+def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engine, alone):
+    if (train, changes) != ("1-1-1", {}):
+        engine = build_engine(train, **changes)
     answers = [(i, Answer(REQUESTS[i])) for _ in range(12) for i in range(len(REQUESTS))]
     with OnlineDriver(engine, weights(), spell) as driver:
 
@@ -213,7 +224,14 @@ def test_a_stop_string_ends_a_sample_and_its_slot_is_free(driver):
     assert len(cut.logprob()) == end + 3
 
 
-def test_cancelled_requests_leave_their_slots_to_others(driver):
+@pytest.mark.parametrize("changes", [{}, FEW_PAGES], ids=["contiguous", "few pages"])
+def test_cancelled_requests_leave_their_slots_to_others(changes, engine):
+    engine = build_engine(**changes) if changes else engine
+    with OnlineDriver(engine, weights(), spell) as driver:
+        _cancel_all(driver)
+
+
+def _cancel_all(driver):
     endless = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
     # More than there are slots: some run, some wait, and all go.
     listeners = [Answer(request) for request in endless]

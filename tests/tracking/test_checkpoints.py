@@ -8,6 +8,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
@@ -303,3 +304,32 @@ def test_a_manifest_holds_size_and_checksum_of_every_file(tmp_path):
     assert {name: size for name, (size, _) in manifest.items()} == {
         name: len(content) for name, content in contents(folder / "1").items()
     }
+
+
+def test_arrays_of_a_record_come_back_to_the_bit(tmp_path):
+    arrays = {
+        "tokens": np.arange(1000, dtype=np.int32),
+        "logprob": np.random.default_rng(0).normal(size=1000).astype(np.float32),
+        "none": np.zeros(0, np.float32),
+    }
+    record = {"step": 3, "sampling": {"unfinished": {"texts": ["a", "b"], **arrays}, "no": None}}
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.prepare(None)
+    checkpoints.save(3, {"actor": state_of(3)}, record)
+    checkpoints.commit()
+    checkpoints.close()
+    again = Checkpoints(tmp_path / "checkpoints", keep=1)
+    found = again.read_record(3)
+    again.close()
+    assert found["sampling"]["unfinished"].keys() == record["sampling"]["unfinished"].keys()
+    for name, array in arrays.items():
+        stored = found["sampling"]["unfinished"][name]
+        assert stored.dtype == array.dtype
+        np.testing.assert_array_equal(stored, array)
+    assert found["step"] == 3 and found["sampling"]["unfinished"]["texts"] == ["a", "b"]
+    # Damage of these files is found like any other.
+    for path in (tmp_path / "checkpoints" / "3" / "record_arrays").rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            path.write_bytes(path.read_bytes()[:-1])
+            break
+    assert StoredCheckpoints(tmp_path / "checkpoints").newest_intact() is None

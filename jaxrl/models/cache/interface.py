@@ -7,10 +7,10 @@
                          end `write` adds the buffer to the cache
     take, copy, resize   move slots, change their capacity
 
-Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer). A
-cache is a pytree whose content only its `CacheKind` knows. The engine passes it on, shards it by its `axes`,
-and frees it. Paged caches would fit this interface but do not exist yet: a slot would be a table of pages,
-which `copy` would share.
+Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer)
+and `paged_cache.py` (slots are tables of pages). A cache is a pytree whose content only its `CacheKind`
+knows. The engine passes it on, shards it by its `axes`, and frees it. Slots, prefixes and buffers may be
+different trees.
 
     B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens
 """
@@ -95,7 +95,7 @@ class CacheKind(Protocol):
         """Whether the cost of decoding depends on the lengths of slots only, not on the capacity.
 
         If True, one capacity serves a whole run: moving slots between capacities would save nothing and need
-        memory for two caches. A paged cache would return True.
+        memory for two caches.
         """
         ...
 
@@ -142,7 +142,7 @@ class CacheKind(Protocol):
         ...
 
     def take(self, cache: Cache, slots: jax.Array) -> Cache:
-        """Takes the slots with the given numbers, int32, from a cache."""
+        """Takes the slots with the given numbers, int32, from a cache, as a prefix."""
         ...
 
     def copy(self, cache: Cache, other: Cache, source_B: jax.Array) -> Cache:

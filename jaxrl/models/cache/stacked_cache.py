@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jaxrl.models.cache.cached_attention import PartialAttention, cached_attention
 from jaxrl.models.cache.interface import Attention, CachePass, DecodeStep
 from jaxrl.models.cache.kv_cache import KVCache, put_token
+from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.cache.slot_cache import SlotCache
 from jaxrl.models.decoder import Decoder
 
 # (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
-PastAttention: TypeAlias = Callable[[jax.Array, KVCache, jax.Array, jax.Array], PartialAttention]
+PastAttention: TypeAlias = Callable[
+    [jax.Array, KVCache | PagedSlots, jax.Array, jax.Array], PartialAttention
+]
 
 # Kernels read a cache page by page, so the longest capacity must consist of whole pages.
 _PAGE = 128
@@ -81,7 +84,10 @@ class StackedCache(SlotCache):
     def _decoding_by_kernel(
         self, kernel: PastAttention, cache: KVCache, length_B: jax.Array
     ) -> DecodeStep:
-        past = _numbers(cache) if self.by_number else cache
+        past = cache
+        if self.by_number:
+            numbers_L = jnp.arange(self.shape.num_layers)
+            past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
 
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, layer, lengths):
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
@@ -106,9 +112,3 @@ class StackedCache(SlotCache):
 def _same(new: KVCache) -> KVCache:
     """The identity: the scan has already stacked the layers."""
     return new
-
-
-def _numbers(cache: KVCache) -> jax.Array:
-    """The number of each layer, int32 [L, B]."""
-    L, B = cache.v.shape[:2]
-    return jnp.broadcast_to(jnp.arange(L)[:, None], (L, B))

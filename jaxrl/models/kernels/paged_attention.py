@@ -1,16 +1,17 @@
 """Attention of one new token to a long cache, by the paged attention kernels that ship with JAX.
 
     B sequences   Q query heads   K kv heads   H head size   C capacity   L layers   G = Q / K
-    N = B * K pairs of a sequence and a kv head   P pages of a pair
+    N = B * K pairs of a sequence and a kv head   P parts of a page
 
-The caches here are not paged: each row is contiguous. But without a copy the keys of all layers,
-[L, B, K, C, H], can be viewed as L * B * K * P pages of C / P tokens, and the number of a page is
+A cache is a pool [L, pages, K, page, H] with a table of the pages of each row, or contiguous rows
+[L, B, K, C, H]: then row b is the only page of its table, of C tokens. Without a copy both can be viewed as
+L * pages * K * P pages of the kernel, which are 1 / P of a page of the pool, and the number of one is
 
-    page p of row b and head k of layer l   ->   ((l * B + b) * K + k) * P + p
+    part p of page g, head k and layer l   ->   ((l * pages + g) * K + k) * P + p
 
-So each pair is a sequence of the kernel with one kv head and G query heads, and the page table is computed on
-the fly. The kernel reads the pages up to the length of the row. It gets the stack of all layers, because a
-kernel cannot be fused with a slice: slicing out one layer would copy it.
+So each pair is a sequence of the kernel with one kv head and G query heads, and the table of the kernel is
+computed on the fly. The kernel reads the pages up to the length of the row. It gets the stack of all layers,
+because a kernel cannot be fused with a slice: slicing out one layer would copy it.
 
 The kernels are called directly, as they are in jax 0.10.2. JAX's `paged_attention` functions do not return
 the maximum and the sum of the softmax, although their kernels compute them. They are needed to merge the
@@ -23,6 +24,7 @@ of a row get weight 0, so they must be finite: zeros, or entries of an earlier r
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -39,6 +41,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kern
 from jaxrl.errors import UserError
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import KVCache
+from jaxrl.models.cache.page_moves import PagedSlots
 
 # Rows of a float32 tile in a TPU's vector memory, and rows of the smallest matmul on a GPU.
 _TPU_QUERIES, _GPU_QUERIES = 8, 16
@@ -53,7 +56,8 @@ class _Pages(NamedTuple):
 
     Attributes:
       q_NGH: float32, scaled queries; G is padded with zeros.
-      k, v: [L * B * K * P, tokens of a page, H].
+      k, v: [number of pages, tokens of a page, H].
+      scales: [number of pages, tokens of a page], of k and v; None if they are not int8.
       length_N: int32, length of each pair.
       table_NP: int32, page numbers of each pair; padding repeats the last page.
       shape: (B, K, G), unpadded.
@@ -62,6 +66,7 @@ class _Pages(NamedTuple):
     q_NGH: jax.Array
     k: jax.Array
     v: jax.Array
+    scales: tuple[jax.Array | None, jax.Array | None]
     length_N: jax.Array
     table_NP: jax.Array
     shape: tuple[int, int, int]
@@ -78,7 +83,7 @@ class _Pages(NamedTuple):
 
 def _pages(
     q_BQH: jax.Array,
-    cache: KVCache,
+    cache: KVCache | PagedSlots,
     layer: jax.Array | int,
     length_B: jax.Array,
     first_head: jax.Array | int,
@@ -89,23 +94,58 @@ def _pages(
     pad_queries_to: int,
 ) -> _Pages:
     B, Q, H = q_BQH.shape
-    _, _, held, C, _ = cache.v.shape
-    K, page = num_heads, math.gcd(cache.capacity, largest_page)
-    G, P = Q // K, C // page
+    pool, table_BT = _pool_and_table(cache, B)
+    _, num_pages, held, tokens, _ = pool.v.shape
+    K, page = num_heads or held, math.gcd(tokens, largest_page)
+    G, P = Q // K, tokens // page
     # The kernels do not scale scores. Scale queries in float32: at H = 128 the scale is not a power of two.
     q_NGH = (q_BQH.astype(jnp.float32) * H**-0.5).reshape(B * K, G, H)
     q_NGH = jnp.pad(q_NGH, ((0, 0), (0, -G % pad_queries_to), (0, 0)))
-    row_B1, head_1K = jnp.arange(B)[:, None], first_head + jnp.arange(K)[None]
-    pair_N = ((layer * B + row_B1) * held + head_1K).reshape(-1)
-    page_P = jnp.minimum(jnp.arange(P + -P % multiple), P - 1)
-    table_NP = (pair_N[:, None] * P + page_P[None]).astype(jnp.int32)
-    k, v = (x.reshape(-1, page, H) for x in (cache.k, cache.v))
-    return _Pages(q_NGH, k, v, jnp.repeat(length_B, K), table_NP, (B, K, G))
+    head_K1 = first_head + jnp.arange(K)[:, None]
+    pair_BKT = (layer * num_pages + table_BT[:, None]) * held + head_K1[None]
+    part_11P = jnp.arange(P)[None, None]
+    table_NP = (pair_BKT[..., None] * P + part_11P[None]).reshape(B * K, -1)
+    table_NP = jnp.pad(table_NP, ((0, 0), (0, -table_NP.shape[1] % multiple)), mode="edge")
+    k, v = (x.reshape(-1, page, H) for x in (pool.k, pool.v))
+    k_scale, v_scale = (
+        None if x is None else x.reshape(-1, page) for x in (pool.k_scale, pool.v_scale)
+    )
+    return _Pages(
+        q_NGH,
+        k,
+        v,
+        (k_scale, v_scale),
+        jnp.repeat(length_B, K),
+        table_NP.astype(jnp.int32),
+        (B, K, G),
+    )
+
+
+def _pool_and_table(cache: KVCache | PagedSlots, rows: int) -> tuple[KVCache, jax.Array]:
+    """The pages of a cache, and the pages of each row, int32 [B, pages of a row]."""
+    if isinstance(cache, PagedSlots):
+        return cache.pool, cache.table
+    return cache, jnp.arange(rows)[:, None]
+
+
+def _page_and_capacity(cache: KVCache | PagedSlots, largest_page: int) -> tuple[int, int]:
+    """Tokens of a page of the kernel, and the most tokens of a row."""
+    if isinstance(cache, PagedSlots):
+        tokens = cache.pool.capacity
+        return math.gcd(tokens, largest_page), tokens * cache.table.shape[1]
+    return math.gcd(cache.capacity, largest_page), cache.capacity
+
+
+def _one_layer(cache: KVCache | PagedSlots, layer: jax.Array | int) -> KVCache | PagedSlots:
+    """A copy of the cache with one layer only."""
+    if isinstance(cache, PagedSlots):
+        return dataclasses.replace(cache, pool=_one_layer(cache.pool, layer))
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0), cache)
 
 
 def paged_attention_tpu(
     q_BQH: jax.Array,
-    cache: KVCache,
+    cache: KVCache | PagedSlots,
     layer: jax.Array | int,
     length_B: jax.Array,
     *,
@@ -119,16 +159,15 @@ def paged_attention_tpu(
 
     Args:
       q_BQH: rotated queries.
-      cache: cache of all layers, keys and values [L, B, K, C, H] in bfloat16; H is a multiple of 128, C of
-        16.
+      cache: cache of all layers, keys and values [L, B, K, C, H] in bfloat16, or pages of C tokens; H is a
+        multiple of 128, C of 16.
       layer: number of the layer.
       length_B: int32, number of valid cached tokens; blocks of 512 beyond them are not read.
       first_head, num_heads: range of kv heads that these queries use; num_heads 0 for all heads of the cache.
       interpret: emulate the kernel in XLA, on any device; for tests.
     """
-    num_heads = num_heads or cache.v.shape[2]
-    page = math.gcd(cache.capacity, _TPU_BLOCK)
-    block = min(_TPU_BLOCK, cache.capacity) // page
+    page, capacity = _page_and_capacity(cache, _TPU_BLOCK)
+    block = min(_TPU_BLOCK, capacity) // page
     pages = _pages(
         q_BQH,
         cache,
@@ -194,7 +233,7 @@ def _tpu_call(pages: _Pages, page: int, block: int, interpret: bool) -> Callable
 
 def paged_attention_gpu(
     q_BQH: jax.Array,
-    cache: KVCache,
+    cache: KVCache | PagedSlots,
     layer: jax.Array | int,
     length_B: jax.Array,
     *,
@@ -209,15 +248,15 @@ def paged_attention_gpu(
         tokens.
       cache: cache of the type of the queries or int8; H is a power of two, at least 16.
     """
-    if 2**31 < cache.k.size <= 2**32 // cache.k.dtype.itemsize:
+    keys = _pool_and_table(cache, len(q_BQH))[0].k
+    if 2**31 < keys.size <= 2**32 // keys.dtype.itemsize:
         # Triton uses 64-bit offsets only for arrays above 4 GiB, but signed 32-bit offsets overflow at 2^31
         # int8 entries. In between pass a single layer.
-        cache = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0), cache)
+        cache = _one_layer(cache, layer)
         layer = 0
-    num_heads = num_heads or cache.v.shape[2]
-    page = math.gcd(cache.capacity, _GPU_BLOCK)
+    page, capacity = _page_and_capacity(cache, _GPU_BLOCK)
     block = _GPU_BLOCK // page
-    splits = min(_GPU_SPLITS, -(-cache.capacity // _GPU_BLOCK))
+    splits = min(_GPU_SPLITS, -(-capacity // _GPU_BLOCK))
     pages = _pages(
         q_BQH,
         cache,
@@ -230,13 +269,11 @@ def paged_attention_gpu(
         pad_queries_to=_GPU_QUERIES,
     )
     table = pages.table_NP.reshape(len(pages.table_NP), splits, -1)
-    scales = tuple(
-        None if x is None else x.reshape(-1, page) for x in (cache.k_scale, cache.v_scale)
-    )
+    k_scale, v_scale = pages.scales
     # The matmul needs one type: the kernel converts int8 keys to the type of the queries.
-    q_NGH = pages.q_NGH.astype(q_BQH.dtype if scales[0] is not None else cache.k.dtype)
-    mixed_SNGH, total_SNG, top_SNG = _gpu_call(pages, scales, table, block, interpret)(
-        q_NGH, pages.k, scales[0], pages.v, scales[1], table, pages.length_N[:, None]
+    q_NGH = pages.q_NGH.astype(q_BQH.dtype if k_scale is not None else keys.dtype)
+    mixed_SNGH, total_SNG, top_SNG = _gpu_call(pages, table, block, interpret)(
+        q_NGH, pages.k, k_scale, pages.v, v_scale, table, pages.length_N[:, None]
     )
     top_NG = top_SNG.max(0)
     keep_SNG = jnp.exp(top_SNG - top_NG[None])
@@ -246,7 +283,6 @@ def paged_attention_gpu(
 
 def _gpu_call(
     pages: _Pages,
-    scales: tuple[jax.Array | None, ...],
     table_NSP: jax.Array,
     block: int,
     interpret: bool,
@@ -267,9 +303,9 @@ def _gpu_call(
         in_specs=[
             pl.BlockSpec((None, _GPU_QUERIES, H), lambda n, i, s: (n, i, 0)),
             whole(pages.k),
-            whole(scales[0]),
+            whole(pages.scales[0]),
             whole(pages.v),
-            whole(scales[1]),
+            whole(pages.scales[1]),
             pl.BlockSpec((None, None, pages_per_split), lambda n, i, s: (n, s, 0)),
             pl.BlockSpec((None, 1), lambda n, i, s: (n, 0)),
         ],

@@ -125,6 +125,7 @@ class JetStreamEngine(engine_api.Engine):
             devices, and on a mesh because JetStream dispatches from several threads: all devices must get
             their programs in the same order.
         """
+        assert engine.pages is None, "JetStream assigns slots, and nobody would assign their pages"
         self.engine = engine
         self.tokenizer = tokenizer
         self._params = params

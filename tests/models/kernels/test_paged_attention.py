@@ -1,5 +1,6 @@
 """The kernels for one token against a long cache, interpreted here, against plain XLA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxrl.errors import UserError
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache, cache_of
+from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_gpu,
@@ -50,6 +52,46 @@ def poisoned(cache: KVCache, length_B, block: int) -> KVCache:
         return jnp.where(unread, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(poison, cache)
+
+
+def in_pages(cache: KVCache, page: int) -> PagedSlots:
+    """The same cache in pages, which lie in any order; page 0 belongs to nobody."""
+    rows, per_row = cache.v.shape[1], cache.capacity // page
+    order = 1 + np.random.default_rng(1).permutation(rows * per_row)
+
+    def pool(x):
+        # [L, B, K, P, page, ..] -> [L, B * P, K, page, ..]
+        parts = x.reshape(*x.shape[:3], per_row, page, *x.shape[4:]).swapaxes(2, 3)
+        parts = parts.reshape(x.shape[0], rows * per_row, *parts.shape[3:])
+        nobody = jnp.full_like(parts[:, :1], 99)
+        return jnp.concatenate([nobody, parts[:, np.argsort(order)]], axis=1)
+
+    table = jnp.asarray(order.reshape(rows, per_row), jnp.int32)
+    return PagedSlots(jax.tree.map(pool, cache), table, jnp.zeros(rows, jnp.int32))
+
+
+def unused_are_0(slots: PagedSlots, length_B) -> PagedSlots:
+    """The table without the pages beyond the length of a row, as the host has it."""
+    first = jnp.arange(slots.table.shape[1])[None] * slots.pool.capacity
+    return dataclasses.replace(slots, table=jnp.where(first < length_B[:, None], slots.table, 0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_dtype", "head_dim", "page"),
+    [
+        (paged_attention_tpu, jnp.bfloat16, 128, 128),
+        (paged_attention_tpu, jnp.bfloat16, 128, 32),
+        (paged_attention_gpu, jnp.float32, 16, 128),
+        (paged_attention_gpu, jnp.int8, 16, 128),
+        (paged_attention_gpu, jnp.float32, 16, 32),
+    ],
+)
+def test_a_kernel_follows_the_table_of_pages(kernel, kv_dtype, head_dim, page):
+    """A row with one page, less than a page, whole pages; what the table does not name is never used."""
+    new, cache = make(kv_heads=2, group=4, head_dim=head_dim, kv_dtype=kv_dtype, capacity=640)
+    length_B = jnp.array([0, 1, 128, 129, 640, 300], jnp.int32)
+    used = unused_are_0(in_pages(cache, page), length_B)
+    assert_close(by_kernel(kernel, new, used, length_B), by_xla(new, cache, length_B))
 
 
 def by_kernel(kernel, new, cache: KVCache, length_B, **options) -> jax.Array:

@@ -1,0 +1,349 @@
+"""What rollout costs the host, at the number of slots of a large run: everything but the device.
+
+    python benchmarks/rollout_host.py [--slots 64 1024 4096] [--part dispatch|stops|packing|unfinished]
+
+dispatch     seconds of the host for each dispatch, around an engine that returns its arrays at once
+stops        the same with a stop string, which is looked for in the text of every slot
+packing      packing 8,192 long responses into rows
+unfinished   saving 1,000 unfinished groups, and reading them back
+
+The engine decodes W tokens in every active slot. Response lengths are log-normal, as in reasoning: most are a
+thousand tokens, and a few are ten times as long. So slots fall free and are filled again all the time. Two
+times are told for each dispatch: what the device waits for, from its results to the next call of `generate`;
+and what the host does while the device works, such as text and groups. Dispatches with all slots busy are
+told apart from all of them, which include the first admissions and the end of the batch. Seconds are those of
+the processor, so that other work on the machine does not count.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.roles.batches import pack_completions
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.buckets import bucket_sizes
+from jaxrl.rollout.decode_state import DecodedTokens
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.samples import Sample, UnfinishedGroups
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.slots import Slots
+from jaxrl.tracking.checkpoints import Checkpoints
+from jaxrl.types import Completions, Prompts
+
+# Ids of the fake model; 1 would end a response, and is never drawn before its end.
+VOCABULARY, STOP = 32_000, 1
+PROMPT_TOKENS = 16
+# Mean response length; the longest have ten times as many. A reasoning model has about 4,000.
+MEAN_TOKENS = 2000
+
+
+@dataclasses.dataclass
+class FakeState:
+    """The slots of the fake engine, on the host.
+
+    Attributes:
+      left: int32 [n], tokens that each slot has still to decode.
+      active: bool [n].
+      decoded: tokens of the last dispatch.
+      capacity: tokens per slot.
+    """
+
+    left: np.ndarray
+    active: np.ndarray
+    decoded: DecodedTokens
+    capacity: int
+
+    @property
+    def num_slots(self) -> int:
+        """n."""
+        return len(self.active)
+
+
+class FakeEngine:
+    """The part of `Engine` that a backend uses, without a model: responses have lengths of their own."""
+
+    def __init__(self, config: EngineConfig, mean_tokens: int, seed: int):
+        self.config = config
+        self.mesh = jax.make_mesh((1,), ("data",))
+        self.shards = 1
+        self.pages = None
+        self.slot_sizes = bucket_sizes(config.slots, config.slots)
+        self.batch_sizes = (config.prefill_prompts,)
+        self.prompt_sizes = (config.max_prompt_tokens,)
+        longest = config.max_context_tokens + config.tokens_per_dispatch
+        self.prefix_sizes = self.cache_sizes = (longest,)
+        self._rng = np.random.default_rng(seed)
+        self._mean_tokens = mean_tokens
+        self._tokens = self._rng.integers(2, VOCABULARY, (config.slots, config.tokens_per_dispatch))
+        self._tokens = self._tokens.astype(np.int32)
+        self._floats = np.full(self._tokens.shape, -0.5, np.float32)
+        # Start and end of each `generate`, and how many slots were active.
+        self.calls: list[tuple[float, float, int]] = []
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The longest prompt."""
+        return self.config.max_prompt_tokens
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """The number of slots."""
+        return self.config.slots
+
+    def init_decode_state(self, num_slots: int, capacity: int) -> FakeState:
+        """Idle slots."""
+        zeros = np.zeros(num_slots, np.int32)
+        nothing = DecodedTokens(zeros, self._tokens, self._floats, self._floats)
+        return FakeState(zeros, np.zeros(num_slots, bool), nothing, capacity)
+
+    def prefill(self, params: Any, tokens: Any, lengths: Any) -> object:
+        """Nothing is computed."""
+        return object()
+
+    def insert(self, prefix: Any, state: FakeState, assignment: Any, *settings: Any) -> FakeState:
+        """Starts samples with lengths drawn at random."""
+        source = np.asarray(assignment.source)
+        limit, count = np.asarray(assignment.limit), np.asarray(assignment.count)
+        sigma = 0.9
+        drawn = self._rng.lognormal(np.log(self._mean_tokens) - sigma**2 / 2, sigma, len(source))
+        left = np.minimum(np.ceil(drawn).astype(np.int32), limit - count)
+        new = source >= 0
+        return dataclasses.replace(
+            state, left=np.where(new, left, state.left), active=state.active | new
+        )
+
+    def release(self, state: FakeState, keep: Any) -> FakeState:
+        """Stops slots."""
+        return dataclasses.replace(state, active=state.active & np.asarray(keep))
+
+    def resize(self, state: FakeState, slots: Any, capacity: int) -> FakeState:
+        """Moves slots."""
+        old = np.asarray(slots)
+        kept = old >= 0
+        return FakeState(
+            np.where(kept, state.left[old], 0), kept & state.active[old], state.decoded, capacity
+        )
+
+    def generate(self, params: Any, state: FakeState, least_active: Any) -> FakeState:
+        """Decodes until fewer slots than wanted are active, W tokens at most."""
+        begin = time.thread_time()
+        W, least = self.config.tokens_per_dispatch, int(least_active)
+        left = np.sort(np.where(state.active, state.left, 0))[::-1]
+        # Steps after which no more than `least` slots are active.
+        steps = W if least == 0 else min(W, max(1, int(left[least])))
+        count = np.where(state.active, np.minimum(state.left, steps), 0).astype(np.int32)
+        rest = state.left - count
+        n = state.num_slots
+        tokens, ended = self._tokens[:n].copy(), np.flatnonzero(state.active & (rest == 0))
+        tokens[ended, count[ended] - 1] = STOP
+        decoded = DecodedTokens(count, tokens, self._floats[:n], self._floats[:n])
+        state = FakeState(rest, state.active & (rest > 0), decoded, state.capacity)
+        self.calls.append((begin, time.thread_time(), int((count > 0).sum())))
+        return state
+
+
+def host_seconds(
+    slots: int, *, tokens_per_dispatch: int, mean_tokens: int, stop_strings: tuple[str, ...] = ()
+) -> tuple["HostTimes", int, dict[str, int]]:
+    """Host seconds of each dispatch, tokens decoded, and how often tokens were turned into text."""
+    config = EngineConfig(
+        slots=slots,
+        prefill_prompts=32,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_response_tokens=10 * mean_tokens,
+        tokens_per_dispatch=tokens_per_dispatch,
+        stop_ids=(STOP,),
+    )
+    engine = FakeEngine(config, mean_tokens, seed=0)
+    asked = {"texts": 0, "tokens": 0}
+
+    def decode_text(tokens: np.ndarray) -> str:
+        asked["texts"] += 1
+        asked["tokens"] += len(tokens)
+        return " ".join(map(str, tokens))
+
+    backend: Any = OfflineBackend(engine, decode_text)  # pyright: ignore[reportArgumentType]
+    backend.load({})
+    G = 16
+    prompts = prompts_of(max(4, 3 * slots // G))
+    options = SamplingOptions(G, seed=0, step=0, temperature=1.0, stop_strings=stop_strings)
+    fetches: list[tuple[float, float]] = []
+    with timed_fetches(fetches):
+        completions = backend.generate(prompts, options)
+    calls, fetched = np.array(engine.calls), np.array(fetches)
+    times = HostTimes(
+        waited=calls[1:, 0] - fetched[:-1, 1],
+        overlapped=fetched[:-1, 0] - calls[:-1, 1],
+        busy=calls[1:, 2] > 0.8 * slots,
+    )
+    return times, int(completions.lengths_B.sum()), asked
+
+
+class HostTimes(NamedTuple):
+    """Seconds of the host for each dispatch but the first.
+
+    Attributes:
+      waited: seconds that the device waits.
+      overlapped: seconds of work while the device decodes.
+      busy: whether most slots were active.
+    """
+
+    waited: np.ndarray
+    overlapped: np.ndarray
+    busy: np.ndarray
+
+
+@contextlib.contextmanager
+def timed_fetches(fetches: list[tuple[float, float]]) -> Iterator[None]:
+    """Notes start and end of every `Slots.decoded`."""
+    fetch = Slots.decoded
+
+    def timed(self: Slots) -> Any:
+        begin = time.thread_time()
+        result = fetch(self)
+        fetches.append((begin, time.thread_time()))
+        return result
+
+    Slots.decoded = timed  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        Slots.decoded = fetch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prompts_of(count: int) -> Prompts:
+    """Prompts of a fixed length."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(2, VOCABULARY, (count, PROMPT_TOKENS)).astype(np.int32)
+    return Prompts(np.arange(count), tuple(tokens), ("",) * count, ("",) * count, ("",) * count)
+
+
+def completions_of(count: int, mean_tokens: int, most_tokens: int) -> Completions:
+    """Sampled groups of 16 with log-normal lengths."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(np.log(mean_tokens) - 0.4, 0.9, count), most_tokens)
+    tokens = tuple(rng.integers(2, VOCABULARY, int(n) + 1).astype(np.int32) for n in lengths)
+    floats = tuple(np.full(len(t), -0.5, np.float32) for t in tokens)
+    return Completions(
+        prompts=prompts_of(count // 16),
+        num_samples=16,
+        tokens=tokens,
+        rollout_logprob=floats,
+        entropy=floats,
+        truncated_B=np.zeros(count, bool),
+        texts=("",) * count,
+    )
+
+
+def report_dispatch(slots: list[int], stop_strings: tuple[str, ...] = ()) -> Iterator[str]:
+    """One row of a table per number of slots."""
+    yield (
+        "| slots | W | dispatches | busy: waited ms, median | 99% | all: waited ms, mean | "
+        "overlapped ms, mean | decodes |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for n in slots:
+        for W in (16, 64):
+            times, _, asked = host_seconds(
+                n, tokens_per_dispatch=W, mean_tokens=MEAN_TOKENS, stop_strings=stop_strings
+            )
+            median, most = np.percentile(times.waited[times.busy], [50, 99]) * 1e3
+            yield (
+                f"| {n:,} | {W} | {len(times.waited)} | {median:.2f} | {most:.1f} | "
+                f"{times.waited.mean() * 1e3:.2f} | {times.overlapped.mean() * 1e3:.2f} | "
+                f"{asked['texts']:,} |"
+            )
+
+
+def report_packing() -> Iterator[str]:
+    """Seconds and memory of packing."""
+    completions = completions_of(8192, 4000, 20_000)
+    tokens = int(completions.lengths_B.sum())
+    shape = PackedShape.for_sequences(
+        8192, longest=20_016 + 1, minibatches=16, rows=16, tokens=22_528
+    )
+    before, start = peak_gb(), time.thread_time()
+    batch = pack_completions(completions, shape)
+    seconds = time.thread_time() - start
+    used = sum(x.nbytes for x in jax.tree.leaves(batch)) / 1e9
+    yield (
+        f"{tokens:,} tokens in 8,192 responses: {seconds:.1f} s, arrays of {used:.2f} GB, peak memory "
+        f"{before:.2f} -> {peak_gb():.2f} GB"
+    )
+
+
+def report_unfinished() -> Iterator[str]:
+    """Seconds and size of a record of unfinished groups."""
+    groups = unfinished_groups(1000)
+    with tempfile.TemporaryDirectory() as folder:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            size = save_and_read(groups, Path(folder))
+            times.append(time.perf_counter() - start)
+    yield f"1,000 unfinished groups: {statistics.median(times):.1f} s to save and read, {size / 1e6:.0f} MB"
+
+
+def unfinished_groups(count: int) -> UnfinishedGroups:
+    """Groups of 16 samples of 2,000 tokens on average."""
+    completions = completions_of(16 * count, 2000, 20_000)
+    samples = []
+    for i, tokens in enumerate(completions.tokens):
+        sample = Sample(i // 16, i % 16, 0)
+        sample.add_decoded(tokens, completions.rollout_logprob[i], completions.entropy[i], 0)
+        samples.append(sample)
+    return UnfinishedGroups(completions.prompts, 16, tuple(samples))
+
+
+def save_and_read(groups: UnfinishedGroups, folder: Path) -> int:
+    """Writes groups into a checkpoint, and reads them; returns the bytes."""
+    path = folder / str(len(list(folder.iterdir())))
+    checkpoints = Checkpoints(path, keep=1)
+    checkpoints.prepare(None)
+    checkpoints.save(1, {}, {"unfinished": groups.record()})
+    checkpoints.commit()
+    checkpoints.wait()
+    UnfinishedGroups.of_record(checkpoints.read_record(1)["unfinished"])
+    checkpoints.close()
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def peak_gb() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def main() -> None:
+    """Prints the parts that are asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 1024, 4096])
+    parts = ("dispatch", "stops", "packing", "unfinished")
+    parser.add_argument("--part", choices=parts, nargs="+", default=parts)
+    args = parser.parse_args()
+    reports = {
+        "dispatch": lambda: report_dispatch(args.slots),
+        "stops": lambda: report_dispatch(args.slots, ("\n\nQuestion:",)),
+        "packing": report_packing,
+        "unfinished": report_unfinished,
+    }
+    for part in args.part:
+        print(f"\n## {part}\n")
+        for line in reports[part]():
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The tokens of many dispatches on the host, until a sample takes its own.
+
+A dispatch decodes the same number of steps in all slots; only a sample that ends has fewer tokens. So the
+tokens of a dispatch are some columns of an array with a row per slot, and the tokens of a sample are one
+stretch of its row. To keep a dispatch costs three copies of arrays, whatever the number of slots:
+
+    column   0 1 2 3   4 5 6 7   8 9
+    slot 0   5 6 7 8   9 1 . .   . .     the sample took its tokens 5 6 7 8 9 1 after two dispatches
+    slot 1   4 3 3 2   2 6 5 8   4 7     still decodes; its stretch begins in column 0
+    slot 2   . . . .   7 7 7 1   . .     started before the second dispatch
+
+n slots   W tokens of a dispatch   R tokens of a sample
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.rollout.decode_state import DecodedTokens
+
+# Columns of a block.
+_COLUMNS = 256
+
+
+class Stretch(NamedTuple):
+    """Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each."""
+
+    token: np.ndarray
+    logprob: np.ndarray
+    entropy: np.ndarray
+
+
+@dataclasses.dataclass
+class _Block:
+    """Consecutive columns of all slots.
+
+    Attributes:
+      first: number of the first column.
+      words: int32 [3, n, columns]: ids, and the bits of log-probabilities and entropies. In one array a
+        stretch is copied at once.
+      used: number of columns that hold tokens.
+    """
+
+    first: int
+    words: np.ndarray
+    used: int = 0
+
+
+class DecodedLog:
+    """Keeps what dispatches have decoded, for the samples in n slots."""
+
+    def __init__(self, num_slots: int):
+        """Starts without tokens."""
+        self._begin_n = np.zeros(num_slots, np.int64)
+        # Columns of the last dispatch that a slot has not filled, because its sample ended.
+        self._missing_n = np.zeros(num_slots, np.int64)
+        self._running_n = np.zeros(num_slots, bool)
+        self._blocks: collections.deque[_Block] = collections.deque()
+        # Memory of blocks that no running sample needs any more: new memory is slow at its first use.
+        self._spare: list[np.ndarray] = []
+        # Number of columns of all dispatches, and of those that are in blocks; the tokens of the others.
+        self._end, self._settled = 0, 0
+        self._last: DecodedTokens | None = None
+
+    def moved(self, old_n: np.ndarray) -> DecodedLog:
+        """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
+        self.settle()
+        log = DecodedLog(len(old_n))
+        log._begin_n, log._missing_n = self._begin_n[old_n], self._missing_n[old_n]
+        log._running_n = self._running_n[old_n] & (old_n >= 0)
+        log._end = log._settled = self._end
+        log._blocks.extend(_Block(b.first, b.words[:, old_n], b.used) for b in self._blocks)
+        return log
+
+    def start(self, slots: np.ndarray) -> None:
+        """Begins the stretches of samples in these slots, int."""
+        self._begin_n[slots], self._missing_n[slots] = self._end, 0
+        self._running_n[slots] = True
+
+    def append(self, decoded: DecodedTokens) -> None:
+        """Adds the tokens of a dispatch; no slot that was started may have stopped before it.
+
+        They are copied by the next `settle`, which can wait until the devices work again.
+        """
+        self.settle()
+        steps = int(decoded.count.max(initial=0))
+        # A copy: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
+        self._last, self._end = jax.tree.map(np.copy, decoded), self._end + steps
+        self._missing_n = steps - decoded.count
+
+    def settle(self) -> None:
+        """Copies the tokens of the last dispatch, if that has not been done."""
+        decoded, self._last = self._last, None
+        if decoded is None or not (steps := self._end - self._settled):
+            return
+        block = self._room_for(steps)
+        here = slice(block.used, block.used + steps)
+        for words, new in zip(block.words, _words(decoded), strict=True):
+            words[:, here] = new[:, :steps]
+        block.used += steps
+        self._settled += steps
+
+    def take(self, slot: int) -> Stretch:
+        """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch."""
+        stretch = self._stretch(slot, int(self._begin_n[slot]))
+        self._begin_n[slot], self._missing_n[slot] = self._end, 0
+        return stretch
+
+    def tail(self, slot: int, count: int) -> np.ndarray:
+        """The last `count` tokens of the stretch in a slot, or all of it, int32."""
+        end = self._end - int(self._missing_n[slot])
+        return self._stretch(slot, max(int(self._begin_n[slot]), end - count)).token
+
+    def stop(self, slots: np.ndarray) -> None:
+        """Forgets the samples in these slots, int."""
+        self._running_n[slots] = False
+
+    def _stretch(self, slot: int, begin: int) -> Stretch:
+        end = self._end - int(self._missing_n[slot])
+        parts = [
+            b.words[:, slot, max(0, begin - b.first) : min(end - b.first, b.used)]
+            for b in self._blocks
+            if begin < b.first + b.used and b.first < end
+        ]
+        if self._last is not None and end > self._settled:
+            here = slice(max(0, begin - self._settled), end - self._settled)
+            parts.append(np.stack([words[slot, here] for words in _words(self._last)]))
+        words = np.concatenate([np.zeros((3, 0), np.int32), *parts], axis=1)
+        return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32))
+
+    def _room_for(self, steps: int) -> _Block:
+        """The block for the next columns. First drops those that nobody needs any more."""
+        block = self._blocks[-1] if self._blocks else None
+        if block is not None and block.used + steps <= block.words.shape[2]:
+            return block
+        needed = self._begin_n[self._running_n].min(initial=self._end)
+        while self._blocks and self._blocks[0].first + self._blocks[0].used <= needed:
+            self._spare.append(self._blocks.popleft().words)
+        shape = (3, len(self._begin_n), max(_COLUMNS, steps))
+        words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
+        self._blocks.append(_Block(self._settled, words))
+        return self._blocks[-1]
+
+
+def _words(decoded: DecodedTokens) -> tuple[np.ndarray, ...]:
+    """Ids, and the bits of log-probabilities and entropies, int32 [n, W] each."""
+    return decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)

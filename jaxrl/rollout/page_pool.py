@@ -1,0 +1,185 @@
+"""Assigns the pages of a paged cache to slots, on the host. NumPy only: deterministic, without a device.
+
+A page holds the keys and values of a fixed number of tokens. Each shard of the slots has its own pages and
+numbers them from 0. Page 0 belongs to nobody: unused entries of the page table name it, and the devices may
+write anything to it.
+
+    start     a sample enters a slot: pages for its tokens; full pages with the same beginning are shared
+    grow      before a dispatch: pages for the tokens that it may add
+    release   a sample leaves its slot: pages that no other slot holds are free again
+
+Example: pages of 4 tokens, one shard, three samples that start from the same ten tokens, of which the last is
+not cached yet. Pages 1 and 2 are shared. Each sample has a copy of the third page, to which it will append.
+
+    slot   table          shared
+    0      1 2 3 0 0 0    0        writes pages 1, 2 and 3
+    1      1 2 4 0 0 0    2        writes page 4
+    2      1 2 5 0 0 0    2        writes page 5
+
+    n slots   S shards   P pages of a slot
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class PagePool:
+    """The free pages of every shard, and the page table.
+
+    Attributes:
+      page_tokens: number of tokens of a page.
+      table_nP: int32 [n, P], the pages of each slot, numbered within its shard; 0 where it has none.
+      num_free_S: int [S], number of free pages of each shard.
+      shared_n: int32 [n], number of leading pages of each slot that already hold their tokens.
+    """
+
+    def __init__(
+        self, *, num_slots: int, shards: int, num_pages: int, pages_per_slot: int, page_tokens: int
+    ):
+        """Starts with every page free.
+
+        Args:
+          num_slots: n, a multiple of `shards`.
+          shards: number of shards; each has an equal, contiguous range of slots.
+          num_pages: number of pages of a shard, page 0 included.
+          pages_per_slot: P, the maximum number of pages of a slot.
+          page_tokens: number of tokens of a page.
+        """
+        assert num_slots % shards == 0, "every shard has the same number of slots"
+        self.page_tokens = page_tokens
+        self.table_nP = np.zeros((num_slots, pages_per_slot), np.int32)
+        self.shared_n = np.zeros(num_slots, np.int32)
+        self._shard_n = np.arange(num_slots) // (num_slots // shards)
+        self._held_n = np.zeros(num_slots, np.int32)
+        self._users_SN = np.zeros((shards, num_pages), np.int32)
+        # The first `count` entries of a row are the free pages of a shard; the last of them is taken next.
+        self._free_SN = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (shards, 1))
+        self.num_free_S = np.full(shards, num_pages - 1)
+        # A shared page by what it holds: its shard, the identity of the page before it, and its own tokens.
+        # An identity is never used again, so the key of a page whose predecessor is gone matches nothing.
+        self._page_of: dict[tuple[int, int, bytes], int] = {}
+        self._key_of: dict[tuple[int, int], tuple[int, int, bytes]] = {}
+        self._identity_SN = np.zeros((shards, num_pages), np.int64)
+        self._num_identities = 0
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages of a shard that samples can use."""
+        return self._users_SN.shape[1] - 1
+
+    def shard_of(self, slot: int) -> int:
+        """The shard of a slot."""
+        return int(self._shard_n[slot])
+
+    def slots_of(self, shard: int) -> slice:
+        """The slots of a shard."""
+        size = len(self._shard_n) // len(self.num_free_S)
+        return slice(shard * size, (shard + 1) * size)
+
+    def pages_for(self, tokens: int) -> int:
+        """The number of pages that hold this many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def pages_to_start(self, shard: int, tokens: np.ndarray, room: int) -> int:
+        """The number of free pages that `start` would take on a shard."""
+        return self.pages_for(room) - len(self._known_pages(shard, tokens))
+
+    def start(self, slot: int, tokens: np.ndarray, room: int) -> None:
+        """Gives pages to an idle slot. Full pages with the same tokens since the beginning are shared.
+
+        Args:
+          slot: index of a slot without pages.
+          tokens: int32 [T], tokens of its sequence that are cached at once.
+          room: number of tokens that fit into its pages, at least T.
+        """
+        assert not self._held_n[slot], "the slot has pages"
+        shard = self.shard_of(slot)
+        known = self._known_pages(shard, tokens)
+        self.table_nP[slot, : len(known)] = known
+        self._users_SN[shard, known] += 1
+        self._held_n[slot] = self.shared_n[slot] = len(known)
+        self.grow(np.array([slot]), np.array([room]))
+        self._make_known(slot, tokens, len(known))
+
+    def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The number of pages that each shard lacks to `grow` the slots, int [S]; 0 if there are enough."""
+        missing = np.maximum(-(-tokens // self.page_tokens) - self._held_n[slots], 0)
+        shards = len(self.num_free_S)
+        wanted_S = np.bincount(self._shard_n[slots], missing, shards).astype(int)
+        return np.maximum(wanted_S - self.num_free_S, 0)
+
+    def grow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Gives each slot pages for as many tokens; slots that have enough pages keep theirs.
+
+        Args:
+          slots: int [m], ascending, each at most once. Their shards must have enough free pages.
+          tokens: int [m], numbers of tokens.
+        """
+        assert not self.lacking(slots, tokens).any(), "there are not enough free pages"
+        missing = np.maximum(-(-tokens // self.page_tokens) - self._held_n[slots], 0)
+        slot_k = np.repeat(slots, missing)
+        if not len(slot_k):
+            return
+        shard_k = self._shard_n[slot_k]
+        taken_S = np.bincount(shard_k, minlength=len(self.num_free_S))
+        # Slots are ascending, and so are their shards: number the new pages within slot and shard.
+        in_shard_k = np.arange(len(slot_k)) - (np.cumsum(taken_S) - taken_S)[shard_k]
+        in_slot_k = np.arange(len(slot_k)) - np.repeat(np.cumsum(missing) - missing, missing)
+        page_k = self._free_SN[shard_k, self.num_free_S[shard_k] - 1 - in_shard_k]
+        self.table_nP[slot_k, self._held_n[slot_k] + in_slot_k] = page_k
+        self._users_SN[shard_k, page_k] = 1
+        self.num_free_S -= taken_S
+        self._held_n[slots] += missing
+
+    def keep(self, slot: int, tokens: int) -> None:
+        """Marks the full pages of the first `tokens` tokens of a slot as written."""
+        self.shared_n[slot] = tokens // self.page_tokens
+
+    def release(self, slots: np.ndarray) -> None:
+        """Takes all pages from the slots, int [m]. Pages that no other slot holds become free."""
+        held = self._held_n[slots]
+        shard_k = np.repeat(self._shard_n[slots], held)
+        page_k = self.table_nP[slots][np.arange(self.table_nP.shape[1])[None] < held[:, None]]
+        np.subtract.at(self._users_SN, (shard_k, page_k), 1)
+        # Each page once, also if several of the slots shared it.
+        freed = np.unique(shard_k * self._users_SN.shape[1] + page_k)
+        shard_f, page_f = np.divmod(freed, self._users_SN.shape[1])
+        unused_f = self._users_SN[shard_f, page_f] == 0
+        shard_f, page_f = shard_f[unused_f], page_f[unused_f]
+        freed_S = np.bincount(shard_f, minlength=len(self.num_free_S))
+        in_shard_f = np.arange(len(shard_f)) - (np.cumsum(freed_S) - freed_S)[shard_f]
+        self._free_SN[shard_f, self.num_free_S[shard_f] + in_shard_f] = page_f
+        self.num_free_S += freed_S
+        for page in zip(shard_f.tolist(), page_f.tolist(), strict=True):
+            if (key := self._key_of.pop(page, None)) is not None:
+                del self._page_of[key]
+        self.table_nP[slots] = 0
+        self._held_n[slots] = self.shared_n[slots] = 0
+
+    def _known_pages(self, shard: int, tokens: np.ndarray) -> list[int]:
+        """The pages of a shard that hold the beginning of `tokens`; only full pages."""
+        pages, before = [], 0
+        for part in self._full_pages(tokens):
+            page = self._page_of.get((shard, before, part))
+            if page is None:
+                break
+            pages.append(page)
+            before = int(self._identity_SN[shard, page])
+        return pages
+
+    def _make_known(self, slot: int, tokens: np.ndarray, num_known: int) -> None:
+        """Lets later samples share the full pages of a slot, except the first `num_known`."""
+        shard, before = self.shard_of(slot), 0
+        for i, part in enumerate(self._full_pages(tokens)):
+            page = int(self.table_nP[slot, i])
+            if i >= num_known:
+                key = (shard, before, part)
+                self._page_of[key], self._key_of[shard, page] = page, key
+                self._num_identities += 1
+                self._identity_SN[shard, page] = self._num_identities
+            before = int(self._identity_SN[shard, page])
+
+    def _full_pages(self, tokens: np.ndarray) -> list[bytes]:
+        size = self.page_tokens
+        return [tokens[i : i + size].tobytes() for i in range(0, len(tokens) - size + 1, size)]
