@@ -51,7 +51,7 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.interface import Attention, cache_bytes
-from jaxrl.models.compute import Compute, scan_layers
+from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.cache_choice import choose_cache
@@ -226,11 +226,12 @@ def _sum_parts(model: ModelConfig) -> int:
 def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Compute:
     """The `Compute` of the model on the layout's mesh."""
     mesh = layout.mesh
+    scan = scan_layers_as_bits if platform_of(mesh) == "cpu" else scan_layers
     return Compute(
         dtype=jnp.dtype(config.dtype),
         constrain=layout.constrain,
         experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
-        layers=pipeline(scan_layers, mesh, GENERATE_RULES),
+        layers=pipeline(scan, mesh, GENERATE_RULES),
         unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
         sum_parts=_sum_parts(model) if config.deterministic else 0,
         wide_results=platform_of(mesh) == "cpu",

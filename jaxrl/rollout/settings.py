@@ -17,8 +17,8 @@ from jaxrl.checks import (
     token_count,
 )
 
-# Values that "auto" resolves to. In bfloat16, copies that a scan makes take a quarter of the time.
-_UNROLLED_LAYERS = {"float32": 8, "bfloat16": 32}
+# Values that "auto" resolves to.
+_UNROLLED_LAYERS = 8
 _SHORT_RESPONSE = 64
 _SMALLEST_BUCKET = 32
 
@@ -87,7 +87,7 @@ class EngineConfig(EngineSettings):
         have at most 64 tokens, else 32.
       unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
         and each layer has separate arrays. That is faster on CPU, where a scan copies weights and cache.
-        "auto" is all layers for models of up to 8 layers on CPU, in bfloat16 of up to 32, else 1.
+        "auto" is all layers for models of up to 8 layers on CPU, else 1.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]
@@ -103,8 +103,7 @@ class EngineConfig(EngineSettings):
         if self.unroll != "auto":
             return self.unroll
         # An unrolled program takes longer to compile for each layer.
-        most = _UNROLLED_LAYERS[self.dtype]
-        return num_layers if platform == "cpu" and num_layers <= most else 1
+        return num_layers if platform == "cpu" and num_layers <= _UNROLLED_LAYERS else 1
 
     @property
     def fewest_slots(self) -> int:

@@ -28,14 +28,6 @@ def test_decoding_has_no_scan_over_few_layers_on_cpu(unroll, num_layers, platfor
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "platform", "resolved"), [(30, "cpu", 30), (33, "cpu", 1), (30, "gpu", 1)]
-)
-def test_in_bfloat16_there_is_no_scan_over_more_layers_either(num_layers, platform, resolved):
-    config = EngineConfig(**LENGTHS, max_response_tokens=8, dtype="bfloat16")
-    assert config.layers_per_iteration(num_layers, platform) == resolved
-
-
-@pytest.mark.parametrize(
     ("settings", "fewest"),
     [
         ({"max_response_tokens": 64}, 256),

@@ -554,3 +554,38 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs(length):
         UserError, match=rf"prompt 506 has {length} tokens; the engine takes 1 to {T}"
     ):
         sample(actor_of(), prompts, num_samples=1)
+
+
+def test_a_scan_in_bfloat16_on_cpu_moves_weights_and_cache_without_float32():
+    """Slices by way of float32 take several times as long as the matmuls with them."""
+    model = dataclasses.replace(MODEL, num_layers=9, d_model=48, d_ff=80, num_kv_heads=4)
+    config = dataclasses.replace(
+        BASE, dtype="bfloat16", max_response_tokens=37, tokens_per_dispatch=5
+    )
+    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
+    graph, shapes, _ = decoder_graph(model)
+    engine = Engine(model, graph, mesh, config)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+    state = jax.eval_shape(engine.init_decode_state)
+    program = engine.generate.lower(params, state, jnp.int32(0)).compile().as_text()
+    assert program
+    weights = {leaf.shape for leaf in jax.tree.leaves(shapes["layers"]["mlp"])}
+    caches = {leaf.shape for leaf in jax.tree.leaves(state.context.cache)}
+    assert weights == {(9, 48, 80), (9, 80, 48)} and {shape[0] for shape in caches} == {9}
+    buffers = {(9, 8, 4, 8, 5), (9, 8, 4, 5, 8)}
+    for shape in weights | {shape[1:] for shape in weights} | caches | buffers:
+        size = ",".join(map(str, shape))
+        assert f"bf16[{size}]" in program
+        assert f"f32[{size}]" not in program, size
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_scan_in_bfloat16_samples_as_unrolled_layers_do(kv_dtype):
+    model = dataclasses.replace(MODEL, num_layers=9)
+    config = dataclasses.replace(BASE, dtype="bfloat16", kv_dtype=kv_dtype)
+    unrolled = dataclasses.replace(config, unroll=9)
+    tokens, expected = (
+        sample(actor_of(config=c, model=model), make_prompts()).tokens for c in (config, unrolled)
+    )
+    same = sum(np.array_equal(a, b) for a, b in zip(tokens, expected, strict=True))
+    assert same >= len(expected) * 3 // 4, f"{same} of {len(expected)}"

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.bits import from_bits, to_bits
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
     def put(old, new, axes):
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
 
-    return jax.tree.map(put, cache, new, cache_axes(cache))
+    return from_bits(jax.tree.map(put, to_bits(cache), to_bits(new), cache_axes(cache)))
 
 
 def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:

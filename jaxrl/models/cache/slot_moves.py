@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.bits import from_bits, to_bits
+
 
 def taken(tree: Any, axes: Any, slots_n: jax.Array) -> Any:
     """Takes the slots with numbers `slots_n`, int32, from `tree`."""
@@ -43,6 +45,7 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
     Capacities may differ, but the tokens must fit. The cost grows with the number of replaced slots.
     """
     order_n = jnp.argsort(source_n < 0, stable=True)
+    tree, other = to_bits((tree, other))
 
     def copy(j, tree):
         slot = order_n[j]
@@ -57,7 +60,7 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
 
         return jax.tree.map(one, tree, other, axes)
 
-    return jax.lax.fori_loop(0, (source_n >= 0).sum(), copy, tree)
+    return from_bits(jax.lax.fori_loop(0, (source_n >= 0).sum(), copy, tree))
 
 
 def _at(dim: int, index: jax.Array, ndim: int) -> list[Any]:
@@ -72,6 +75,7 @@ def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Arra
     """
     # Slot by slot: for a scatter XLA would copy the whole tree into another memory layout.
     order_n = jnp.argsort(~live_n, stable=True)
+    tree, new = to_bits((tree, new))
 
     def write(j, tree):
         slot = order_n[j]
@@ -84,4 +88,4 @@ def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Arra
 
         return jax.tree.map(one, tree, new, axes)
 
-    return jax.lax.fori_loop(0, live_n.sum(), write, tree)
+    return from_bits(jax.lax.fori_loop(0, live_n.sum(), write, tree))
