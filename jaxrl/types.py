@@ -291,19 +291,19 @@ class PackedBatch:
 
         tokens        P P P r r P P r r r .      segment_ids   1 1 1 1 1 2 2 2 2 2 0
         positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
-        sequence      4 4 4 4 4 9 9 9 9 9 -1
+        sequence      4 4 4 4 4 9 9 9 9 9 0
 
     With shared prompts, the prompt is stored once without its last token. Each answer has its own segment,
     which begins with that last token (q is a token of another prompt):
 
         tokens        P P P r r P r r r q .      segment_ids   1 1 2 2 2 3 3 3 3 4 0
         positions     0 1 2 3 4 2 3 4 5 0 0      prefix_ids    0 0 1 1 1 1 1 1 1 0 0
-        sequence      -1 -1 4 4 4 5 5 5 5 9 -1
+        sequence      -1 -1 4 4 4 5 5 5 5 9 0
 
     Attributes:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
-      sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on padding and on shared
-        prompts.
+      sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on shared prompts, 0 on
+        padding.
       loss_mask: float32 [U, M, R, T], 1 on trained tokens, else 0.
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
@@ -356,10 +356,14 @@ class TrainBatch(PackedBatch):
 
     @staticmethod
     def of(packed: PackedBatch, **fields) -> TrainBatch:
-        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
+        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1.
+
+        Weights of microbatches that no minibatch uses are 0, because writing there takes memory.
+        """
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
-        others["weight"] = np.ones(shape, np.float32)
+        others["weight"] = np.zeros(shape, np.float32)
+        others["weight"][:, : np.max(packed.num_micro_U)] = 1
         return TrainBatch(**packed.packing(), **(others | fields))
 
 
