@@ -33,6 +33,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.types import Completions, Prompts
 
 
@@ -43,6 +44,7 @@ class EngineBackend:
         """Args: the compiled programs; a function from token ids to text. `load` brings the weights."""
         self.engine = engine
         self._decode_text = decode_text
+        self._stops = StopSearch(decode_text)
         self._params: Params | None = None
 
     @property
@@ -137,7 +139,7 @@ class OfflineBackend(EngineBackend):
 
         `first` has the samples of `groups` that are unfinished, in the order in which they start.
         """
-        loop = DecodeLoop(self.engine, self.params, self._decode_text, version=options.step)
+        loop = DecodeLoop(self.engine, self.params, self._stops, version=options.step)
         max_tokens = self.engine.config.max_response_tokens
 
         def start_more() -> bool:
