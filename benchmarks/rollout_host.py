@@ -17,6 +17,7 @@ the processor, so that other work on the machine does not count.
 
 import argparse
 import contextlib
+import random
 import resource
 import statistics
 import tempfile
@@ -62,11 +63,12 @@ def host_seconds(
     )
     engine = FakeEngine(config, lognormal_lengths(mean_tokens), vocabulary=VOCABULARY)
     asked = {"texts": 0, "tokens": 0}
+    words = words_of(VOCABULARY)
 
     def decode_text(tokens: np.ndarray) -> str:
         asked["texts"] += 1
         asked["tokens"] += len(tokens)
-        return " ".join(map(str, tokens))
+        return "".join([words[token] for token in tokens])
 
     backend: Any = OfflineBackend(engine, decode_text)  # pyright: ignore[reportArgumentType]
     backend.load({})
@@ -84,6 +86,19 @@ def host_seconds(
         busy=active[1:] > 0.8 * slots,
     )
     return times, int(completions.lengths_B.sum()), asked
+
+
+def words_of(vocabulary: int) -> list[str]:
+    """The text of each token: words and parts of words, and one punctuation mark in twenty."""
+    rng = random.Random(0)
+
+    def word() -> str:
+        if rng.random() < 0.05:
+            return rng.choice(".,:;?!\n")
+        letters = rng.choices("etaoinshrdlcumwfgypbvk", k=rng.randint(1, 8))
+        return rng.choice((" ", "")) + "".join(letters)
+
+    return [word() for _ in range(vocabulary)]
 
 
 class HostTimes(NamedTuple):

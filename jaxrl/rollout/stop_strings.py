@@ -4,8 +4,8 @@ Example, one token per character, with the stop string "ab":
 
     end_of_stop(tokens of "xxaby", newest=3, ("ab",), decode_text)   ->  4: "xxab"
 
-Turning tokens into text is slow, and most tokens cannot end a stop string. `StopTokens` tells by table lookups
-which new tokens can, so that text is made only for the slots that have one:
+Turning tokens into text is slow, and most tokens cannot end a stop string. `StopTokens` tells by table
+lookups which new tokens can, so that text is made only for the slots that have one:
 
     stop string "ab:"    can end it             can stand right before such a token
     token " tab: "       yes, it holds it all
