@@ -17,6 +17,7 @@ the processor, so that other work on the machine does not count.
 
 import argparse
 import contextlib
+import functools
 import random
 import resource
 import statistics
@@ -70,7 +71,7 @@ def host_seconds(
         asked["tokens"] += len(tokens)
         return "".join([words[token] for token in tokens])
 
-    backend: Any = OfflineBackend(engine, decode_text)  # pyright: ignore[reportArgumentType]
+    backend: Any = OfflineBackend(engine, functools.partial(map, decode_text))  # pyright: ignore[reportArgumentType]
     backend.load({})
     G = 16
     prompts = prompts_of(max(4, 3 * slots // G))

@@ -85,7 +85,9 @@ def conversation(*turns: tuple[bool, str]) -> Completions:
             sample.add_given(tokens, 1)
     sample.finished = True
     prompts = completions_of(["5"], ["?"], [1]).prompts
-    return sampled(prompts, [sample], 1, lambda tokens: "".join(map(chr, tokens)))
+    return sampled(
+        prompts, [sample], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
         optim=optim,
         temperature=0.9,
         seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, str),
+        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )
 
 

@@ -91,7 +91,7 @@ def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL) ->
         optim=OptimConfig(),
         temperature=TEMPERATURE,
         seed=SEED,
-        backend=OfflineBackend(engine, spell),
+        backend=OfflineBackend(engine, functools.partial(map, spell)),
     )
     params = jax.device_put(weights(model), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
