@@ -28,6 +28,7 @@ import numpy as np
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Bits of a token's kind. The text around a token with `_WHOLE` must be searched. One with `_END` may be the
 # last of a stop string, if the token before it has `_BEFORE`.
+# An unknown kind has all bits.
 _WHOLE, _END, _BEFORE, _UNKNOWN = 1, 2, 4, 255
 # Stop strings whose tokens are remembered. A run has one set of them, a server one for each kind of request.
 _KEPT = 256
@@ -78,7 +79,7 @@ class StopTokens:
         # Some decoders write the space behind a word only with the next token, whichever that is.
         self._any_token = any(s.endswith(" ") for s in stop_strings)
         self._decode_text = decode_text
-        self._kinds = np.zeros(0, np.uint8)
+        self._kinds = np.full(1, _UNKNOWN, np.uint8)
 
     def may_end(self, tokens_nW: np.ndarray, count_n: np.ndarray) -> np.ndarray:
         """Whether a stop string can end in the new tokens of each slot, bool [n].
@@ -89,27 +90,29 @@ class StopTokens:
         """
         if self._any_token:
             return count_n > 0
-        kinds_nW = self._kinds_of(tokens_nW)
+        # The last entry is unknown, and stands for all that are beyond the table.
+        kinds_nW = self._kinds.take(tokens_nW, mode="clip")
+        hits = np.flatnonzero(kinds_nW & (_WHOLE | _END))
+        slots, columns = np.divmod(hits, kinds_nW.shape[1])
+        new = columns < count_n[slots]
+        slots, columns = slots[new], columns[new]
+        kinds = kinds_nW[slots, columns]
+        if (unknown := kinds == _UNKNOWN).any():
+            self._learn(np.unique(tokens_nW[slots, columns][unknown]))
+            return self.may_end(tokens_nW, count_n)
         # What precedes the first new token is unknown here.
-        before_nW = np.ones(kinds_nW.shape, bool)
-        before_nW[:, 1:] = kinds_nW[:, :-1] & _BEFORE
-        ends_nW = (kinds_nW & _WHOLE > 0) | ((kinds_nW & _END > 0) & before_nW)
-        slots, columns = np.nonzero(ends_nW)
+        before = (columns == 0) | (kinds_nW[slots, columns - 1] & _BEFORE > 0)
         found_n = np.zeros(len(tokens_nW), bool)
-        found_n[slots[columns < count_n[slots]]] = True
+        found_n[slots[(kinds & _WHOLE > 0) | before]] = True
         return found_n
 
-    def _kinds_of(self, tokens_nW: np.ndarray) -> np.ndarray:
-        highest = int(tokens_nW.max(initial=0))
-        if highest >= len(self._kinds):
-            more = np.full(2 * (highest + 1) - len(self._kinds), _UNKNOWN, np.uint8)
+    def _learn(self, tokens: np.ndarray) -> None:
+        """Finds the kinds of tokens, int [count]."""
+        if (highest := int(tokens.max())) + 1 >= len(self._kinds):
+            more = np.full(2 * (highest + 2) - len(self._kinds), _UNKNOWN, np.uint8)
             self._kinds = np.concatenate([self._kinds, more])
-        kinds_nW = self._kinds[tokens_nW]
-        if (unknown_nW := kinds_nW == _UNKNOWN).any():
-            for token in np.unique(tokens_nW[unknown_nW]).tolist():
-                self._kinds[token] = self._kind(token)
-            kinds_nW = self._kinds[tokens_nW]
-        return kinds_nW
+        for token in tokens.tolist():
+            self._kinds[token] = self._kind(token)
 
     def _kind(self, token: int) -> int:
         """The bits of a token; with doubt they are set."""
