@@ -48,17 +48,22 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
     longest = config.max_context_tokens + config.tokens_per_dispatch
     longest += -longest % cache.capacity_multiple
     prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
-    slots = max(1, config.slots // shards)
-    fewest = slots if fixed else max(1, config.fewest_slots // shards)
     # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
     prompts = max(1, config.prefill_prompts // shards)
     return EngineSizes(
-        slots=tuple(n * shards for n in bucket_sizes(slots, fewest)),
+        slots=slot_sizes(config, shards, fixed=fixed),
         batches=tuple(n * shards for n in sorted({-(-prompts // 4), prompts})),
         prompts=bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT),
         prefixes=prefixes,
         caches=(longest,) if fixed else prefixes,
     )
+
+
+def slot_sizes(config: EngineConfig, shards: int, *, fixed: bool) -> tuple[int, ...]:
+    """The numbers of slots, on all shards, that programs are compiled for; one if they are fixed."""
+    slots = max(1, config.slots // shards)
+    fewest = slots if fixed else max(1, config.fewest_slots // shards)
+    return tuple(n * shards for n in bucket_sizes(slots, fewest))
 
 
 @dataclasses.dataclass(frozen=True)

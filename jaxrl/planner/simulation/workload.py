@@ -171,6 +171,9 @@ class Workload:
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
+      always_full: whether prompts are drawn as slots fall free, and unfinished groups continue in the next
+        step; else the samples of a step are sampled to their end.
+      max_staleness: with `always_full`, largest age of a token in steps.
     """
 
     prompts: Annotated[int, count(1)]
@@ -186,6 +189,8 @@ class Workload:
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
     max_slots: Annotated[int, count(1)] = 1024
+    always_full: bool = False
+    max_staleness: Annotated[int, count(1)] = 8
 
     def __post_init__(self):
         check_fields(self)
@@ -254,11 +259,13 @@ class GenerationStrategy:
     Attributes:
       p_g, t_g: pipeline and tensor parallel size.
       slots: number of slots per replica.
+      cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
     """
 
     p_g: int
     t_g: int
     slots: int
+    cache_tokens: int = 0
 
 
 def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:

@@ -23,7 +23,8 @@ from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
+from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace
+from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -35,6 +36,7 @@ from jaxrl.planner.simulation.workload import (
     layout_of,
 )
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+from jaxrl.rollout.buckets import bucket_sizes
 
 # Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
 PLAIN = Assumptions(
@@ -390,6 +392,18 @@ def test_slot_counts_end_with_the_most():
 # The trace of decoding
 
 
+def replayed_trace(lengths, *, replicas, slots, W, prompt_tokens=64, G=1) -> DecodeTrace:
+    """The trace of the engine's scheduler, with prefills of 32 prompts."""
+    sizes = tuple(n * replicas for n in bucket_sizes(slots, min(slots, 8)))
+    engine = ReplayedEngine(sizes, 32, replicas, W, max(lengths))
+    responses = np.reshape(lengths, (-1, G))
+    return (
+        EngineReplay(engine, np.full(len(responses), prompt_tokens), responses)
+        .drained()
+        .trace(replicas)
+    )
+
+
 def test_samples_of_one_length_go_in_waves():
     trace = quick_trace(10.0, LengthDistribution.exactly(4), 5, 2, 2)
     # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
@@ -418,9 +432,7 @@ def test_the_short_way_is_close_to_the_engines_scheduler(kind):
     lengths = LengthDistribution(96, 256, kind)
     quick = quick_trace(64.0, lengths, 48, 8, 4, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
-    replayed = replayed_trace(
-        64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
-    )
+    replayed = replayed_trace(each, replicas=4, slots=8, W=4, G=4)
     assert 4 * replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
     # Dispatches cost something, and with so few samples much depends on the order.
     assert 0.95 * quick.steps.sum() <= replayed.steps.sum() <= 1.2 * quick.steps.sum()
@@ -436,9 +448,7 @@ def test_a_step_waits_for_the_busiest_replica(slots, replicas):
     samples = 6 * slots
     quick = quick_trace(64.0, lengths, samples, slots, 16, replicas)
     each = np.random.default_rng(1).permutation(lengths.quantiles(replicas * samples))
-    replayed = replayed_trace(
-        64.0, each, samples_per_prompt=1, replicas=replicas, slots=slots, tokens_per_dispatch=16
-    )
+    replayed = replayed_trace(each, replicas=replicas, slots=slots, W=16)
     assert quick.steps.sum() == pytest.approx(replayed.steps.sum(), rel=0.08)
     reads = [(trace.steps * trace.cached).sum() for trace in (quick, replayed)]
     assert reads[0] == pytest.approx(reads[1], rel=0.08)
@@ -459,9 +469,7 @@ def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
 
 def test_a_replay_of_one_replica_by_hand():
     # Two slots, lengths 3, 1, 2, two tokens a dispatch. An idle slot ends a dispatch while a sample waits.
-    trace = replayed_trace(
-        0.0, [3, 1, 2], samples_per_prompt=1, replicas=1, slots=2, tokens_per_dispatch=2
-    )
+    trace = replayed_trace([3, 1, 2], replicas=1, slots=2, W=2, prompt_tokens=1)
     assert trace.steps.tolist() == [1, 2]
     assert (trace.dispatches, trace.samples) == (2, 2)
 
