@@ -102,8 +102,8 @@ class Scheduler:
     def places(self) -> int:
         """The number of requests to add so that all slots are in use and more wait; 0 if enough do.
 
-        A quarter of the slots should wait. An eighth may become idle before a dispatch ends. Others must still
-        wait when these are filled, or the next dispatch would not end early (`enough_active`).
+        A quarter of the slots should wait. An eighth may become idle before a dispatch ends. When these are
+        filled others must still wait, or the next dispatch would not end early (`enough_active`).
         """
         most = self._slot_sizes[-1]
         # After an admission nothing waits while a slot is free, unless its shard has no memory.
