@@ -35,7 +35,7 @@ from jaxrl.trainer.roles import Meshes
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
 # Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
-_LOGITS_COPIES = 48
+_LOGITS_COPIES = 8
 # A multiple of the tokens of a page, on any platform.
 _PAGE = 512
 # Maximum number of slot counts to compile; three were enough in all trials.
