@@ -119,6 +119,7 @@ class StepLoad:
             prompt_lengths=read,
             response_lengths=LengthDistribution.exactly(tokens),
             max_slots=work.sequences,
+            paged=False,
             always_full=False,
         )
         return dataclasses.replace(self, work=verdicts, greedy=False)
@@ -167,6 +168,7 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
+        paged=rollout.cache == "paged",
         always_full=rollout.partial,
         max_staleness=rollout.max_staleness,
     )

@@ -56,12 +56,16 @@ def slot_counts(most: int) -> tuple[int, ...]:
 
 
 class GenerationSimulator:
-    """Simulates the generation of a step's samples, on one cluster."""
+    """Simulates the generation of a step's samples, on one cluster.
+
+    Attributes:
+      workload: work of a step.
+    """
 
     def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
         """Args are the devices, the work of a step, and the assumptions."""
         self._cluster = cluster
-        self._work = workload
+        self.workload = workload
         self._assume = assumptions
         self._collectives = Collectives(cluster, assumptions)
         kind = cluster.accelerator
@@ -99,16 +103,15 @@ class GenerationSimulator:
         replicas = devices // (p_g * t_g)
         decoding = self._decoding_s(model, p_g, t_g, trace, replicas)
         used = min(slots, self._samples_per_replica(devices, p_g, t_g, greedy))
-        full = trace.without_idle_slots(used, self._work.tokens_per_dispatch)
+        full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
         busy_s = sum(self._decoding_s(model, p_g, t_g, full, replicas).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
             "prefill": self._prefill_s(model, devices, p_g, trace.prefill),
             **decoding,
         }
-        cache = slots * self.slot_bytes(model, p_g, t_g)
-        if generation.cache_tokens:
-            cache = generation.cache_tokens * self._token_bytes(model, p_g, t_g)
+        tokens = generation.cache_tokens or slots * self.workload.slot_tokens
+        cache = tokens * self._token_bytes(model, p_g, t_g)
         weights = self.weight_bytes(model, p_g, t_g)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
@@ -137,9 +140,8 @@ class GenerationSimulator:
           The times; K is 0 if no slot fits.
         """
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        left = budget - self.weight_bytes(model, p_g, t_g)
-        fitting = int(max(0.0, left) // self.slot_bytes(model, p_g, t_g))
-        slots = slot_counts(min(samples, self._work.max_slots, fitting))
+        fitting = int(self.fitting_slots(model, p_g, t_g, np.array(budget)))
+        slots = slot_counts(min(samples, self.workload.max_slots, fitting))
         prefill = self._prefill_s(model, devices, p_g)
         traces = (self._trace(devices, p_g, t_g, n, greedy) for n in slots)
         replicas = devices // (p_g * t_g)
@@ -156,10 +158,19 @@ class GenerationSimulator:
         return model_numbers(model).params_of_shard(p_g, t_g) * self._assume.compute_bytes
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of a slot's contiguous cache."""
-        # The last dispatch may run past the longest sample.
-        tokens = self._work.longest_tokens + self._work.tokens_per_dispatch
-        return tokens * self._token_bytes(model, p_g, t_g)
+        """Bytes per device of a slot's cache."""
+        return self.workload.slot_tokens * self._token_bytes(model, p_g, t_g)
+
+    def fitting_slots(
+        self, model: ModelConfig, p_g: int, t_g: int, budget: np.ndarray
+    ) -> np.ndarray:
+        """The number of slots that fit beside the weights of generation into bytes per device, any shape."""
+        left = np.maximum(budget - self.weight_bytes(model, p_g, t_g), 0.0)
+        slots = left // self.slot_bytes(model, p_g, t_g)
+        if not self.workload.paged:
+            return slots
+        least = self.workload.least_pool_tokens * self._token_bytes(model, p_g, t_g)
+        return np.where(left < least, 0.0, slots)
 
     def _token_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Bytes per device of the keys and values of a token."""
@@ -183,7 +194,7 @@ class GenerationSimulator:
         return fsdp + self._collectives.gather_s(whole, members, apart)
 
     def _samples(self, greedy: bool) -> int:
-        work = self._work
+        work = self.workload
         prompts = math.ceil(work.prompts * work.sampled_per_kept)
         return prompts * (work.samples + greedy)
 
@@ -191,7 +202,7 @@ class GenerationSimulator:
         return math.ceil(self._samples(greedy) / (devices // (p_g * t_g)))
 
     def _trace(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
-        work = self._work
+        work = self.workload
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
         return quick_trace(
             work.prompt_lengths.mean,
@@ -207,7 +218,7 @@ class GenerationSimulator:
         self, model: ModelConfig, devices: int, generation: GenerationStrategy, *, greedy: bool
     ) -> DecodeTrace:
         """The trace of the engine's own scheduler and pages; args as of `generation`."""
-        work = self._work
+        work = self.workload
         G, samples = work.samples + greedy, self._samples(greedy)
         lengths = np.random.default_rng(0).permutation(work.response_lengths.quantiles(samples))
         prompts = np.random.default_rng(1).permutation(work.prompt_lengths.quantiles(samples // G))
@@ -227,7 +238,7 @@ class GenerationSimulator:
     def _engine(
         self, model: ModelConfig, devices: int, generation: GenerationStrategy
     ) -> ReplayedEngine:
-        work, replicas = self._work, devices // (generation.p_g * generation.t_g)
+        work, replicas = self.workload, devices // (generation.p_g * generation.t_g)
         config = EngineConfig(
             slots=generation.slots * replicas,
             prefill_prompts=work.prefill_prompts,
@@ -259,10 +270,10 @@ class GenerationSimulator:
         Each prefill calls two programs: prefill, and the insertion into the slots. Without `work` each prompt
         is prefilled once.
         """
-        lengths = self._work.prompt_lengths
+        lengths = self.workload.prompt_lengths
         if work is None:
-            n = math.ceil(self._work.prompts * self._work.sampled_per_kept)
-            batches = math.ceil(n / self._work.prefill_prompts)
+            n = math.ceil(self.workload.prompts * self.workload.sampled_per_kept)
+            batches = math.ceil(n / self.workload.prefill_prompts)
             work = PrefillWork(batches, n, n * lengths.mean, n * lengths.mean_square)
         mean, square = work.tokens / work.sequences, work.squares / work.sequences
         attention = work.sequences * mean_attention_flops(model, mean, square)
@@ -310,6 +321,6 @@ class GenerationSimulator:
     def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
         """Seconds of the host in all dispatches: a program call each, and its work for every slot."""
         assume = self._assume
-        visits = float((trace.steps * trace.slots).sum()) / self._work.tokens_per_dispatch
+        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
         each_slot = assume.slot_host_s + replicas * assume.host_s
         return trace.dispatches * assume.call_s + visits * each_slot
