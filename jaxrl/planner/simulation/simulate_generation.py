@@ -204,7 +204,7 @@ class GenerationSimulator:
     def _trace(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
         work = self.workload
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        return quick_trace(
+        trace = quick_trace(
             work.prompt_lengths.mean,
             work.response_lengths,
             samples,
@@ -213,6 +213,9 @@ class GenerationSimulator:
             devices // (p_g * t_g),
             slots if self._assume.fixed_slots else 8,
         )
+        if not work.always_full:
+            return trace
+        return trace.without_idle_slots(min(slots, samples), work.tokens_per_dispatch)
 
     def replayed(
         self, model: ModelConfig, devices: int, generation: GenerationStrategy, *, greedy: bool

@@ -457,6 +457,51 @@ def test_a_step_waits_for_the_busiest_replica(slots, replicas):
     assert (alone.steps * alone.cached).sum() < reads[0]
 
 
+RAGGED = {"response_lengths": LengthDistribution(96, 512, "log-normal"), "samples": 4}
+
+
+def test_slots_that_stay_full_take_less_time_and_prefill_again():
+    drained = toy_work(prompts=64, **RAGGED)
+    full = dataclasses.replace(drained, always_full=True)
+    # Prefill costs nothing but operations.
+    assume = dataclasses.replace(Assumptions(), call_s=0.0)
+    chosen = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
+    once, again = (
+        generator(assume, work).generation(MODEL, *chosen, replay=True) for work in (drained, full)
+    )
+    assert again.total_s < 0.8 * once.total_s
+    assert again.idle_s < 0.2 * again.total_s < once.idle_s
+    assert again.seconds["prefill"] > once.seconds["prefill"]
+    quick = generator(assume, full).generation(MODEL, *chosen)
+    assert quick.total_s == pytest.approx(again.total_s, rel=0.15)
+
+
+def test_pages_hold_more_samples_in_the_memory_of_as_many_tokens():
+    work = toy_work(prompts=64, **RAGGED)
+    strategy, few = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
+    tokens = 8 * int(work.slot_tokens)
+    many = GenerationStrategy(1, 1, 24, tokens)
+    contiguous, paged = (
+        generator(work=work).generation(MODEL, strategy, g, replay=True) for g in (few, many)
+    )
+    assert paged.transient["cache"] == contiguous.transient["cache"]
+    assert paged.seconds["weights read"] < 0.7 * contiguous.seconds["weights read"]
+    # With pages for few, as many slots are of no use.
+    scarce = GenerationStrategy(1, 1, 24, 3 * int(work.slot_tokens))
+    waiting = generator(work=work).generation(MODEL, strategy, scarce, replay=True)
+    assert waiting.seconds["weights read"] > 1.5 * paged.seconds["weights read"]
+
+
+def test_slots_of_a_paged_cache_need_memory_for_one_sample_of_full_length():
+    work = toy_work(prompts=64, paged=True, **RAGGED)
+    simulator = generator(work=work)
+    weights, token = simulator.weight_bytes(MODEL, 1, 1), MODEL.kv_bytes_per_token(2)
+    assert work.slot_tokens == 64 / 2 + 512 / 4 and work.least_pool_tokens == 1024
+    budget = weights + token * np.array([1023.0, 1024.0])
+    assert simulator.fitting_slots(MODEL, 1, 1, budget).tolist() == [0, 1024 // 160]
+    assert work.cache_tokens(2) == 1024 and work.cache_tokens(10) == 1600
+
+
 def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
     lengths = LengthDistribution(96, 256, "log-normal")
     trace = quick_trace(64.0, lengths, 48, 8, 4)
