@@ -28,8 +28,8 @@ from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig
 
 # Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
-# groups, and its responses are short ones.
-_STEPS = 3
+# groups and takes longer; in the second there are as many as in the fifth, for the 32B recipe.
+_STEPS = 2
 
 
 class SlotTimes(NamedTuple):
