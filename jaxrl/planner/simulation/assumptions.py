@@ -72,7 +72,7 @@ class Assumptions:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
     cache_bytes: Annotated[float, positive()] = 2.0
-    fixed_slots: bool = True
+    fixed_slots: bool = False
     master_bytes: Annotated[float, positive()] = 4.0
     moments_bytes: Annotated[float, at_least(0)] = 8.0
     gradient_bytes: Annotated[float, at_least(0)] = 4.0

@@ -20,7 +20,12 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
-from jaxrl.planner.simulation.decode_trace import DecodeTrace, PrefillWork, quick_trace
+from jaxrl.planner.simulation.decode_trace import (
+    FEWEST_SLOTS,
+    DecodeTrace,
+    PrefillWork,
+    quick_trace,
+)
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
@@ -211,7 +216,7 @@ class GenerationSimulator:
             min(slots, samples),
             work.tokens_per_dispatch,
             devices // (p_g * t_g),
-            slots if self._assume.fixed_slots else 8,
+            slots if self._assume.fixed_slots or work.paged else FEWEST_SLOTS,
         )
         if not work.always_full:
             return trace
