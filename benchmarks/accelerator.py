@@ -485,7 +485,9 @@ def _sampler(model: ModelConfig, dtype: str, *, slots: int, response: int, stops
         dtype="float32" if dtype == "float32" else "bfloat16",
     )
     engine = Engine(model, decoder_graph(model)[0], _mesh(), config)
-    actor = _actor(model, dtype, rows=8, length=64, backend=OfflineBackend(engine, str))
+    actor = _actor(
+        model, dtype, rows=8, length=64, backend=OfflineBackend(engine, functools.partial(map, str))
+    )
     actor.init()
     return actor
 

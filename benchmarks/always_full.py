@@ -210,7 +210,9 @@ class SampledRun:
 
     def __init__(self, kind: str, engine: Any, weights: Any, generation_prompts: int):
         self.totals = Totals()
-        backend = OfflineBackend(WatchedEngine(engine, self.totals), lambda tokens: "")  # pyright: ignore
+        backend = OfflineBackend(
+            WatchedEngine(engine, self.totals), functools.partial(map, lambda tokens: "")
+        )  # pyright: ignore
         backend.load(weights)
         self._timer = NoTimer()
         options = SamplingOptions(G, seed=0, step=0, temperature=1.0)

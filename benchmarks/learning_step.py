@@ -143,16 +143,10 @@ def batch_of(
         groups = PrefixGroups(np.arange(len(lengths)) // 8, np.full(len(lengths), shared))
     packing = plan_packing(lengths, shape, prefix_groups=groups)
     pack = packing.pack
-    live = packing.segment_ids > 0
-    numbers = pack([np.full(n, i, np.int32) for i, n in enumerate(lengths)], np.int32)
     packed = PackedBatch(
         tokens=pack([rng.integers(0, vocab_size, n) for n in lengths], np.int32),
-        positions=packing.positions,
-        segment_ids=packing.segment_ids,
-        sequence=np.where(live, numbers, -1),
         loss_mask=pack([(np.arange(n) >= n // 8).astype(np.float32) for n in lengths], np.float32),
-        num_micro_U=packing.num_micro_U,
-        prefix_ids=packing.prefix_ids,
+        **packing.fields(),
     )
     advantages = pack([np.full(n, rng.choice([-1.0, 1.0])) for n in lengths], np.float32)
     return TrainBatch.of(packed, advantage=advantages)

@@ -270,7 +270,7 @@ def sizes(console):
         )
         engine = Engine(shape.model, graph, mesh, config)
         options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0, budget_tokens=128)
-        backend = OfflineBackend(engine, lambda _: "")
+        backend = OfflineBackend(engine, functools.partial(map, lambda _: ""))
         backend.load(params)
         run = functools.partial(backend.resume, prompts_of(shape, 8), options)
         seconds = fastest(run)
@@ -320,7 +320,7 @@ def precision(console):
             optim=OptimConfig(),
             temperature=1.0,
             seed=0,
-            backend=OfflineBackend(engine, lambda _: ""),
+            backend=OfflineBackend(engine, functools.partial(map, lambda _: "")),
         )
         actor.init()
         options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)

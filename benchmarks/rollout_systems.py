@@ -6,6 +6,7 @@ Started by `rollout.py`, which lets all systems take turns. Every system has ran
 with any of `stops` ids, so a random model stops with about the probability stops / vocabulary per token.
 """
 
+import functools
 import json
 import os
 import sys
@@ -64,7 +65,7 @@ def jaxrl_system(shape, kv_dtype, dtype="float32"):
         dtype=dtype,
     )
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
-    backend = OfflineBackend(engine, lambda _: "")
+    backend = OfflineBackend(engine, functools.partial(map, lambda _: ""))
     params = init_params(model, jax.random.key(0))
     backend.load(jax.tree.map(lambda weight: weight.astype(dtype), params))
 

@@ -12,6 +12,7 @@ CPU time is the figure to go by where others use the machine.
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -64,7 +65,9 @@ def backend_of() -> OfflineBackend:
         stop_ids=(),
         unroll=MODEL.num_layers,
     )
-    return OfflineBackend(Engine(MODEL, decoder_graph(MODEL)[0], mesh, config), lambda _: "")
+    return OfflineBackend(
+        Engine(MODEL, decoder_graph(MODEL)[0], mesh, config), functools.partial(map, lambda _: "")
+    )
 
 
 def params_of(spread: float):

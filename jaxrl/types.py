@@ -11,15 +11,44 @@ to train a policy, ValueBatch those to train a critic.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, overload
 
 import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 Batch = TypeVar("Batch", bound="PackedBatch")
+Row = TypeVar("Row", covariant=True)
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are read, by the thread that reads them."""
+
+    def __init__(self, makers: Sequence[Callable[[], Row]]):
+        """Args: a function for each row, which any thread may call, more than once."""
+        self.makers = tuple(makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> LazyRows[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | LazyRows[Row]:
+        if isinstance(index, slice):
+            return LazyRows(self.makers[index])
+        return self.makers[index]()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +131,7 @@ class Completions:
         (temperature applied, before any truncation of the vocabulary).
       entropy: B float32 arrays, entropy in nats of the same distribution.
       truncated_B: bool, True if the response reached its limit before end-of-sequence.
-      texts: B decoded responses without special tokens.
+      texts: B decoded responses without special tokens. Those of a backend are made when they are read.
       mask: B float32 arrays, 1 on tokens sampled from the policy, 0 on tokens inserted by an environment. All
         1 by default.
       turns: B tuples of turns. By default each response is a single turn of the policy.
@@ -116,9 +145,9 @@ class Completions:
     rollout_logprob: tuple[np.ndarray, ...]
     entropy: tuple[np.ndarray, ...]
     truncated_B: np.ndarray
-    texts: tuple[str, ...]
+    texts: Sequence[str]
     mask: tuple[np.ndarray, ...] = ()
-    turns: tuple[tuple[TurnText, ...], ...] = ()
+    turns: Sequence[tuple[TurnText, ...]] = ()
     started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self):
@@ -167,9 +196,9 @@ class Completions:
             rollout_logprob=_pick(self.rollout_logprob, rows),
             entropy=_pick(self.entropy, rows),
             truncated_B=self.truncated_B[rows],
-            texts=_pick(self.texts, rows),
+            texts=_pick_rows(self.texts, rows),
             mask=_pick(self.mask, rows),
-            turns=_pick(self.turns, rows),
+            turns=_pick_rows(self.turns, rows),
             started_B=self.started_B[rows],
         )
 
@@ -183,9 +212,9 @@ class Completions:
             rollout_logprob=_join([p.rollout_logprob for p in parts]),
             entropy=_join([p.entropy for p in parts]),
             truncated_B=np.concatenate([p.truncated_B for p in parts]),
-            texts=_join([p.texts for p in parts]),
+            texts=_join_rows([p.texts for p in parts]),
             mask=_join([p.mask for p in parts]),
-            turns=_join([p.turns for p in parts]),
+            turns=_join_rows([p.turns for p in parts]),
             started_B=np.concatenate([p.started_B for p in parts]),
         )
 
@@ -291,19 +320,19 @@ class PackedBatch:
 
         tokens        P P P r r P P r r r .      segment_ids   1 1 1 1 1 2 2 2 2 2 0
         positions     0 1 2 3 4 0 1 2 3 4 0      loss_mask     0 0 0 1 1 0 0 1 1 1 0
-        sequence      4 4 4 4 4 9 9 9 9 9 -1
+        sequence      4 4 4 4 4 9 9 9 9 9 0
 
     With shared prompts, the prompt is stored once without its last token. Each answer has its own segment,
     which begins with that last token (q is a token of another prompt):
 
         tokens        P P P r r P r r r q .      segment_ids   1 1 2 2 2 3 3 3 3 4 0
         positions     0 1 2 3 4 2 3 4 5 0 0      prefix_ids    0 0 1 1 1 1 1 1 1 0 0
-        sequence      -1 -1 4 4 4 5 5 5 5 9 -1
+        sequence      -1 -1 4 4 4 5 5 5 5 9 0
 
     Attributes:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
-      sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on padding and on shared
-        prompts.
+      sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on shared prompts, 0 on
+        padding.
       loss_mask: float32 [U, M, R, T], 1 on trained tokens, else 0.
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
@@ -356,10 +385,14 @@ class TrainBatch(PackedBatch):
 
     @staticmethod
     def of(packed: PackedBatch, **fields) -> TrainBatch:
-        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
+        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1.
+
+        Weights of microbatches that no minibatch uses are 0, because writing there takes memory.
+        """
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
-        others["weight"] = np.ones(shape, np.float32)
+        others["weight"] = np.zeros(shape, np.float32)
+        others["weight"][:, : np.max(packed.num_micro_U)] = 1
         return TrainBatch(**packed.packing(), **(others | fields))
 
 
@@ -380,6 +413,18 @@ class ValueBatch(PackedBatch):
 
 def _pick(items: tuple, indices) -> tuple:
     return tuple(items[int(i)] for i in indices)
+
+
+def _pick_rows(rows: Sequence[Row], indices) -> Sequence[Row]:
+    if isinstance(rows, LazyRows):
+        return LazyRows(_pick(rows.makers, indices))
+    return tuple(rows[int(i)] for i in indices)
+
+
+def _join_rows(parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+    if all(isinstance(part, LazyRows) for part in parts):
+        return LazyRows([make for part in parts for make in part.makers])  # pyright: ignore
+    return tuple(row for part in parts for row in part)
 
 
 def _join(parts: Sequence[tuple]) -> tuple:

@@ -72,6 +72,6 @@ OPTIONS = SamplingOptions(num_samples=1, seed=7, step=3, temperature=0.5)
 
 def loaded(kind, *layout):
     """A backend of that kind around the engine, with its weights."""
-    backend = kind(engine_of(*layout), decode)
+    backend = kind(engine_of(*layout), functools.partial(map, decode))
     backend.load(weights())
     return backend

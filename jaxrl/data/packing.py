@@ -4,10 +4,14 @@ U minibatches   M microbatches   R rows of a microbatch   T tokens of a row   B 
 
 Example: sequences of 5, 6 and 3 tokens; the first two share a prefix of 2 tokens; one row of 14 tokens:
 
-    sequence       0,1   1         0       2
+    sequence       -1 -1 1 1 1 1   0 0 0   2 2 2   0 0
     segment_ids    1 1   2 2 2 2   3 3 3   4 4 4   0 0
     prefix_ids     0 0   1 1 1 1   1 1 1   0 0 0   0 0
     positions      0 1   2 3 4 5   2 3 4   0 1 2   0 0
+
+A shape has room for the longest sequences, so most of its microbatches are usually unused. Nothing is written
+there: arrays of zeros take memory only where something is written, and so the time and the memory of packing
+grow with the tokens, not with the shape.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class Packing:
     Attributes:
       shape: The shape of the packed arrays.
       positions, segment_ids: int32 [U, M, R, T]; segments count from 1 in each row, padding is 0.
+      sequence: int32 [U, M, R, T], the index of each token's sequence; -1 on shared tokens, 0 on padding.
       prefix_ids: int32 [U, M, R, T], for each token the segment that its own segment continues, 0 for none;
         None without prefix groups.
       num_micro_U: int32, the number of microbatches in use.
@@ -111,6 +116,7 @@ class Packing:
     shape: PackedShape
     positions: np.ndarray
     segment_ids: np.ndarray
+    sequence: np.ndarray
     prefix_ids: np.ndarray | None
     num_micro_U: np.ndarray
     starts: np.ndarray
@@ -128,6 +134,22 @@ class Packing:
             out[shared_start : shared_start + shared] = value[:shared]
             out[start : start + len(value) - shared] = value[shared:]
         return out.reshape(self.positions.shape)
+
+    def pack_ends(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
+        """Lays out a field of the last tokens of each sequence, such as its response; all else is 0.
+
+        The values of a sequence are at most as many as its own tokens.
+        """
+        out = np.zeros(self.positions.size, dtype)
+        ends = self.starts + self.lengths - self.shared
+        for value, end in zip(values, ends.tolist(), strict=True):
+            out[end - len(value) : end] = value
+        return out.reshape(self.positions.shape)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `types.PackedBatch` that do not depend on the content of the sequences, by name."""
+        names = ("positions", "segment_ids", "sequence", "num_micro_U", "prefix_ids")
+        return {name: getattr(self, name) for name in names}
 
     def unpack(self, packed: np.ndarray) -> list[np.ndarray]:
         """The inverse of `pack`."""
@@ -200,7 +222,9 @@ def plan_packing(
         ]
     if fill_minibatches and U > 1:
         rows_U = _filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
-    positions, segment_ids, prefix_ids = (np.zeros((U * M * R, T), np.int32) for _ in range(3))
+    positions, segment_ids, sequence, prefix_ids = (
+        np.zeros((U * M * R, T), np.int32) for _ in range(4)
+    )
     starts, shared, shared_starts = (np.zeros(len(tokens_of), np.int64) for _ in range(3))
     for u, rows in enumerate(rows_U):
         assert len(rows) <= M * R, (
@@ -216,7 +240,9 @@ def plan_packing(
                 here = slice(offset, offset + segment.stop - segment.first)
                 positions[at, here] = np.arange(segment.first, segment.stop)
                 segment_ids[at, here] = number
-                prefix_ids[at, here] = segment.prefix
+                sequence[at, here] = -1 if segment.sequence is None else segment.sequence
+                if prefix_groups:
+                    prefix_ids[at, here] = segment.prefix
                 start = at * T + offset
                 if segment.sequence is not None:
                     starts[segment.sequence], shared[segment.sequence] = start, segment.first
@@ -227,6 +253,7 @@ def plan_packing(
         shape,
         positions.reshape(U, M, R, T),
         segment_ids.reshape(U, M, R, T),
+        sequence.reshape(U, M, R, T),
         prefix_ids.reshape(U, M, R, T) if prefix_groups else None,
         num_micro_U,
         starts,

@@ -82,9 +82,17 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, without special tokens and unknown ids."""
+        return self.backend.decode(self._known(ids), skip_special_tokens=True)
+
+    def decode_batch(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Decodes every sequence, on all cores. Other threads run meanwhile."""
+        if len(sequences) == 1:
+            return [self.decode(sequences[0])]  # without the cost of a thread pool
+        return self.backend.decode_batch([*map(self._known, sequences)], skip_special_tokens=True)
+
+    def _known(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         array = np.asarray(ids, np.int64)
-        known = array[(array >= 0) & (array < self.vocab_size)].tolist()
-        return self.backend.decode(known, skip_special_tokens=True)
+        return array[(array >= 0) & (array < self.vocab_size)].tolist()
 
     def render_chat(
         self,

@@ -67,10 +67,9 @@ class Packer:
         completions, layout = sampled.completions, self._layout
         if self._equal_last:
             layout = layout | {"last_B": _in_equal_group(sampled.scored)}
-        batch = pack_completions(completions, self._shape, **layout)
         if self._mask_truncated:
-            kept_B = (~completions.truncated_B).astype(np.float32)
-            batch = batch.replace(loss_mask=batch.loss_mask * kept_B[batch.sequence])
+            layout = layout | {"trained_B": ~completions.truncated_B}
+        batch = pack_completions(completions, self._shape, **layout)
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self._max_prompt_tokens)
         metrics = {**metrics, **work_metrics(self._actor, batch, epochs=self._epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}

@@ -307,7 +307,7 @@ def _answer(
     """Loads the model and answers the unanswered problems."""
     found, config, engine = planned.found, planned.config, planned.engine
     say(f"loading {found.path} ({found.weights})")
-    backend = build("offline", found.model, planned.mesh, engine, found.tokenizer.decode)
+    backend = build("offline", found.model, planned.mesh, engine, found.tokenizer.decode_batch)
     backend.load(found.load(planned.mesh, backend.dtype))
     say(
         f"answering {len(planned.missing)} problems {config.n} times, prompts of up to "

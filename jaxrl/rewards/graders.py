@@ -154,7 +154,7 @@ class Graders:
         self._without_answer: collections.Counter[str] = collections.Counter()
         self._aside: concurrent.futures.ThreadPoolExecutor | None = None
         self._waiting: collections.deque[
-            tuple[Sequence[Response], concurrent.futures.Future[list[Verdict]]]
+            tuple[Callable[[], Sequence[Response]], concurrent.futures.Future[list[Verdict]]]
         ] = collections.deque()
 
     @staticmethod
@@ -185,8 +185,10 @@ class Graders:
         self._show_new_failures(samples, verdicts)
         return verdicts
 
-    def submit(self, samples: Sequence[Response]) -> concurrent.futures.Future[list[Verdict]]:
-        """Grades on a thread, in the order of calls.
+    def submit(
+        self, samples: Callable[[], Sequence[Response]]
+    ) -> concurrent.futures.Future[list[Verdict]]:
+        """Grades on a thread, in the order of calls. `samples` is called there too.
 
         All waiting samples are graded at once, which keeps the processes busy. A slow sample delays the
         others of its batch.
@@ -199,8 +201,14 @@ class Graders:
         return future
 
     def _grade_waiting(self) -> None:
-        asked = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        if not asked:
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not waiting:
+            return
+        try:
+            asked = [(samples(), future) for samples, future in waiting]
+        except BaseException as error:
+            for _, future in waiting:
+                future.set_exception(error)
             return
         try:
             together = self.grade([sample for samples, _ in asked for sample in samples])

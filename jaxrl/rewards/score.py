@@ -53,7 +53,8 @@ class AskedVerdicts:
         """Starts grading."""
         self._graders = graders
         self._prompts = completions.prompts
-        self._future = graders.submit(samples_of(completions))
+        # The thread of the graders also makes the texts, if nobody has read them yet.
+        self._future = graders.submit(lambda: samples_of(completions))
 
     def done(self) -> bool:
         """Returns whether `result` returns at once."""

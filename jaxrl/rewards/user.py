@@ -72,9 +72,9 @@ class Responses:
 
         return Responses(
             prompts=repeated(prompts.texts),
-            texts=completions.texts,
+            texts=tuple(completions.texts),
             policy_texts=completions.policy_texts,
-            turns=completions.turns,
+            turns=tuple(completions.turns),
             answers=repeated(prompts.answers),
             sources=repeated(prompts.sources),
             extras=repeated(prompts.extras),

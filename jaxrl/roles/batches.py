@@ -20,6 +20,7 @@ def pack_completions(
     fill_minibatches: bool = False,
     share_prompts: bool = False,
     last_B: np.ndarray | None = None,
+    trained_B: np.ndarray | None = None,
 ) -> TrainBatch:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
@@ -30,6 +31,7 @@ def pack_completions(
       share_prompts: store a prompt once for all its answers in a row, except for its last token. Each
         answer's segment begins with that last token, because its hidden state predicts the first token of
         the answer.
+      trained_B: bool, the sequences that the loss trains on; None for all.
     """
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
     sequences = _sequences(prompts, completions.tokens)
@@ -42,7 +44,10 @@ def pack_completions(
         prefix_groups=PrefixGroups(completions.prompt_index_B, shared_B) if share_prompts else None,
         last_B=last_B,
     )
-    return _packed(packing, prompts, sequences, completions.rollout_logprob, completions.mask)
+    mask = completions.mask
+    if trained_B is not None:
+        mask = [of_one * trained for of_one, trained in zip(mask, trained_B, strict=True)]
+    return _packed(packing, sequences, completions.rollout_logprob, mask)
 
 
 def pack_examples(
@@ -53,34 +58,18 @@ def pack_examples(
     zeros = [np.zeros(len(response), np.float32) for response in responses]
     sequences = _sequences(prompts, responses)
     packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
-    return _packed(packing, prompts, sequences, zeros, masks)
+    return _packed(packing, sequences, zeros, masks)
 
 
 def _sequences(prompts, responses) -> list[np.ndarray]:
     return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
 
 
-def _packed(packing: Packing, prompts, sequences, rollout_logprob, mask) -> TrainBatch:
-
-    def on_responses(values) -> np.ndarray:
-        padded = [
-            np.concatenate([np.zeros(len(p), np.float32), v])
-            for p, v in zip(prompts, values, strict=True)
-        ]
-        return packing.pack(padded, np.float32)
-
-    # Tokens of a shared prompt belong to no single sequence: -1.
-    numbers = [
-        np.where(np.arange(len(s)) < shared, -1, i)
-        for i, (s, shared) in enumerate(zip(sequences, packing.shared, strict=True))
-    ]
-    packed: dict[str, Any] = {
+def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:
+    fields: dict[str, Any] = {
         "tokens": packing.pack(sequences, np.int32),
-        "positions": packing.positions,
-        "segment_ids": packing.segment_ids,
-        "sequence": np.where(packing.segment_ids, packing.pack(numbers, np.int32), -1),
-        "loss_mask": on_responses(mask),
-        "num_micro_U": packing.num_micro_U,
-        "prefix_ids": packing.prefix_ids,
+        "loss_mask": packing.pack_ends(mask, np.float32),
+        **packing.fields(),
     }
-    return TrainBatch.of(PackedBatch(**packed), rollout_logprob=on_responses(rollout_logprob))
+    rollout_logprob = packing.pack_ends(rollout_logprob, np.float32)
+    return TrainBatch.of(PackedBatch(**fields), rollout_logprob=rollout_logprob)

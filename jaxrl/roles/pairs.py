@@ -70,12 +70,11 @@ def pack_pairs(
 
     second = pack(lambda pair: (np.full(_length(a), i) for i, a in enumerate(pair[:2])), np.int32)
     inside = packing.segment_ids > 0
-    numbers = [np.full(len(item), i) for i, item in enumerate(items)]
     fields: dict[str, Any] = {
         "tokens": packing.pack(items, np.int32),
         "positions": pack(lambda pair: (np.arange(_length(a)) for a in pair[:2]), np.int32),
         "segment_ids": np.where(inside, 2 * packing.segment_ids - 1 + second, 0).astype(np.int32),
-        "sequence": np.where(inside, packing.pack(numbers, np.int32), -1).astype(np.int32),
+        "sequence": packing.sequence,
         "loss_mask": pack(lambda pair: map(_on_response, pair[:2]), np.float32),
         "num_micro_U": packing.num_micro_U,
         "ref_logprob": np.zeros(inside.shape, np.float32),

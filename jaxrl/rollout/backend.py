@@ -15,7 +15,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     # Settings import this file, and the first error for a wrong setting does not wait for flax.
     from jaxrl.models.decoder import Params
 
-# Token ids to text.
-DecodeText: TypeAlias = Callable[[np.ndarray], str]
+# int32 [T] arrays of token ids to their texts. Any thread may call it.
+DecodeTexts: TypeAlias = Callable[[Sequence[np.ndarray]], Iterable[str]]
 # Called with each finished group, as the completions of one prompt, while other groups are still sampled.
 # `resume` stops after the call that returns True and leaves the other groups unfinished.
 OnGroup: TypeAlias = Callable[[Completions], bool | None]

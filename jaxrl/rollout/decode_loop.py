@@ -33,7 +33,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
-from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
+from jaxrl.rollout.stop_strings import StopSearch, tokens_to_search
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class DecodeLoop:
         self,
         engine: Engine,
         params: Params,
-        decode_text: Callable[[np.ndarray], str],
+        stops: StopSearch,
         *,
         version: int = 0,
         streams: bool = False,
@@ -149,14 +149,14 @@ class DecodeLoop:
 
         Args:
           engine, params: engine of the model, and its weights in the generation layout.
-          decode_text: function that turns token ids into text, for stop strings.
+          stops: search for stop strings. It gets faster with use, so several loops should share one.
           version: version of the weights; recorded with every token.
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           lock: context manager that is held during each dispatch, if another thread uses the same devices;
             None if no other thread does.
         """
         self._engine = engine
-        self._decode_text = decode_text
+        self._stops = stops
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
@@ -181,8 +181,9 @@ class DecodeLoop:
     def _forget_slots(self, num_slots: int) -> None:
         """Begins with idle slots: no tokens, no lengths, no stop strings."""
         self._log = DecodedLog(num_slots)
-        # Tokens of the sequence in each slot, and whether its text is searched for stop strings.
-        self._length_n, self._searched_n = np.zeros(num_slots, int), np.zeros(num_slots, bool)
+        # Tokens of the sequence in each slot; the slots whose text is searched for these stop strings.
+        self._length_n = np.zeros(num_slots, int)
+        self._searched: dict[tuple[str, ...], np.ndarray] = {}
 
     @property
     def unfinished(self) -> bool:
@@ -269,7 +270,8 @@ class DecodeLoop:
         first_n = np.repeat(np.arange(shards) * (before // shards), now // shards)
         old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
         self._log = self._log.moved(old_n)
-        self._length_n, self._searched_n = self._length_n[old_n], self._searched_n[old_n]
+        self._length_n = self._length_n[old_n]
+        self._searched = {stop: of_n[old_n] for stop, of_n in self._searched.items()}
 
     # Pages
 
@@ -313,7 +315,7 @@ class DecodeLoop:
         slots = np.array([slot for slot, _, _ in starts])
         self._log.start(slots)
         self._length_n[slots] = [task.num_tokens for _, _, task in starts]
-        self._searched_n[slots] = [bool(task.stop_strings) for _, _, task in starts]
+        self._search(slots, [task.stop_strings for _, _, task in starts])
         for slot, batch_index, task in starts:
             sample = task.sample
             alike[task.settings].append(
@@ -323,6 +325,17 @@ class DecodeLoop:
             )
         for settings, assignments in alike.items():
             self._slots.insert(prefix, assignments, settings)
+
+    def _search(self, slots: np.ndarray, stop_strings: list[tuple[str, ...]]) -> None:
+        """Sets the stop strings of slots."""
+        for stop, of_n in list(self._searched.items()):
+            of_n[slots] = False
+            if not of_n.any():
+                del self._searched[stop]
+        for slot, stop in zip(slots.tolist(), stop_strings, strict=True):
+            if stop:
+                nowhere = np.zeros(len(self._length_n), bool)
+                self._searched.setdefault(stop, nowhere)[slot] = True
 
     def _extensions_by_slot(self) -> dict[int, Extension]:
         """The environment's answers that wait, by the slot of their sample; a slot may have moved since."""
@@ -350,7 +363,7 @@ class DecodeLoop:
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
-        cuts = self._cuts(busy, decoded.count)
+        cuts = self._cuts(busy, decoded)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
         ends = {
             slot: self._end_turn(slot, int(decoded.count[slot]), cuts.get(slot)) for slot in over
@@ -378,15 +391,19 @@ class DecodeLoop:
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
-    def _cuts(self, busy: np.ndarray, count_n: np.ndarray) -> dict[int, int]:
+    def _cuts(self, busy: np.ndarray, decoded: DecodedTokens) -> dict[int, int]:
         """Number of tokens after the first stop string, for the slots in which one has ended."""
         cuts: dict[int, int] = {}
-        for slot in busy[self._searched_n[busy]].tolist():
-            task, newest = self._scheduler.owner(slot), int(count_n[slot])
-            tail = self._tail(slot, task, tokens_to_search(newest, task.stop_strings))
-            end = end_of_stop(tail, newest, task.stop_strings, self._decode_text)
-            if end is not None:
-                cuts[slot] = len(tail) - end
+        for stop, of_n in self._searched.items():
+            slots = busy[of_n[busy]]
+            may_end = self._stops.may_end(stop, decoded.token[slots], decoded.count[slots])
+            for slot in slots[may_end].tolist():
+                newest = int(decoded.count[slot])
+                task = self._scheduler.owner(slot)
+                tail = self._tail(slot, task, tokens_to_search(newest, stop))
+                end = self._stops.end(tail, newest, stop)
+                if end is not None:
+                    cuts[slot] = len(tail) - end
         return cuts
 
     def _tail(self, slot: int, task: SampleTask, count: int) -> np.ndarray:

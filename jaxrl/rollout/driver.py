@@ -12,6 +12,7 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import (
-    DecodeText,
+    DecodeTexts,
     More,
     OnGroup,
     SamplingOptions,
@@ -33,16 +34,20 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.types import Completions, Prompts
 
 
 class EngineBackend:
     """An engine with its weights. Base class of all backends that use our engine."""
 
-    def __init__(self, engine: Engine, decode_text: DecodeText):
-        """Args: the compiled programs; a function from token ids to text. `load` brings the weights."""
+    def __init__(self, engine: Engine, decode_texts: DecodeTexts):
+        """Args: the compiled programs; a function from token ids to texts. `load` brings the weights."""
         self.engine = engine
-        self._decode_text = decode_text
+        self._decode_texts = decode_texts
+        # A function and no method, which would keep the weights until Python's cycle collection.
+        self._decode_text = functools.partial(_decode_text, decode_texts)
+        self._stops = StopSearch(self._decode_text)
         self._params: Params | None = None
 
     @property
@@ -92,7 +97,7 @@ class OfflineBackend(EngineBackend):
             if on_group is not None:
                 on_group(group)
 
-        groups = SampleGroups(options, self._decode_text)
+        groups = SampleGroups(options, self._decode_texts)
         first = self._add(groups, prompts, expected_or_prompt_lengths(prompts, expected_tokens_N))
         self._sample(groups, first, options, goes_on)
         return groups.rollout().completions
@@ -112,7 +117,7 @@ class OfflineBackend(EngineBackend):
         devices decode, `on_group` is called with the groups that the dispatch before has finished, and then
         `more` for samples that can take the next free slots.
         """
-        groups = SampleGroups(options, self._decode_text, unfinished)
+        groups = SampleGroups(options, self._decode_texts, unfinished)
         first = _oldest_first(groups, unfinished) if unfinished is not None else []
         first += self._add(groups, prompts, expected_or_prompt_lengths(prompts, None))
         self._sample(groups, first, options, on_group, more)
@@ -137,7 +142,7 @@ class OfflineBackend(EngineBackend):
 
         `first` has the samples of `groups` that are unfinished, in the order in which they start.
         """
-        loop = DecodeLoop(self.engine, self.params, self._decode_text, version=options.step)
+        loop = DecodeLoop(self.engine, self.params, self._stops, version=options.step)
         max_tokens = self.engine.config.max_response_tokens
 
         def start_more() -> bool:
@@ -162,6 +167,11 @@ class OfflineBackend(EngineBackend):
             finished = [n for n in dict.fromkeys(s.prompt for s in ended) if groups.finished(n)]
         groups.hand_out(finished, on_group)
         loop.leave()
+
+
+def _decode_text(decode_texts: DecodeTexts, tokens: np.ndarray) -> str:
+    (text,) = decode_texts([tokens])
+    return text
 
 
 def _oldest_first(groups: SampleGroups, unfinished: UnfinishedGroups) -> list[Sample]:

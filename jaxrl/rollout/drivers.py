@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.backend import DecodeText, RolloutBackend
+from jaxrl.rollout.backend import DecodeTexts, RolloutBackend
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.user_code import load_function
 
-Build: TypeAlias = Callable[[ModelConfig, Mesh, EngineConfig, DecodeText], RolloutBackend]
+Build: TypeAlias = Callable[[ModelConfig, Mesh, EngineConfig, DecodeTexts], RolloutBackend]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,17 @@ SEVERAL_PROCESSES = "hosts.num_processes above 1"
 
 
 def _offline(
-    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
+    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> RolloutBackend:
-    return OfflineBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_text)
+    return OfflineBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)
 
 
 def _jetstream(
-    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
+    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> RolloutBackend:
     from jaxrl.rollout.jetstream.jetstream_backend import JetStreamBackend
 
-    return JetStreamBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_text)
+    return JetStreamBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)
 
 
 DRIVERS = {
@@ -74,7 +74,7 @@ def lookup_driver(name: str) -> Driver:
     """
     if ":" in name:
         return Driver(
-            load_function(name, "rollout.driver", takes=("model", "mesh", "config", "decode_text"))
+            load_function(name, "rollout.driver", takes=("model", "mesh", "config", "decode_texts"))
         )
     if name not in DRIVERS:
         raise UserError(
@@ -98,7 +98,7 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
 
 def build_backend(
-    driver: str, model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
+    driver: str, model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> RolloutBackend:
     """Builds the backend of a driver; it has no weights yet.
 
@@ -106,9 +106,9 @@ def build_backend(
       driver: name of `DRIVERS`, or "package.module:function".
       model, mesh: the model, and the devices laid out for generation.
       config: sizes and data types of the engine.
-      decode_text: function that turns token ids into text.
+      decode_texts: function that turns sequences of token ids into texts, on any thread.
 
     Raises:
       UserError: the driver does not exist, or its extra is not installed.
     """
-    return lookup_driver(driver).build(model, mesh, config, decode_text)
+    return lookup_driver(driver).build(model, mesh, config, decode_texts)

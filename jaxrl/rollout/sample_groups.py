@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.backend import DecodeText, OnGroup, SamplingOptions
+from jaxrl.rollout.backend import DecodeTexts, OnGroup, SamplingOptions
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
 from jaxrl.types import Completions, Prompts
 
@@ -29,7 +29,7 @@ class SampleGroups:
     def __init__(
         self,
         options: SamplingOptions,
-        decode_text: DecodeText,
+        decode_texts: DecodeTexts,
         unfinished: UnfinishedGroups | None = None,
     ):
         """Args: those of `RolloutBackend.resume`; `unfinished` is copied.
@@ -39,7 +39,7 @@ class SampleGroups:
         """
         self._num_samples = options.num_samples
         self._step = options.step
-        self._decode_text = decode_text
+        self._decode_texts = decode_texts
         # One for each group, so that it takes the same time to add one to few groups or to many.
         self._prompts: list[Prompts] = []
         self.samples: list[Sample] = []
@@ -47,7 +47,7 @@ class SampleGroups:
             _check_size(unfinished, self._num_samples)
             self._prompts += [unfinished.prompts.take([n]) for n in range(len(unfinished.prompts))]
             self.samples += [sample.at(sample.prompt) for sample in unfinished.samples]
-        # Decoding long responses to text is slow. The cache serves both `hand_out` and the result.
+        # For both `hand_out` and the result, which then share their texts.
         self._completions: dict[int, Completions] = {}
 
     def add(self, prompts: Prompts) -> range:
@@ -88,7 +88,7 @@ class SampleGroups:
     def _completions_of(self, groups: Sequence[int]) -> Completions:
         samples = [sample for n in groups for sample in self.group(n)]
         prompts = Prompts.concatenate([self._prompts[n] for n in groups])
-        return completions_of(prompts, samples, self._num_samples, self._decode_text)
+        return completions_of(prompts, samples, self._num_samples, self._decode_texts)
 
     def rollout(self) -> Rollout:
         """The finished groups as completions, and the unfinished groups unchanged."""

@@ -6,12 +6,14 @@ N prompts   G samples of each   R tokens of a response
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.types import Completions, Prompts, TurnText
+from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 # Per token: id, log-probability, entropy, mask and version. Per sample: Python objects.
 _TOKEN_BYTES = 20
@@ -239,12 +241,13 @@ def completions_of(
     prompts: Prompts,
     samples: Sequence[Sample],
     num_samples: int,
-    decode_text: Callable[[np.ndarray], str],
+    decode_texts: Callable[[Sequence[np.ndarray]], Iterable[str]],
 ) -> Completions:
-    """Completions of N prompts, from their N * G samples in order."""
+    """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
     mask = tuple(sample.mask for sample in samples)
-    texts = tuple(decode_text(t) for t in tokens)
+    made = _Texts(tokens, mask, decode_texts)
+    rows = range(len(tokens))
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
@@ -252,23 +255,57 @@ def completions_of(
         rollout_logprob=tuple(sample.logprob for sample in samples),
         entropy=tuple(sample.entropy for sample in samples),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
-        texts=texts,
+        texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         mask=mask,
-        turns=tuple(
-            _turns(*of_sample, decode_text) for of_sample in zip(tokens, mask, texts, strict=True)
-        ),
+        turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
     )
 
 
-def _turns(
-    tokens: np.ndarray, mask: np.ndarray, text: str, decode_text: Callable[[np.ndarray], str]
-) -> tuple[TurnText, ...]:
-    """Splits a response with known text into its turns."""
-    if mask.all():
-        return (TurnText(True, text),)
-    starts = np.flatnonzero(np.diff(mask)) + 1
-    return tuple(
-        TurnText(bool(by_policy[0]), decode_text(turn))
-        for turn, by_policy in zip(np.split(tokens, starts), np.split(mask, starts), strict=True)
-    )
+class _Texts:
+    """The texts and turns of some samples, all made at the first use of one, in one call.
+
+    The processes of a run grade different samples, so each makes only the texts that it reads.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[np.ndarray],
+        mask: Sequence[np.ndarray],
+        decode_texts: Callable[[Sequence[np.ndarray]], Iterable[str]],
+    ):
+        self._tokens, self._mask = tokens, mask
+        self._decode_texts = decode_texts
+        self._lock = threading.Lock()
+        self._made: tuple[list[str], list[tuple[TurnText, ...]]] | None = None
+
+    def text(self, b: int) -> str:
+        """The text of sample b."""
+        return self._all()[0][b]
+
+    def turns(self, b: int) -> tuple[TurnText, ...]:
+        """The turns of sample b."""
+        return self._all()[1][b]
+
+    def _all(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
+        starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]
+        # Of a conversation the whole, and then each turn.
+        split = [
+            np.split(tokens, at) if len(at) else []
+            for tokens, at in zip(self._tokens, starts, strict=True)
+        ]
+        sequences = [*self._tokens, *(turn for turns in split for turn in turns)]
+        decoded = list(self._decode_texts(sequences))
+        texts, of_turns = decoded[: len(split)], iter(decoded[len(split) :])
+        turns = []
+        for text, mask, at, parts in zip(texts, self._mask, starts, split, strict=True):
+            by_policy = mask[np.append(0, at)] > 0 if len(mask) else np.ones(1, bool)
+            spoken = [next(of_turns) for _ in parts] or [text]
+            turns.append(tuple(map(TurnText, by_policy.tolist(), spoken)))
+        return texts, turns

@@ -3,14 +3,35 @@
 Example, one token per character, with the stop string "ab":
 
     end_of_stop(tokens of "xxaby", newest=3, ("ab",), decode_text)   ->  4: "xxab"
+
+Turning tokens into text is slow, and most tokens cannot end a stop string. `StopTokens` tells by table
+lookups which new tokens can, so that text is made only for the slots that have one:
+
+    stop string "ab:"    can end it             can stand right before such a token
+    token " tab: "       yes, it holds it all
+    token ": x"          yes, it begins in it
+    token "a"            no                     yes: "a" + "b:"
+    token "xy"           no                     no: "xy" + ":" is no end
+
+n slots   W tokens of a dispatch
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+# Decoders write this replacement character for incomplete or invalid bytes.
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Bits of a token's kind. The text around a token with `_WHOLE` must be searched. One with `_END` may be the
+# last of a stop string, if the token before it has `_BEFORE`.
+# An unknown kind has all bits.
+_WHOLE, _END, _BEFORE, _UNKNOWN = 1, 2, 4, 255
+# Stop strings whose tokens are remembered. A run has one set of them, a server one for each kind of request.
+_KEPT = 256
 
 
 def tokens_to_search(newest: int, stop_strings: Sequence[str]) -> int:
@@ -45,3 +66,93 @@ def end_of_stop(
         return None
     ends = range(max(1, len(tokens) - newest + 1), len(tokens) + 1)
     return ends[bisect.bisect_left(ends, True, hi=len(ends) - 1, key=has_stop)]
+
+
+class StopTokens:
+    """The tokens that can end some stop strings. The kind of a token is found when it first occurs."""
+
+    def __init__(self, stop_strings: Sequence[str], decode_text: Callable[[np.ndarray], str]):
+        """Args: texts, none empty; a function from token ids to text."""
+        self._stop_strings = tuple(stop_strings)
+        self._heads = tuple({s[:k] for s in stop_strings for k in range(1, len(s))})
+        self._tails = tuple({s[k:] for s in stop_strings for k in range(1, len(s))})
+        # Some decoders write the space behind a word only with the next token, whichever that is.
+        self._any_token = any(s.endswith(" ") for s in stop_strings)
+        self._decode_text = decode_text
+        self._kinds = np.full(1, _UNKNOWN, np.uint8)
+
+    def may_end(self, tokens_nW: np.ndarray, count_n: np.ndarray) -> np.ndarray:
+        """Whether a stop string can end in the new tokens of each slot, bool [n].
+
+        Args:
+          tokens_nW: int32, new tokens.
+          count_n: int, number of new tokens of each slot; entries behind them are ignored.
+        """
+        if self._any_token:
+            return count_n > 0
+        # The last entry is unknown, and stands for all that are beyond the table.
+        kinds_nW = self._kinds.take(tokens_nW, mode="clip")
+        hits = np.flatnonzero(kinds_nW & (_WHOLE | _END))
+        slots, columns = np.divmod(hits, kinds_nW.shape[1])
+        new = columns < count_n[slots]
+        slots, columns = slots[new], columns[new]
+        kinds = kinds_nW[slots, columns]
+        if (unknown := kinds == _UNKNOWN).any():
+            self._learn(np.unique(tokens_nW[slots, columns][unknown]))
+            return self.may_end(tokens_nW, count_n)
+        # What precedes the first new token is unknown here.
+        before = (columns == 0) | (kinds_nW[slots, columns - 1] & _BEFORE > 0)
+        found_n = np.zeros(len(tokens_nW), bool)
+        found_n[slots[(kinds & _WHOLE > 0) | before]] = True
+        return found_n
+
+    def _learn(self, tokens: np.ndarray) -> None:
+        """Finds the kinds of tokens, int [count]."""
+        if (highest := int(tokens.max())) + 1 >= len(self._kinds):
+            more = np.full(2 * (highest + 2) - len(self._kinds), _UNKNOWN, np.uint8)
+            self._kinds = np.concatenate([self._kinds, more])
+        for token in tokens.tolist():
+            self._kinds[token] = self._kind(token)
+
+    def _kind(self, token: int) -> int:
+        """The bits of a token; with doubt they are set."""
+        alone, twice = (self._decode_text(np.full(n, token, np.int32)) for n in (1, 2))
+        if _BROKEN in twice:
+            # Part of a character. Its text, and that of its neighbours, depends on what follows.
+            return _WHOLE | _BEFORE
+        # Some decoders write a space between words, or drop it at the beginning or end of a text.
+        if twice == alone + alone:
+            texts = (alone,)
+        elif twice == f"{alone} {alone}":
+            texts = (alone, f" {alone}", f"{alone} ")
+        else:
+            return _BEFORE | _WHOLE * any(s[-1] in twice for s in self._stop_strings)
+        kind = 0
+        for text in texts:
+            kind |= _WHOLE * any(s in text for s in self._stop_strings)
+            kind |= _END * text.startswith(self._tails)
+            inside = any(text in s for s in self._stop_strings)
+            kind |= _BEFORE * (inside or text.endswith(self._heads))
+        return kind
+
+
+class StopSearch:
+    """Finds where stop strings end, with one tokenizer. It remembers the kinds of tokens."""
+
+    def __init__(self, decode_text: Callable[[np.ndarray], str]):
+        """Args: a function from token ids to text."""
+        self._decode_text = decode_text
+        # Made per instance, because a cache on the method would keep all instances.
+        self._tokens_of = functools.lru_cache(_KEPT)(
+            lambda stop_strings: StopTokens(stop_strings, decode_text)
+        )
+
+    def may_end(
+        self, stop_strings: tuple[str, ...], tokens_nW: np.ndarray, count_n: np.ndarray
+    ) -> np.ndarray:
+        """See `StopTokens.may_end`."""
+        return self._tokens_of(stop_strings).may_end(tokens_nW, count_n)
+
+    def end(self, tokens: np.ndarray, newest: int, stop_strings: Sequence[str]) -> int | None:
+        """See `end_of_stop`."""
+        return end_of_stop(tokens, newest, stop_strings, self._decode_text)

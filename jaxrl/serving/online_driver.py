@@ -31,6 +31,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.rollout.text_stream import TextStream
 from jaxrl.serving.request_checks import check_request
 from jaxrl.serving.request_errors import NotFinite, Overloaded, ServingError, Stopped
@@ -140,7 +141,8 @@ class OnlineDriver:
         self._closing = False
         self._stopping = False
         # Used only by the driver's thread.
-        self._loop = DecodeLoop(engine, params, decode_text, streams=True, lock=lock)
+        stops = StopSearch(decode_text)
+        self._loop = DecodeLoop(engine, params, stops, streams=True, lock=lock)
         self._in_loop: dict[SampleTask, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()

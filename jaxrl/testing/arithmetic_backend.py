@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.backend import DecodeText, More, OnGroup, SamplingOptions, check_lengths
+from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions, check_lengths
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
@@ -44,19 +44,19 @@ class ArithmeticBackend:
         self,
         mesh: Mesh,
         config: EngineConfig,
-        decode_text: DecodeText,
+        decode_texts: DecodeTexts,
         respond: Respond | None = None,
     ):
         """Args:
         mesh: mesh of the weights.
         config: limits of lengths, number of slots, tokens per dispatch and stop ids.
-        decode_text: converts token ids to text.
+        decode_texts: converts sequences of token ids to texts.
         respond: computes the responses; None uses `counting`.
         """
         self.mesh = mesh
         self.weights: Params | None = None
         self._config = config
-        self._decode_text = decode_text
+        self._decode_texts = decode_texts
         self._respond = counting(config.stop_ids) if respond is None else respond
 
     @property
@@ -107,7 +107,7 @@ class ArithmeticBackend:
             raise UserError(
                 "the arithmetic backend knows neither environments nor stop strings; leave them out"
             )
-        groups = SampleGroups(options, self._decode_text, unfinished)
+        groups = SampleGroups(options, self._decode_texts, unfinished)
         self._start(groups, prompts)
         self._decode(groups, options, more, on_group)
         return groups.rollout()
@@ -185,7 +185,7 @@ def counting(stop_ids: tuple[int, ...]) -> Respond:
 
 
 def build_arithmetic_backend(
-    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_text: DecodeText
+    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> ArithmeticBackend:
     """Builds the backend for the setting `rollout.driver`.
 
@@ -199,4 +199,4 @@ def build_arithmetic_backend(
     def respond(prompt: np.ndarray, index: int) -> np.ndarray:
         return count(prompt, index) % vocabulary
 
-    return ArithmeticBackend(mesh, config, decode_text, respond)
+    return ArithmeticBackend(mesh, config, decode_texts, respond)

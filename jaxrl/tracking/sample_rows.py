@@ -166,8 +166,10 @@ def logprobs_by_response(
     Returns:
       Sequence index -> float32 [R].
     """
-    sequence, position = (np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions))
-    places = np.flatnonzero((sequence >= 0) & (sequence < len(lengths)))
+    sequence, position, segment = (
+        np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions, packed.segment_ids)
+    )
+    places = np.flatnonzero((segment > 0) & (sequence >= 0) & (sequence < len(lengths)))
     places = places[np.lexsort((position[places], sequence[places]))]
     value = np.asarray(logprob).reshape(-1)[places]
     ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))

@@ -207,7 +207,7 @@ def _judge(parts: BuildParts) -> GenerativeJudge:
         parts.model,
         parts.place["mesh"],
         judge_engine_config(parts.config, tokenizer.stop_ids),
-        tokenizer.decode,
+        tokenizer.decode_batch,
     )
     return GenerativeJudge(
         backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat

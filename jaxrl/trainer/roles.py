@@ -125,7 +125,7 @@ class RoleBuilder:
             self._models.actor,
             self._meshes.get("rollout", self._meshes["actor"]),
             engine_config(self._config, (*tokenizer.stop_ids, *options.stop_ids)),
-            tokenizer.decode,
+            tokenizer.decode_batch,
         )
 
     def _common(self, role: str) -> dict[str, Any]:

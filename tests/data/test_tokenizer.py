@@ -73,6 +73,12 @@ def test_ids_that_are_no_token_are_dropped():
     assert TOKENIZER.decode([-1, *ids, TOKENIZER.vocab_size, 151_935]) == "12"
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_batch_is_decoded_like_each_of_its_sequences(count):
+    sequences = [np.append(TOKENIZER.encode(f"Answer: {n} é"), 151_935) for n in range(count)]
+    assert TOKENIZER.decode_batch(sequences) == [TOKENIZER.decode(ids) for ids in sequences]
+
+
 def test_batches_agree_with_single_calls():
     encoded = TOKENIZER.encode_batch(TEXTS[:50])
     for text, ids in zip(TEXTS[:50], encoded, strict=True):

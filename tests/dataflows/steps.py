@@ -1,6 +1,7 @@
 """A policy that samples by arithmetic, and prompts that are numbered, for samplers and dataflows alone."""
 
 import concurrent.futures
+import functools
 
 import jax
 import numpy as np
@@ -20,7 +21,9 @@ LIMITS = EngineConfig(
 
 def make_backend(respond=None) -> ArithmeticBackend:
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    return ArithmeticBackend(mesh, LIMITS, lambda tokens: " ".join(map(str, tokens)), respond)
+    return ArithmeticBackend(
+        mesh, LIMITS, functools.partial(map, lambda tokens: " ".join(map(str, tokens))), respond
+    )
 
 
 class SamplingPolicy:

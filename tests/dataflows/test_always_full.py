@@ -1,5 +1,6 @@
 """Partial sampling, with the decode loop around an engine without a model: slots, ages, order of draws."""
 
+import functools
 import itertools
 import pickle
 
@@ -39,7 +40,7 @@ class FullRun:
             stop_ids=(STOP,),
         )
         self.engine = FakeEngine(config, lognormal_lengths(mean, sigma=sigma))
-        backend = OfflineBackend(self.engine, lambda tokens: "")
+        backend = OfflineBackend(self.engine, functools.partial(map, lambda tokens: ""))
         backend.load({})
         self.timer, self.policy = NoTimer(), SamplingPolicy(backend)
         options = SamplingOptions(num_samples=G, seed=0, step=0, temperature=1.0)

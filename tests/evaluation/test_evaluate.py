@@ -114,8 +114,8 @@ def says(tokenizer, *texts):
         tokens = tokenizer.encode(texts[index % len(texts)])
         return np.append(tokens, tokenizer.eos_id).astype(np.int32)
 
-    def build(driver, model, mesh, config, decode_text):
-        return ArithmeticBackend(mesh, config, decode_text, respond)
+    def build(driver, model, mesh, config, decode_texts):
+        return ArithmeticBackend(mesh, config, decode_texts, respond)
 
     return build
 

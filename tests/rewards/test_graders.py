@@ -200,11 +200,11 @@ def test_graders_answer_beside_what_comes_next_and_take_up_at_once_what_has_wait
             return inner.grade(samples)
 
     ours = Graders.of(Batches())
-    first = ours.submit([sample("1", "1")])
+    first = ours.submit(lambda: [sample("1", "1")])
     while not function.batches:
         time.sleep(0.01)
     # While the first is graded, three more come.
-    others = [ours.submit([sample(str(n), "1")] * 2) for n in range(3)]
+    others = [ours.submit(lambda n=n: [sample(str(n), "1")] * 2) for n in range(3)]
     function.let.set()
     assert correct(first.result()) == [True]
     assert [correct(a.result()) for a in others] == [[False] * 2, [True] * 2, [False] * 2]
@@ -216,7 +216,7 @@ def test_a_truth_that_cannot_be_read_is_told_to_who_asked_with_it():
     function = Waiting()
     ours = Graders.of(FunctionGrader(function))
     function.batches.append(0)
-    good, bad, fine = (ours.submit([sample("1", truth)]) for truth in "1?1")
+    good, bad, fine = (ours.submit(lambda truth=truth: [sample("1", truth)]) for truth in "1?1")
     function.let.set()
     assert correct(good.result()) == correct(fine.result()) == [True]
     with pytest.raises(UserError, match="no truth"):

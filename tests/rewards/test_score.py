@@ -1,12 +1,14 @@
 """Completions -> Scored."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import (
+    AskedVerdicts,
     FunctionGrader,
     Grade,
     Graders,
@@ -85,7 +87,9 @@ def conversation(*turns: tuple[bool, str]) -> Completions:
             sample.add_given(tokens, 1)
     sample.finished = True
     prompts = completions_of(["5"], ["?"], [1]).prompts
-    return sampled(prompts, [sample], 1, lambda tokens: "".join(map(chr, tokens)))
+    return sampled(
+        prompts, [sample], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,21 @@ def test_the_words_of_an_environment_are_not_graded(turns, correct):
     assert sample.tokens.tolist() == [ord(character) for character in said]
     both = Completions.concatenate([completions, completions]).take([1])
     assert both.turns == completions.turns
+
+
+def test_texts_are_made_on_the_thread_of_the_graders():
+    sample, threads = Sample(0, 0, 1), []
+    sample.add_decoded(np.arange(3, dtype=np.int32), *np.zeros((2, 3), np.float32), 1)
+
+    def decode_texts(sequences):
+        threads.append(threading.get_ident())
+        return ["Answer: 5"] * len(sequences)
+
+    prompts = completions_of(["5"], ["?"], [1]).prompts
+    completions = sampled(prompts, [sample], 1, decode_texts)
+    (verdict,) = AskedVerdicts(Graders(("answer", {})), completions).result()
+    assert verdict.correct and completions.texts == ("Answer: 5",)
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
 
 
 def test_completions_that_an_environment_spoke_in_have_turns():

@@ -36,14 +36,10 @@ def packed(rows: list[dict[str, np.ndarray]], shape: PackedShape):
     def pack(name: str) -> np.ndarray:
         return packing.pack([row[name] for row in rows], rows[0][name].dtype)
 
-    numbers = [np.full(len(row["tokens"]), i, np.int32) for i, row in enumerate(rows)]
     base = PackedBatch(
         tokens=pack("tokens"),
-        positions=packing.positions,
-        segment_ids=packing.segment_ids,
-        sequence=np.where(packing.segment_ids, packing.pack(numbers, np.int32), -1),
         loss_mask=pack("loss_mask"),
-        num_micro_U=packing.num_micro_U,
+        **packing.fields(),
     )
     names = ("rollout_logprob", "old_logprob", "ref_logprob")
     return packing, TrainBatch.of(base, **{name: pack(name) for name in names})

@@ -51,7 +51,7 @@ def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = 
             rows=R, row_tokens=T, load_balancing_coef=load_balancing_coef, dtype=dtype
         ),
         optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
-        backend=build_backend("offline", model, mesh, engine, str),
+        backend=build_backend("offline", model, mesh, engine, functools.partial(map, str)),
         temperature=1.0,
         seed=0,
     )

@@ -81,7 +81,7 @@ def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
         optim=optim,
         temperature=0.9,
         seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, str),
+        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )
 
 
@@ -124,14 +124,10 @@ def packed(rows: list[dict[str, np.ndarray]], shape=ONE_EACH, **changes) -> Trai
     fields = {
         name: packing.pack([row[name] for row in rows], rows[0][name].dtype) for name in rows[0]
     }
-    numbers = [np.full(len(row["tokens"]), i, np.int32) for i, row in enumerate(rows)]
     batch = PackedBatch(
         tokens=fields.pop("tokens"),
-        positions=packing.positions,
-        segment_ids=packing.segment_ids,
-        sequence=np.where(packing.segment_ids, packing.pack(numbers, np.int32), -1),
         loss_mask=fields.pop("loss_mask"),
-        num_micro_U=packing.num_micro_U,
+        **packing.fields(),
     )
     return TrainBatch.of(batch, **fields).replace(**changes)
 

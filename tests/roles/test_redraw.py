@@ -1,5 +1,7 @@
 """The trainer's logits with the sampler's noise draw the sampler's tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ def actor_of(train: str, generate: str = "", fsdp: int = 1) -> Actor:
         optim=OptimConfig(lr=1.0),
         temperature=OPTIONS.temperature,
         seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, str),
+        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )
     actor.init()
     return actor

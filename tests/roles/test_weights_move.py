@@ -1,6 +1,7 @@
 """Between sampling and learning: which copies of the weights exist, and where the rest waits."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -49,7 +50,9 @@ def actor_of(dtype, *, offload=False, **layout) -> Actor:
         optim=OptimConfig(),
         temperature=1.0,
         seed=0,
-        backend=build_backend("offline", MODEL, mesh, engine_of(dtype), str),
+        backend=build_backend(
+            "offline", MODEL, mesh, engine_of(dtype), functools.partial(map, str)
+        ),
         offload=offload,
     )
     actor.init()
@@ -148,7 +151,9 @@ class Gate:
             self.embeddings.append(np.array(backend.weights["embedding"]))
             return np.array([1], np.int32)
 
-        backend = ArithmeticBackend(mesh, engine_of("float32"), str, respond)
+        backend = ArithmeticBackend(
+            mesh, engine_of("float32"), functools.partial(map, str), respond
+        )
         return backend
 
 

@@ -44,7 +44,9 @@ PROMPTS = Prompts(
 @functools.cache
 def loaded(driver) -> RolloutBackend:
     mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
-    backend = drivers.build_backend(driver, MODEL, mesh, CONFIG, lambda t: str(t.tolist()))
+    backend = drivers.build_backend(
+        driver, MODEL, mesh, CONFIG, lambda sequences: [str(t.tolist()) for t in sequences]
+    )
     backend.load(init_params(MODEL, jax.random.key(0)))
     return backend
 

@@ -10,6 +10,7 @@ from jaxrl.rollout.decode_loop import DecodeLoop, End, SampleTask, StartSequence
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.slots import DrawSettings, Slots
+from jaxrl.rollout.stop_strings import StopSearch
 
 G = 3
 SETTINGS = DrawSettings(OPTIONS.seed, OPTIONS.step, OPTIONS.temperature, OPTIONS.truncation)
@@ -31,7 +32,7 @@ def tasks_of(prompt, **changes) -> list[SampleTask]:
 
 
 def new_loop(decode_text=decode) -> DecodeLoop:
-    return DecodeLoop(engine_of(), weights(), decode_text, version=4, streams=True)
+    return DecodeLoop(engine_of(), weights(), StopSearch(decode_text), version=4, streams=True)
 
 
 def drain(loop, results):
@@ -152,7 +153,7 @@ def test_environments_and_stop_strings_serve_whoever_feeds_the_loop():
     assert all(said[task] == task.sample.mask.sum() for task in talks)
 
 
-def test_text_is_decoded_once_per_sample_and_dispatch():
+def test_text_is_decoded_only_where_a_stop_string_can_have_ended():
     decoded = []
 
     def counted(tokens):
@@ -162,6 +163,8 @@ def test_text_is_decoded_once_per_sample_and_dispatch():
     loop = new_loop(counted)
     loop.add(task for n in range(5) for task in tasks_of(n, stop_strings=("never said",)))
     results = drain(loop, [])
-    assert len(decoded) == len(results)
+    # Each token by itself, and once more twice. Half of them are bytes that are no characters.
+    kinds = 2 * len({token for result in results for token in result.tokens.tolist()} | {0})
+    assert kinds <= len(decoded) < kinds + len(results)
     # The newest tokens and as many as the stop string has bytes, however long the sample is.
-    assert max(decoded) == CONFIG.tokens_per_dispatch + len("never said")
+    assert 2 < max(decoded) <= CONFIG.tokens_per_dispatch + len("never said")

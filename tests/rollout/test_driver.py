@@ -85,7 +85,7 @@ def run(engine=None, prompts=PROMPTS, **changes) -> Completions:
 
 
 def backend_of(engine=None) -> OfflineBackend:
-    backend = OfflineBackend(engine or engine_of(), spell)
+    backend = OfflineBackend(engine or engine_of(), functools.partial(map, spell))
     backend.load(weights())
     return backend
 

@@ -91,7 +91,7 @@ def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL) ->
         optim=OptimConfig(),
         temperature=TEMPERATURE,
         seed=SEED,
-        backend=OfflineBackend(engine, spell),
+        backend=OfflineBackend(engine, functools.partial(map, spell)),
     )
     params = jax.device_put(weights(model), actor.train_shardings)
     actor.state = TrainState(params, (), jnp.int32(0))
@@ -212,11 +212,8 @@ def pack(completions: Completions, shape: PackedShape):
     packing = plan_packing([len(s) for s in sequences], shape)
     batch = PackedBatch(
         tokens=packing.pack(sequences, np.int32),
-        positions=packing.positions,
-        segment_ids=packing.segment_ids,
-        sequence=packing.segment_ids,
         loss_mask=np.zeros(packing.positions.shape, np.float32),
-        num_micro_U=packing.num_micro_U,
+        **packing.fields(),
     )
     return packing, batch
 

@@ -1,9 +1,15 @@
 """Samples on the host, and what a checkpoint keeps of them."""
 
-import numpy as np
+import concurrent.futures
+import threading
 
-from jaxrl.rollout.samples import Sample, UnfinishedGroups
-from jaxrl.types import Prompts
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.rollout.samples import Sample, UnfinishedGroups, completions_of
+from jaxrl.types import Completions, Prompts, TurnText
 
 
 def conversation() -> Sample:
@@ -57,3 +63,63 @@ def test_the_tail_ends_where_the_environment_spoke():
     assert len(sample) == 5 and sample.mask.tolist() == [1, 1, 1, 1, 0]
     assert sample.version.tolist() == [3, 3, 3, 4, 4]
     assert sample.tail(9).tolist() == []
+
+
+def spell(tokens) -> str:
+    return ",".join(map(str, tokens.tolist()))
+
+
+def completions(samples: list[Sample], decode_texts) -> Completions:
+    prompts = Prompts(np.arange(1), (np.array([1]),), *(("",) for _ in range(3)))
+    return completions_of(prompts, samples, len(samples), decode_texts)
+
+
+@given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=4), min_size=1))
+def test_turns_are_the_stretches_of_policy_and_environment(samples):
+    """Against a loop over tokens."""
+    made = []
+    for n, pieces in enumerate(samples):
+        made.append(Sample(0, n, 0))
+        for by_policy, count in pieces:
+            tokens = np.arange(count, dtype=np.int32) + len(made[-1])
+            if by_policy:
+                made[-1].add_decoded(tokens, *np.zeros((2, count), np.float32), 0)
+            else:
+                made[-1].add_given(tokens, 0)
+    found = completions(made, lambda sequences: map(spell, sequences))
+    for sample, text, turns in zip(made, found.texts, found.turns, strict=True):
+        expected: list[tuple[bool, list[str]]] = []
+        for token, mask in zip(sample.tokens.tolist(), sample.mask.tolist(), strict=True):
+            if not expected or expected[-1][0] != (mask > 0):
+                expected.append((mask > 0, []))
+            expected[-1][1].append(str(token))
+        assert text == spell(sample.tokens)
+        joined = tuple(TurnText(by_policy, ",".join(t)) for by_policy, t in expected)
+        assert turns == (joined or (TurnText(True, ""),))
+
+
+def test_texts_are_made_once_when_they_are_read_by_the_thread_that_reads():
+    calls = []
+
+    def decode_texts(sequences):
+        calls.append((threading.get_ident(), len(sequences)))
+        return map(spell, sequences)
+
+    groups = [completions([conversation(), conversation()], decode_texts) for _ in range(3)]
+    taken = Completions.concatenate(groups).take([2, 0])
+    assert taken.lengths_B.tolist() == [9] * 4 and not calls
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ident = thread.submit(threading.get_ident).result()
+        assert thread.submit(lambda: taken.policy_texts[0].count("\n")).result() == 1
+    # Of each sample the whole and three turns; the group that was not taken has no text yet.
+    assert calls == [(ident, 8)] * 2
+    assert groups[0].texts == taken.texts[2:] == (spell(conversation().tokens),) * 2
+    assert groups[2].turns[1] == taken.turns[0] and len(calls) == 2
+    assert groups[1].texts != ("", "") and len(calls) == 3
+
+
+def test_an_error_in_a_text_reaches_whoever_reads_it():
+    broken = completions([conversation()], lambda sequences: [1 / 0 for _ in sequences])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            broken.texts[0]

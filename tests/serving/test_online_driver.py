@@ -156,7 +156,7 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
     for request, online in zip(REQUESTS, alone, strict=True):
         blank = ("",)
         prompts = Prompts(np.array([request.seed]), (request.prompt,), blank, blank, blank)
-        backend = OfflineBackend(engine, spell)
+        backend = OfflineBackend(engine, functools.partial(map, spell))
         backend.load(weights())
         options = SamplingOptions(
             request.num_samples, 0, 0, request.temperature, request.truncation

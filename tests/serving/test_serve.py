@@ -132,7 +132,7 @@ def offline(loaded, prompt: str, *, seed: int, max_tokens: int, temperature=1.0)
     """Text, tokens and logprobs that training would sample from the same weights."""
     blank = ("",)
     prompts = Prompts(np.array([seed]), (loaded.tokenizer.encode(prompt),), blank, blank, blank)
-    backend = OfflineBackend(loaded.engine, loaded.tokenizer.decode)
+    backend = OfflineBackend(loaded.engine, loaded.tokenizer.decode_batch)
     backend.load(loaded.params)
     options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=temperature)
     found = backend.generate(prompts, options)

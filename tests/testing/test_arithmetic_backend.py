@@ -1,5 +1,7 @@
 """The fake backend by hand; the contract that it shares with others is tested in tests/rollout."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ OPTIONS = SamplingOptions(num_samples=3, seed=0, step=2, temperature=1.0)
 
 def backend_of(respond=None) -> ArithmeticBackend:
     mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
-    return ArithmeticBackend(mesh, CONFIG, lambda t: " ".join(map(str, t)), respond)
+    return ArithmeticBackend(
+        mesh, CONFIG, functools.partial(map, lambda t: " ".join(map(str, t))), respond
+    )
 
 
 def test_it_counts_on_from_the_prompt():

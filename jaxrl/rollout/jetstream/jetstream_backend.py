@@ -99,7 +99,7 @@ class JetStreamBackend(EngineBackend):
         check_lengths(prompts, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
-        groups = SampleGroups(options, self._decode_text)
+        groups = SampleGroups(options, self._decode_texts)
         groups.add(prompts)
         # `on_group` may raise. The driver must be stopped even then, because it has threads.
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:

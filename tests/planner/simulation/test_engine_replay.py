@@ -146,7 +146,7 @@ def check_same(replayed: ReplayedCall, driven: Watched) -> None:
 
 
 def backend_of(engine: FakeEngine) -> OfflineBackend:
-    backend = OfflineBackend(engine, lambda tokens: "")  # pyright: ignore[reportArgumentType]
+    backend = OfflineBackend(engine, lambda sequences: [""] * len(sequences))  # pyright: ignore[reportArgumentType]
     backend.load({})
     return backend
 

@@ -1,0 +1,127 @@
+"""Packed responses: every token in its place, and no memory for microbatches that nothing uses."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.data.packing import PackedShape
+from jaxrl.roles.batches import pack_completions
+from jaxrl.tracking.sample_rows import logprobs_by_response
+from jaxrl.types import Completions, Prompts
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def completions_of(prompt_lengths: list[int], lengths: list[list[int]], seed: int) -> Completions:
+    """G responses of these lengths to each prompt; every number differs, and some tokens have mask 0."""
+    rng = np.random.default_rng(seed)
+    flat = [n for group in lengths for n in group]
+    numbers = iter(rng.permutation(sum(prompt_lengths) + sum(flat)).astype(np.int32) + 1)
+
+    def tokens(count: int) -> np.ndarray:
+        return np.array([next(numbers) for _ in range(count)], np.int32)
+
+    N = len(prompt_lengths)
+    responses = tuple(tokens(n) for n in flat)
+    return Completions(
+        prompts=Prompts(
+            np.arange(N), tuple(map(tokens, prompt_lengths)), ("",) * N, ("",) * N, ("",) * N
+        ),
+        num_samples=len(lengths[0]),
+        tokens=responses,
+        rollout_logprob=tuple(-rng.random(n).astype(np.float32) for n in flat),
+        entropy=tuple(np.ones(n, np.float32) for n in flat),
+        truncated_B=np.zeros(len(flat), bool),
+        texts=("",) * len(flat),
+        mask=tuple(rng.integers(0, 2, n).astype(np.float32) for n in flat),
+        turns=((),) * len(flat),
+    )
+
+
+@st.composite
+def batches(draw):
+    """Completions, the shape for any such, and how to pack them."""
+    N, G, updates = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    prompt_lengths = draw(st.lists(st.integers(1, 5), min_size=N * updates, max_size=N * updates))
+    one = st.lists(st.integers(1, 7), min_size=G, max_size=G)
+    lengths = draw(st.lists(one, min_size=N * updates, max_size=N * updates))
+    completions = completions_of(prompt_lengths, lengths, draw(st.integers(0, 99)))
+    tokens = draw(st.integers(12, 30))
+    shape = PackedShape.for_sequences(
+        len(completions),
+        longest=12,
+        minibatches=updates,
+        rows=draw(st.integers(1, 3)),
+        tokens=tokens,
+    )
+    trained_B = np.array([draw(st.booleans()) for _ in range(len(completions))])
+    return completions, shape, draw(st.booleans()), trained_B
+
+
+def slowly(completions: Completions, trained_B, name: str, b: int, position: int) -> float:
+    """The value of a field at a position of sequence b, prompt included."""
+    prompt = completions.prompts.tokens[b // completions.num_samples]
+    at = position - len(prompt)
+    if at < 0:
+        return prompt[position] if name == "tokens" else 0
+    response = completions.tokens[b][at], completions.mask[b][at] * trained_B[b]
+    values = dict(zip(("tokens", "loss_mask"), response, strict=True))
+    return (values | {"rollout_logprob": completions.rollout_logprob[b][at]})[name]
+
+
+@given(batches())
+def test_every_token_is_where_its_sequence_and_position_say(batch):
+    completions, shape, share_prompts, trained_B = batch
+    packed = pack_completions(completions, shape, share_prompts=share_prompts, trained_B=trained_B)
+    sequence, positions, segment = (
+        np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions, packed.segment_ids)
+    )
+    fields = {
+        name: np.asarray(getattr(packed, name)).reshape(-1)
+        for name in ("tokens", "loss_mask", "rollout_logprob")
+    }
+    found = set()
+    for i in np.flatnonzero(segment):
+        # A shared prompt is that of the sequence behind it.
+        shared = sequence[i] < 0
+        b = sequence[i:][sequence[i:] >= 0][0] if shared else sequence[i]
+        assert shared or (b, positions[i]) not in found
+        found.add((b, positions[i]))
+        for name, x in fields.items():
+            assert x[i] == slowly(completions, trained_B, name, b, positions[i]), name
+    for b, response in enumerate(completions.tokens):
+        first = len(completions.prompts.tokens[b // completions.num_samples])
+        assert {(b, first + i) for i in range(-1, len(response))} <= found
+    for x in (*fields.values(), sequence, positions):
+        assert not x[segment == 0].any(), "padding is 0"
+    used = np.arange(shape.microbatches) < np.asarray(packed.num_micro_U)[:, None]
+    assert (np.asarray(packed.weight)[used] == 1).all()
+
+
+@given(batches())
+def test_logprobs_of_responses_are_found_in_packed_rows(batch):
+    completions, shape, share_prompts, _ = batch
+    packed = pack_completions(completions, shape, share_prompts=share_prompts)
+    found = logprobs_by_response(packed, packed.rollout_logprob, completions.lengths_B.tolist())
+    for b, logprob in enumerate(completions.rollout_logprob):
+        np.testing.assert_array_equal(found[b], logprob)
+
+
+def test_microbatches_that_nothing_uses_take_no_memory():
+    completions = completions_of([3], [[5, 6]], 0)
+    shape = PackedShape(minibatches=1, microbatches=4096, rows=2, tokens=8192)
+    before = resident_bytes()
+    packed = pack_completions(completions, shape)
+    after = resident_bytes()
+    arrays = jax.tree.leaves(packed)
+    assert sum(x.nbytes for x in arrays) > 2e9
+    assert after - before < 1e8
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
