@@ -26,6 +26,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
+from jaxrl.quantized import Quantized
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
@@ -275,11 +276,13 @@ def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:
     """Leaves of `sampled` that share no memory with training, as `mesh.resharding` decides."""
-    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
+    leaves = jax.tree.leaves(trained)
+    pairs = zip(leaves, jax.tree.structure(trained).flatten_up_to(sampled), strict=True)
     return [
         after
         for before, after in pairs
-        if before.dtype != after.dtype
+        if isinstance(after, Quantized)
+        or before.dtype != after.dtype
         or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
     ]
 
