@@ -193,7 +193,8 @@ class Compute:
         out = jnp.tensordot(
             x, values.astype(self.dtype), num_summed, preferred_element_type=sum_type
         )
-        out = out if scale is None else out * scale
+        if scale is not None:
+            out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
     def _product_in_parts(
@@ -213,7 +214,8 @@ class Compute:
         # The parts of all devices, gathered; a sum over split parts would be one in XLA's order.
         parts = self.constrain(parts, (None, "batch", *others, None))
         total = functools.reduce(jnp.add, [parts[i] for i in range(self.sum_parts)])
-        total = total if scale is None else total * scale.reshape(-1)
+        if scale is not None:
+            total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))
         return total.astype(self.dtype).reshape(*lead, *outs)
 
     def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:
