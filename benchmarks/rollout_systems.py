@@ -26,7 +26,7 @@ def stop_ids(shape):
     return list(range(1, 1 + shape["stops"]))
 
 
-def jaxrl_system(shape, kv_dtype, dtype="float32"):
+def jaxrl_system(shape, kv_dtype, dtype="float32", weights_dtype=""):
     import jax
     import numpy as np
 
@@ -62,6 +62,7 @@ def jaxrl_system(shape, kv_dtype, dtype="float32"):
         stop_ids=tuple(stop_ids(shape)),
         kv_dtype=kv_dtype,
         dtype=dtype,
+        weights_dtype=weights_dtype,
     )
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     backend = OfflineBackend(engine, lambda _: "")

@@ -64,7 +64,8 @@ def quantize(x: jax.Array, dtype: Any, dims: tuple[int, ...]) -> Quantized:
     """
     dtype = jnp.dtype(dtype)
     x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(dims, keepdims=True) / _LARGEST[dtype.name]
+    # Not a division: compiled, XLA makes it a product with the reciprocal, which may round otherwise.
+    scale = jnp.abs(x).max(dims, keepdims=True) * np.float32(1 / _LARGEST[dtype.name])
     steps = x / jnp.where(scale > 0, scale, 1)
     if dtype == jnp.int8:
         steps = jnp.round(steps)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jax_core
 
 from jaxrl.data.packing import PackedShape
@@ -94,7 +93,7 @@ def training_memory(
 
 
 def sampling_memory(
-    layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
+    layout: ParallelLayout, state: TrainState, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
     """The buffers of sampling: the weights that are not shared with training, and the KV cache."""
     # [L, S, K, H, C] or [L, S, K, C, H], or one array per layer; of a paged cache S counts pages.
@@ -106,7 +105,7 @@ def sampling_memory(
         what, tokens = "pages", tokens // cache.table.shape[1]
     weights = _buffers(
         "actor in generation",
-        f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
+        f"{_stored_types(sampler.params)}, {generate_name(layout)}",
         sampler.params,
     )
     moved = bytes_of(_moved(state.params, sampler.params))
@@ -153,14 +152,24 @@ def role_memory(
 
 
 def engine_memory(
-    name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
+    name: str, layout: ParallelLayout, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
     """Weights and KV cache of a role that samples on devices where it is not trained."""
-    where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
+    where = f"{_stored_types(sampler.params)}, {generate_name(layout)}"
     return [
         _buffers(f"{name}, frozen", where, sampler.params),
         _buffers(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
+
+
+def _stored_types(params: Params) -> str:
+    """The data types of weights, the type of most values first."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)):
+        narrow = isinstance(leaf, Quantized)
+        values = leaf.values if narrow else leaf
+        sizes[f"{values.dtype.name} with scales" if narrow else values.dtype.name] += values.size
+    return " and ".join(name for name, _ in sizes.most_common())
 
 
 def _moments(state: TrainState) -> str:

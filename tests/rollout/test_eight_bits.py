@@ -61,7 +61,7 @@ def twin(model, dtype) -> dict:
         if model.num_experts and projection in ("gate", "up", "down"):
             dims = (2,)
         largest = {"int8": 127, "float8_e4m3fn": 448}[dtype]
-        scale = np.abs(w).max(dims, keepdims=True) / np.float32(largest)
+        scale = np.abs(w).max(dims, keepdims=True) * np.float32(1 / largest)
         steps = w / scale
         narrow = np.rint(steps) if dtype == "int8" else steps.astype(jnp.float8_e4m3fn)
         return narrow.astype(np.float32) * scale
@@ -88,16 +88,17 @@ def forward_of(model):
     return run
 
 
-def gaps(completions, params, model) -> np.ndarray:
-    """Log-probabilities of the sampler less those of a plain pass with `params`, of all tokens."""
-    found = []
+def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of all tokens by the sampler, and by a plain pass with `params`."""
+    found, expected = [], []
     for prompt, response, logprob, _ in answers(completions):
         whole = np.concatenate([prompt, response])
         padded = np.zeros((1, BASE.max_context_tokens), np.int32)
         padded[0, : len(whole)] = whole
         log_SV = np.asarray(forward_of(model)(params, padded))[len(prompt) - 1 : len(whole) - 1]
-        found.append(logprob - log_SV[np.arange(len(response)), response])
-    return np.concatenate(found)
+        found.append(logprob)
+        expected.append(log_SV[np.arange(len(response)), response])
+    return np.concatenate(found), np.concatenate(expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
@@ -105,9 +106,10 @@ def gaps(completions, params, model) -> np.ndarray:
 def test_the_sampler_has_the_probabilities_of_the_rounded_weights(model, dtype):
     config = dataclasses.replace(BASE, weights_dtype=dtype)
     completions = sample(actor_of(config=config, model=model))
-    assert_close(gaps(completions, twin(model, dtype), model), 0.0, scale=1)
+    assert_close(*logprobs(completions, twin(model, dtype), model), scale=1)
     # And not those of the trainer.
-    assert np.abs(gaps(completions, weights(model), model)).max() > 1e-3
+    sampler, trainer = logprobs(completions, weights(model), model)
+    assert 1e-3 < np.abs(sampler - trainer).mean() < 0.2
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +139,9 @@ def test_scales_are_split_like_their_channels():
     t, none = "tensor_gen", None
     assert {name: tuple(map(tuple, pair)) for name, pair in specs.items()} == {
         "up": ((none, none, t), (none, none, t)),
-        "down": ((none, t), (none,)),
-        "q": ((none, none, t), (none, none, t)),
-        "o": ((none, t), (none,)),
+        "down": ((none, t, none), (none, none, none)),
+        "q": ((none, none, t, none), (none, none, t, none)),
+        "o": ((none, t, none, none), (none, none, none, none)),
     }
 
 
@@ -215,9 +217,9 @@ def test_pages_in_8_bits_give_the_samples_of_a_contiguous_cache(kv_dtype, layout
     contiguous = sample(actor_of(config=config))
     paged = dataclasses.replace(config, cache="paged")
     assert_same(sample(actor_of(*layout, config=paged)), contiguous)
-    pool = actor_of(*layout, config=paged).backend.engine.abstract_decode_state().context.cache.pool
-    assert pool.k.dtype == pool.v.dtype == jnp.dtype(kv_dtype)
-    assert pool.k_scale.shape == (*pool.v.shape[:-1],)
+    slots = actor_of(*layout, config=paged).backend.engine.abstract_decode_state().context.cache
+    types = {leaf.dtype.name for leaf in jax.tree.leaves(slots.pool)}
+    assert types == {kv_dtype, "float32"}
 
 
 def test_only_projections_are_in_8_bits():

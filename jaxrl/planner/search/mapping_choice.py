@@ -69,6 +69,7 @@ def assumptions_of(config: Config) -> Assumptions:
     return Assumptions(
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
+        sampled_bytes=float(jnp.dtype(rollout.weights_dtype or rollout.dtype).itemsize),
         cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
         moments_bytes=_MOMENTS_BYTES[config.optim.moments],
         remat="none" if train.remat == "none" else "full",

@@ -35,6 +35,7 @@ class Assumptions:
         sequences takes tens of microseconds per slot.
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
+      sampled_bytes: bytes of a weight inside layers in generation; 0 means `compute_bytes`.
       cache_bytes: bytes of a key or value in the cache.
       master_bytes, moments_bytes: resident bytes of a trained weight and of its optimiser state.
       gradient_bytes: bytes of a gradient during an update, which sums in float32.
@@ -63,6 +64,7 @@ class Assumptions:
     slot_host_s: Annotated[float, at_least(0)] = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
+    sampled_bytes: Annotated[float, at_least(0)] = 0.0
     cache_bytes: Annotated[float, positive()] = 2.0
     master_bytes: Annotated[float, positive()] = 4.0
     moments_bytes: Annotated[float, at_least(0)] = 8.0
