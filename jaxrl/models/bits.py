@@ -7,6 +7,7 @@ are. With weights in float8_e4m3fn, SmolLM2-135M decodes 126 tokens a processor 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,18 @@ import jax.numpy as jnp
 
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
 _OF_BITS = {jnp.dtype(bits): dtype for dtype, bits in _BITS.items()}
+
+
+def moved_as_bits(move: Callable[..., Any], *trees: Any) -> Any:
+    """The result of `move`, which only moves values; in a program for CPU it gets and returns bits.
+
+    Elsewhere it gets the arrays as they are: with bits XLA would copy a TPU's whole cache.
+    """
+
+    def move_bits(*trees: Any) -> Any:
+        return from_bits(move(*to_bits(trees)))
+
+    return jax.lax.platform_dependent(*trees, cpu=move_bits, default=move)
 
 
 def to_bits(tree: Any) -> Any:
