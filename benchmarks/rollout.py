@@ -4,7 +4,7 @@
 
     even        no response stops before the limit
     ragged      each token is a stop with probability 10 / 512: responses of 50 tokens on average
-    lm          16 samples of a model of SmolLM2-135M's shape, in float32 and in bfloat16
+    lm          16 samples of a model of SmolLM2-135M's shape, in float32, bfloat16 and 8 bits
     sizes       8 samples in an engine of 256 slots, under growing limits of length
     precision   how far the sampler's log-probabilities are from a float32 trainer's
 
@@ -52,7 +52,14 @@ from jaxrl.types import Prompts
 SYSTEMS = pathlib.Path(__file__).with_name("rollout_systems.py")
 OURS = ("jaxrl", "jaxrl, bfloat16 cache", "jaxrl, int8 cache")
 TRANSFORMERS = ("Transformers", "Transformers, static cache")
-OF_LM = ("jaxrl", "jaxrl, bfloat16", "Transformers", "Transformers, bfloat16")
+OF_LM = (
+    "jaxrl",
+    "jaxrl, bfloat16",
+    "jaxrl, int8 weights",
+    "jaxrl, float8 weights",
+    "Transformers",
+    "Transformers, bfloat16",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,18 +295,25 @@ def precision(console):
     """Sampler against a float32 trainer, token by token."""
     shape = Shape()
     table = Table(title="log-probability of the sampler less that of a float32 trainer")
-    for column in ("weights and activations", "cache", "mean", "mean absolute", "largest"):
+    for column in ("activations", "weights", "cache", "mean", "mean absolute", "largest"):
         table.add_column(column, justify="right")
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
     prompts = prompts_of(shape, 8)
     longest = shape.prompt + shape.response
     packed = PackedShape.for_sequences(16, longest=longest, minibatches=1, rows=4, tokens=1024)
-    for dtype, kv_dtype in [
-        ("float32", "float32"),
-        ("float32", "bfloat16"),
-        ("float32", "int8"),
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "int8"),
+    for dtype, weights_dtype, kv_dtype in [
+        ("float32", "", "float32"),
+        ("float32", "", "bfloat16"),
+        ("float32", "", "int8"),
+        ("float32", "", "float8_e4m3fn"),
+        ("float32", "int8", "float32"),
+        ("float32", "float8_e4m3fn", "float32"),
+        ("bfloat16", "", "bfloat16"),
+        ("bfloat16", "", "int8"),
+        ("bfloat16", "", "float8_e4m3fn"),
+        ("bfloat16", "int8", "bfloat16"),
+        ("bfloat16", "int8", "int8"),
+        ("bfloat16", "float8_e4m3fn", "float8_e4m3fn"),
     ]:
         config = EngineConfig(
             slots=16,
@@ -310,6 +324,7 @@ def precision(console):
             tokens_per_dispatch=16,
             stop_ids=(),
             dtype=dtype,
+            weights_dtype=weights_dtype,
             kv_dtype=kv_dtype,
         )
         engine = Engine(shape.model, decoder_graph(shape.model)[0], mesh, config)
@@ -330,6 +345,7 @@ def precision(console):
         gap = (np.asarray(batch.rollout_logprob) - logprob)[np.asarray(batch.loss_mask) > 0]
         table.add_row(
             dtype,
+            weights_dtype or dtype,
             kv_dtype,
             f"{gap.mean():+.1e}",
             f"{np.abs(gap).mean():.1e}",

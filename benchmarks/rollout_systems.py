@@ -27,7 +27,7 @@ def stop_ids(shape):
     return list(range(1, 1 + shape["stops"]))
 
 
-def jaxrl_system(shape, kv_dtype, dtype="float32"):
+def jaxrl_system(shape, kv_dtype, dtype="float32", weights_dtype=""):
     import jax
     import numpy as np
 
@@ -63,6 +63,7 @@ def jaxrl_system(shape, kv_dtype, dtype="float32"):
         stop_ids=tuple(stop_ids(shape)),
         kv_dtype=kv_dtype,
         dtype=dtype,
+        weights_dtype=weights_dtype,
     )
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     backend = OfflineBackend(engine, functools.partial(map, lambda _: ""))
@@ -200,6 +201,8 @@ SYSTEMS = {
     "jaxrl, bfloat16 cache": lambda shape: jaxrl_system(shape, "bfloat16"),
     "jaxrl, int8 cache": lambda shape: jaxrl_system(shape, "int8"),
     "jaxrl, bfloat16": lambda shape: jaxrl_system(shape, "", "bfloat16"),
+    "jaxrl, int8 weights": lambda shape: jaxrl_system(shape, "", "bfloat16", "int8"),
+    "jaxrl, float8 weights": lambda shape: jaxrl_system(shape, "", "bfloat16", "float8_e4m3fn"),
     "Transformers": lambda shape: transformers_system(shape, None),
     "Transformers, static cache": lambda shape: transformers_system(shape, "static"),
     "Transformers, bfloat16": lambda shape: transformers_system(shape, None, "bfloat16"),

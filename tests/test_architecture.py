@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From the ground up. Rooms on one line do not import each other.
 LINES = (
     ("types", "errors"),
-    ("user_code", "process_pool", "checks", "files", "flags", "hub"),
+    ("user_code", "process_pool", "checks", "files", "flags", "hub", "quantized"),
     ("models", "mesh", "algos"),
     ("rollout", "rewards", "data"),
     ("roles", "testing", "serving"),

@@ -36,6 +36,7 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
         "prefill_chunk_tokens": 64,
         "tokens_per_dispatch": 4,
         "dtype": "float32",
+        "weights_dtype": "int8",
         "kv_dtype": "int8",
         "decode_attention": "xla",
         "cache": "paged",

@@ -8,6 +8,10 @@ layouts are shared, not copied.
     [mlp][mlp][qkv][norm]  -->  all-gather, donate --> [ mlp ][ mlp ][ qkv ][norm]
                            <--   slice, donate    <--
 
+A weight in 8 bits (`quantized.py`) is rounded in the training layout, so its bytes and scales travel. The
+largest entry of a row or column that several devices share is found over all of them, so the values do not
+depend on the layout.
+
 A program holds its inputs until it ends, and gathers into a temporary. One program for all leaves would hold
 two copies of the model. So leaves move in buckets, one program each. A leaf larger than a bucket moves in
 slices along a dimension that neither layout splits. Large leaves go first, while the generation copy is still
@@ -29,6 +33,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import replicated
+from jaxrl.quantized import StoredType, stored_types
 
 # Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
@@ -43,20 +48,20 @@ class Weight:
     Attributes:
       shape: global shape.
       dtype, train: type and sharding in training.
-      generate_dtype, generate: type and sharding in generation.
+      stored, generate: type and sharding in generation.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     train: NamedSharding
-    generate_dtype: np.dtype
+    stored: StoredType
     generate: NamedSharding
 
     @property
     def moves(self) -> bool:
         """Whether the layouts differ in type or sharding, so that they cannot share the leaf."""
         same = self.train.is_equivalent_to(self.generate, len(self.shape))
-        return self.dtype != self.generate_dtype or not same
+        return self.dtype != self.stored.dtype or not same
 
     @property
     def train_bytes(self) -> int:
@@ -66,7 +71,7 @@ class Weight:
     @property
     def generate_bytes(self) -> int:
         """Bytes per device in generation."""
-        return math.prod(self.generate.shard_shape(self.shape)) * self.generate_dtype.itemsize
+        return self.stored.nbytes(self.generate.shard_shape(self.shape))
 
     @property
     def program_bytes(self) -> int:
@@ -75,20 +80,26 @@ class Weight:
 
     @property
     def whole_dim(self) -> int | None:
-        """The first dimension that neither layout splits."""
+        """The first dimension that neither layout splits and whose entries have their own scales."""
         shards = zip(
             self.shape,
             self.train.shard_shape(self.shape),
             self.generate.shard_shape(self.shape),
             strict=True,
         )
-        return next((i for i, sizes in enumerate(shards) if len(set(sizes)) == 1), None)
+        whole = (i for i, sizes in enumerate(shards) if len(set(sizes)) == 1)
+        return next((i for i in whole if i not in self.stored.dims), None)
 
-    def abstract(self, *, generate: bool = False) -> jax.ShapeDtypeStruct:
+    def abstract(self, *, generate: bool = False) -> Any:
         """Shape, type and sharding in training, or in generation."""
         if generate:
-            return jax.ShapeDtypeStruct(self.shape, self.generate_dtype, sharding=self.generate)
+            return self.stored.abstract(self.shape, self.generate)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.train)
+
+    @property
+    def generate_shardings(self) -> Any:
+        """Shardings of the array or arrays that it is in generation."""
+        return self.stored.shardings(self.shape, self.generate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +145,7 @@ class Bucket:
             )
         return jax.jit(
             lambda leaves: [_cast(w, leaf) for w, leaf in zip(self.weights, leaves, strict=True)],
-            out_shardings=[w.generate for w in self.weights],
+            out_shardings=[w.generate_shardings for w in self.weights],
         )
 
     @functools.cached_property
@@ -146,18 +157,16 @@ class Bucket:
     def _empty_program(self) -> Any:
         (weight,) = self.weights
         return jax.jit(
-            lambda: (jnp.zeros(weight.shape, weight.generate_dtype), jnp.int32(0)),
+            lambda: (_zeros(weight.abstract(generate=True)), jnp.int32(0)),
             out_shardings=self._state_shardings,
         )
 
     @property
-    def _state_shardings(self) -> tuple[NamedSharding, NamedSharding]:
+    def _state_shardings(self) -> tuple[Any, NamedSharding]:
         (weight,) = self.weights
-        return weight.generate, replicated(weight.generate.mesh)
+        return weight.generate_shardings, replicated(weight.generate.mesh)
 
-    def _gather_slice(
-        self, state: tuple[jax.Array, jax.Array], leaf: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _gather_slice(self, state: tuple[Any, jax.Array], leaf: jax.Array) -> tuple[Any, jax.Array]:
         """Fills the next slice of (generation leaf, number of slices done).
 
         The count lives on the device, so that all slices run the same program without a transfer.
@@ -169,8 +178,9 @@ class Bucket:
         size = weight.shape[dim] // self.num_slices
         start = count * size
         piece = _cast(weight, jax.lax.dynamic_slice_in_dim(leaf, start, size, dim))
-        piece = jax.lax.with_sharding_constraint(piece, weight.generate)
-        return jax.lax.dynamic_update_slice_in_dim(filled, piece, start, dim), count + 1
+        piece = jax.lax.with_sharding_constraint(piece, weight.generate_shardings)
+        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=dim)
+        return jax.tree.map(update, filled, piece), count + 1
 
     def gather_arguments(self) -> tuple[Any, ...]:
         """Shapes of the arguments of `gather_program`."""
@@ -185,11 +195,15 @@ class Bucket:
         return ([w.abstract(generate=True) for w in self.weights],)
 
 
-def _cast(weight: Weight, leaf: jax.Array) -> jax.Array:
+def _cast(weight: Weight, leaf: jax.Array) -> Any:
     # The constraint to the training sharding makes the cast come before the gather, so the narrower type
     # travels.
-    leaf = leaf.astype(weight.generate_dtype)
-    return jax.lax.with_sharding_constraint(leaf, weight.train)
+    where = weight.stored.shardings(leaf.shape, weight.train)
+    return jax.lax.with_sharding_constraint(weight.stored.cast(leaf), where)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 class Resharding:
@@ -214,7 +228,7 @@ class Resharding:
         Args:
           shapes: tree of ShapeDtypeStructs of the weights in training.
           train_shardings, generate_shardings: trees of shardings of the same structure.
-          dtype: type of the weights in generation.
+          dtype: type of the weights in generation, or a tree of `StoredType`s.
           donate: consume the weights that each move gets.
           bucket_bytes: limit of a program's memory per device besides its results: inputs and gathered
             temporaries. None is 1/32 of the generation copy, or 64 MiB if that is more.
@@ -225,11 +239,11 @@ class Resharding:
         self.donate = donate
         self.weights = weights_of(shapes, train_shardings, generate_shardings, dtype)
         self._structure = jax.tree.structure(shapes)
-        changed = [w for w in self.weights if w.dtype != w.generate_dtype]
+        changed = [w for w in self.weights if w.dtype != w.stored.dtype]
         if donate and changed:
             raise UserError(
                 f"training weights of type {changed[0].dtype} cannot be given up for a generation copy of "
-                f"type {changed[0].generate_dtype}, which could not restore them; "
+                f"type {changed[0].stored.dtype}, which could not restore them; "
                 "keep the training copy, or use one type"
             )
         if bucket_bytes is None:
@@ -294,11 +308,11 @@ class Resharding:
 def weights_of(
     shapes: Any, train_shardings: Any, generate_shardings: Any, dtype: Any
 ) -> list[Weight]:
-    """The leaves of trees of shapes and shardings; `dtype` is the type in generation."""
-    leaves = (jax.tree.leaves(tree) for tree in (shapes, train_shardings, generate_shardings))
+    """The leaves of trees of shapes and shardings; `dtype` as in `Resharding`."""
+    trees = (shapes, train_shardings, stored_types(dtype, shapes), generate_shardings)
     return [
-        Weight(tuple(leaf.shape), jnp.dtype(leaf.dtype), train, jnp.dtype(dtype), generate)
-        for leaf, train, generate in zip(*leaves, strict=True)
+        Weight(tuple(leaf.shape), jnp.dtype(leaf.dtype), *others)
+        for leaf, *others in zip(*map(jax.tree.leaves, trees), strict=True)
     ]
 
 

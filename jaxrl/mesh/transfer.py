@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxrl.mesh.hosts import put
+from jaxrl.quantized import StoredType, stored_in_place, stored_types
 
 
 class Transfer:
@@ -21,12 +22,16 @@ class Transfer:
 
     donate = False
 
-    def __init__(self, generate: Any, generate_dtype: Any):
-        """Args are the shardings on the other mesh, and the type of the weights there."""
+    def __init__(self, generate: Any, dtype: Any):
+        """Args: shardings on the other mesh, and the types there, as in `Resharding`."""
         self._generate = generate
-        self._dtype = jnp.dtype(generate_dtype)
+        self._types = stored_types(dtype, generate)
 
     def to_generate(self, params: Any) -> Any:
         """The weights on the other mesh."""
-        cast = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
-        return jax.tree.map(put, cast, self._generate)
+
+        def send(stored: StoredType, leaf: jax.Array, where: NamedSharding) -> Any:
+            to = stored.shardings(leaf.shape, where)
+            return jax.tree.map(put, stored_in_place(stored, leaf), to)
+
+        return jax.tree.map(send, self._types, params, self._generate)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl.models.bits import from_bits, to_bits
 from jaxrl.models.experts import ExpertLayer, apply_experts
 from jaxrl.models.low_precision import Product
+from jaxrl.quantized import Quantized
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     # Keep only the input of a layer: least memory, one more forward pass.
@@ -101,6 +102,15 @@ def scan_layers_as_bits(
     return x_BTD, from_bits(out)
 
 
+def _values_and_scale(
+    weight: jax.Array | Quantized, num_summed: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """The values of a weight, and the scales [*outs] of its outputs; None if it is not in 8 bits."""
+    if isinstance(weight, Quantized):
+        return weight.values, weight.scale.reshape(weight.shape[num_summed:])
+    return weight, None
+
+
 def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     del axes
     return x
@@ -139,10 +149,15 @@ class Compute:
     wide_results: bool = False
 
     def projection(
-        self, x: jax.Array, weight: jax.Array, *, num_summed: int, splits_sum: bool = False
+        self,
+        x: jax.Array,
+        weight: jax.Array | Quantized,
+        *,
+        num_summed: int,
+        splits_sum: bool = False,
     ) -> jax.Array:
         """The matmul of a projection inside the layers: `in_8_bits` if set, else `product`."""
-        if self.in_8_bits is None:
+        if self.in_8_bits is None or isinstance(weight, Quantized):
             return self.product(x, weight, num_summed=num_summed, splits_sum=splits_sum)
         lead = x.shape[: x.ndim - num_summed]
         out = self.in_8_bits(self._flattened(x, num_summed), weight, num_summed)
@@ -151,7 +166,7 @@ class Compute:
     def product(
         self,
         x: jax.Array,
-        weight: jax.Array,
+        weight: jax.Array | Quantized,
         *,
         num_summed: int = 1,
         out_type: Any = None,
@@ -161,7 +176,7 @@ class Compute:
 
         Args:
           x: [..., *summed], activations.
-          weight: [*summed, *outs], in any type.
+          weight: [*summed, *outs], in any type; a `Quantized` one has a scale for each output.
           num_summed: number of dimensions that are summed over.
           out_type: type of the sum and of the result; None for `dtype`.
           splits_sum: whether tensor parallelism splits the dimensions that are summed over.
@@ -173,26 +188,34 @@ class Compute:
             return self._product_in_parts(x, weight, num_summed)
         lead = x.shape[: x.ndim - num_summed]
         x = self._flattened(x, num_summed)
-        sum_type = jnp.float32 if self.wide_results else out_type
+        values, scale = _values_and_scale(weight, num_summed)
+        sum_type = jnp.float32 if self.wide_results or scale is not None else out_type
         out = jnp.tensordot(
-            x, weight.astype(self.dtype), num_summed, preferred_element_type=sum_type
+            x, values.astype(self.dtype), num_summed, preferred_element_type=sum_type
         )
+        if scale is not None:
+            out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
-    def _product_in_parts(self, x: jax.Array, weight: jax.Array, num_summed: int) -> jax.Array:
+    def _product_in_parts(
+        self, x: jax.Array, weight: jax.Array | Quantized, num_summed: int
+    ) -> jax.Array:
         """`product` as the sum of `sum_parts` products, in float32 and one after the other."""
         lead, outs = x.shape[: x.ndim - num_summed], weight.shape[num_summed:]
         others = (None,) * (len(lead) - 1)
         x = x.reshape(*lead, self.sum_parts, -1)
-        weight = weight.astype(self.dtype).reshape(self.sum_parts, -1, math.prod(outs))
+        values, scale = _values_and_scale(weight, num_summed)
+        values = values.astype(self.dtype).reshape(self.sum_parts, -1, math.prod(outs))
         # "mlp" stands for the axes of tensor parallelism: every device has whole parts.
         x = self.constrain(x, ("batch", *others, "mlp", None))
-        weight = self.constrain(weight, ("mlp", None, None))
-        parts = jnp.einsum("...nk,nko->n...o", x, weight, preferred_element_type=jnp.float32)
+        values = self.constrain(values, ("mlp", None, None))
+        parts = jnp.einsum("...nk,nko->n...o", x, values, preferred_element_type=jnp.float32)
         parts = self.constrain(parts, ("mlp", "batch", *others, None))
         # The parts of all devices, gathered; a sum over split parts would be one in XLA's order.
         parts = self.constrain(parts, (None, "batch", *others, None))
         total = functools.reduce(jnp.add, [parts[i] for i in range(self.sum_parts)])
+        if scale is not None:
+            total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))
         return total.astype(self.dtype).reshape(*lead, *outs)
 
     def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:

@@ -95,7 +95,10 @@ class MixtureOfExperts(nnx.Module):
             if projection.has_adapter:
                 leaves |= {"lora_a": projection.lora_a, "lora_b": projection.lora_b}
             axes[name] = {key: leaf.get_metadata()["axes"] for key, leaf in leaves.items()}
-            weights[name] = {key: leaf[...].astype(compute.dtype) for key, leaf in leaves.items()}
+            # Experts in 8 bits are widened here, one layer at a time: grouped matmuls take no scales.
+            weights[name] = {
+                key: leaf.get_value().astype(compute.dtype) for key, leaf in leaves.items()
+            }
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
         return weights, axes

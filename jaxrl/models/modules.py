@@ -16,10 +16,11 @@ from jaxrl.models.model_config import LoraConfig
 Dims = tuple[tuple[str | None, int], ...]
 
 
-def normal(key: jax.Array, dims: Dims, fan_in: int) -> nnx.Param:
-    """A float32 weight with variance 1 / fan_in."""
+def normal(key: jax.Array, dims: Dims, fan_in: int, *, summed: range = range(0)) -> nnx.Param:
+    """A float32 weight with variance 1 / fan_in; in 8 bits the dimensions `summed` share a scale."""
     axes, shape = zip(*dims, strict=True)
-    return nnx.Param(jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5, axes=axes)
+    value = jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value, axes=axes, summed=tuple(summed))
 
 
 def constant(value: float, dims: Dims) -> nnx.Param:
@@ -55,7 +56,8 @@ class Projection(nnx.Module):
           stack: leading dimensions of a stack of projections, for experts.
         """
         fan_in = math.prod(size for _, size in ins)
-        self.weight = normal(rngs.params(), (*stack, *ins, *outs), fan_in)
+        summed = range(len(stack), len(stack) + len(ins))
+        self.weight = normal(rngs.params(), (*stack, *ins, *outs), fan_in, summed=summed)
         if bias:
             self.bias = constant(0.0, outs)
         self.has_bias = bias
@@ -71,7 +73,7 @@ class Projection(nnx.Module):
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Projects the last dimensions of `x`."""
         summed: Any = {"num_summed": self.num_ins, "splits_sum": self.splits_sum}
-        out = compute.projection(x, self.weight[...], **summed)
+        out = compute.projection(x, self.weight.get_value(), **summed)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))

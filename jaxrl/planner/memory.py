@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jax_core
 
 from jaxrl.data.packing import PackedShape
@@ -26,6 +25,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
+from jaxrl.quantized import Quantized
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.policy import Actor
@@ -93,7 +93,7 @@ def training_memory(
 
 
 def sampling_memory(
-    layout: ParallelLayout, state: TrainState, sampler: SamplerShapes, dtype: str
+    layout: ParallelLayout, state: TrainState, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
     """The buffers of sampling: the weights that are not shared with training, and the KV cache."""
     # [L, S, K, H, C] or [L, S, K, C, H], or one array per layer; of a paged cache S counts pages.
@@ -105,7 +105,7 @@ def sampling_memory(
         what, tokens = "pages", tokens // cache.table.shape[1]
     weights = _buffers(
         "actor in generation",
-        f"{jnp.dtype(dtype).name}, {generate_name(layout)}",
+        f"{_stored_types(sampler.params)}, {generate_name(layout)}",
         sampler.params,
     )
     moved = bytes_of(_moved(state.params, sampler.params))
@@ -152,14 +152,24 @@ def role_memory(
 
 
 def engine_memory(
-    name: str, layout: ParallelLayout, sampler: SamplerShapes, dtype: str
+    name: str, layout: ParallelLayout, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
     """Weights and KV cache of a role that samples on devices where it is not trained."""
-    where = f"{jnp.dtype(dtype).name}, {generate_name(layout)}"
+    where = f"{_stored_types(sampler.params)}, {generate_name(layout)}"
     return [
         _buffers(f"{name}, frozen", where, sampler.params),
         _buffers(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
+
+
+def _stored_types(params: Params) -> str:
+    """The data types of weights, the type of most values first."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)):
+        narrow = isinstance(leaf, Quantized)
+        values = leaf.values if narrow else leaf
+        sizes[f"{values.dtype.name} with scales" if narrow else values.dtype.name] += values.size
+    return " and ".join(name for name, _ in sizes.most_common())
 
 
 def _moments(state: TrainState) -> str:
@@ -275,11 +285,13 @@ def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
 
 def _moved(trained: Params, sampled: Params) -> list[Any]:
     """Leaves of `sampled` that share no memory with training, as `mesh.resharding` decides."""
-    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(sampled), strict=True)
+    leaves = jax.tree.leaves(trained)
+    pairs = zip(leaves, jax.tree.structure(trained).flatten_up_to(sampled), strict=True)
     return [
         after
         for before, after in pairs
-        if before.dtype != after.dtype
+        if isinstance(after, Quantized)
+        or before.dtype != after.dtype
         or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
     ]
 

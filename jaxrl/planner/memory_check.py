@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl.config.model_shape import is_here, with_stored_shape
 from jaxrl.config.schema import Config
@@ -203,7 +204,7 @@ def _of_hosts(config: Config) -> Iterator[Need]:
 
 
 def _bytes_of(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+    return jnp.dtype(dtype).itemsize
 
 
 def _size(nbytes: float) -> str:

@@ -91,19 +91,18 @@ class PlannedRoles:
         """The actor's weights and KV cache in generation, if it samples on this pool."""
         if pool != self.pool_of("rollout"):
             return []
-        actor, dtype = self.roles.actor, self.engine.config.dtype
+        actor = self.roles.actor
         sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
         layout = pool.layout_of(self.sampler)
         if "actor" in pool.roles:
-            return sampling_memory(layout, actor.abstract_state(), sampler, dtype)
-        return engine_memory("rollout", layout, sampler, dtype)
+            return sampling_memory(layout, actor.abstract_state(), sampler)
+        return engine_memory("rollout", layout, sampler)
 
     def _judge_buffers(self, pool: Pool) -> list[ResidentBuffers]:
         """The generative judge's weights and KV cache, if it is on this pool."""
         if self.judge is None or "judge" not in pool.roles:
             return []
-        layout, dtype = pool.layout_of("judge"), self.judge.config.dtype
-        return engine_memory("judge", layout, judge_shapes(self.judge), dtype)
+        return engine_memory("judge", pool.layout_of("judge"), judge_shapes(self.judge))
 
 
 def judge_shapes(judge: Engine) -> SamplerShapes:

@@ -209,6 +209,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
+        sampled_bytes=float(jnp.dtype(rollout.weights_dtype or rollout.dtype).itemsize),
         cache_bytes=float(jnp.dtype(kv_dtype).itemsize),
         fixed_slots=decode_attention != "xla",
         moments_bytes=_MOMENTS_BYTES[config.optim.moments],

@@ -24,6 +24,7 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.weight_types import weight_types
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.objective import Objective, Stats
@@ -105,12 +106,13 @@ class Actor(Learner):
 
     def _resharding_to(self, backend: RolloutBackend) -> Resharding | Transfer:
         generate = shardings(self.axes, self.shapes, GENERATE_RULES, backend.mesh)
+        types = weight_types(self.model, backend.dtype, backend.weights_dtype)
         if not self._shares_mesh:
-            return Transfer(generate, backend.dtype)
-        # Float32 weights can move to the sampler and back without loss, so no second copy is kept. A bfloat16
+            return Transfer(generate, types)
+        # Float32 weights can move to the sampler and back without loss, so no second copy is kept. A narrower
         # copy could not restore the master weights, which then stay.
-        donate = jnp.dtype(backend.dtype) == jnp.float32
-        return Resharding(self.shapes, self.train_shardings, generate, backend.dtype, donate=donate)
+        donate = jnp.dtype(backend.dtype) == jnp.float32 and not backend.weights_dtype
+        return Resharding(self.shapes, self.train_shardings, generate, types, donate=donate)
 
     @property
     def backend(self) -> RolloutBackend:

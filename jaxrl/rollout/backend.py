@@ -83,6 +83,11 @@ class RolloutBackend(Protocol):
         """The data type of the weights."""
         ...
 
+    @property
+    def weights_dtype(self) -> str:
+        """The 8-bit type of the weights of projections, see `weight_types`; "" if it is `dtype`."""
+        ...
+
     def load(self, params: Params) -> None:
         """Takes weights in the generation layout and drops any earlier ones."""
         ...

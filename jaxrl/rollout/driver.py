@@ -61,14 +61,22 @@ class EngineBackend:
         return jnp.dtype(self.engine.config.dtype)
 
     @property
+    def weights_dtype(self) -> str:
+        """The 8-bit type of the weights of projections; "" if it is `dtype`."""
+        return self.engine.config.weights_dtype
+
+    @property
     def params(self) -> Params:
         """The loaded weights."""
         assert self._params is not None, "load() comes first"
         return self._params
 
     def load(self, params: Params) -> None:
-        """Takes weights in the generation layout and drops any earlier ones."""
-        self._params = params
+        """Takes weights in the generation layout and drops any earlier ones.
+
+        If `weights_dtype` is set, projections that are not in 8 bits yet are rounded to it.
+        """
+        self._params = self.engine.stored(params)
 
     def unload(self) -> Params | None:
         """Returns the weights and releases them; None if none are loaded."""

@@ -52,8 +52,11 @@ from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.interface import Attention, cache_bytes
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
+from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.weight_types import weight_types
+from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
@@ -73,6 +76,7 @@ class Engine:
 
     Attributes:
       shards: number of shards of the slots.
+      weight_types: types of the weights, a tree of `StoredType`s.
       pages: sizes of a paged cache; None if the cache is contiguous.
       slot_sizes, batch_sizes, prompt_sizes, prefix_sizes, cache_sizes: the fields of `EngineSizes`.
     """
@@ -89,6 +93,7 @@ class Engine:
           UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
         """
         _check_stop_ids(config, model)
+        self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
             _check_deterministic(model, mesh)
         self.model = model
@@ -136,6 +141,12 @@ class Engine:
         self.extract = jax.jit(slots.extract)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
+
+    def stored(self, params: Params) -> Params:
+        """Rounds projections to `weights_dtype`, if it is set and they are in a wider type."""
+        if not self.config.weights_dtype:
+            return params
+        return jax.tree.map(stored_in_place, self.weight_types, params)
 
     @property
     def max_concurrent_decodes(self) -> int:

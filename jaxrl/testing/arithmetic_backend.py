@@ -64,6 +64,11 @@ class ArithmeticBackend:
         """The type of the weights."""
         return np.dtype(self._config.dtype)
 
+    @property
+    def weights_dtype(self) -> str:
+        """The 8-bit type of the weights of projections, or ""."""
+        return self._config.weights_dtype
+
     def load(self, params: Params) -> None:
         """Stores the weights."""
         self.weights = params

@@ -291,6 +291,7 @@ NONE_BY_EMPTY = {
     "mesh.generate",
     "preference.evaluation_path",
     "rollout.kv_dtype",
+    "rollout.weights_dtype",
 } | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader", "template")}
 
 

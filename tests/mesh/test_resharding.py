@@ -13,6 +13,8 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
 from jaxrl.planner.compiled.hlo import collectives
 from jaxrl.planner.hardware.topologies import read_topology
+from jaxrl.planner.layouts.accounting import of_resharding
+from jaxrl.quantized import StoredType
 
 AXES = {
     "embedding": ("vocab", "embed"),
@@ -243,3 +245,74 @@ def test_the_narrower_type_travels():
     compiled = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
     (gather,) = collectives(compiled.as_text(), 8)
     assert gather.result_bytes == 2 * 256 * 512 * 2
+
+
+# In 8 bits
+
+PLAIN = StoredType(np.dtype("float16"))
+IN_8_BITS = {
+    "embedding": PLAIN,
+    "layers": {"up": StoredType(np.dtype("int8"), (1,)), "norm": PLAIN},
+    "scale": PLAIN,
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 10**9])
+@pytest.mark.parametrize(
+    ("train", "generate", "shares"),
+    [
+        ("1-4-2", "1-2-2-2", {}),
+        ("1-4-2", "1-2-2-2", {"fsdp": 2}),
+        ("2-2-2", "2-1-2-2", {}),
+        ("2-2-2", "1-2-2-2", {"fsdp": 2}),
+    ],
+)
+def test_8_bits_are_the_same_in_every_layout_and_bucket(train, generate, shares, bucket_bytes):
+    params, wanted, move = plan(
+        train, generate, dtype=IN_8_BITS, bucket_bytes=bucket_bytes, **shares
+    )
+    moved = move.to_generate(params)
+    up = WEIGHTS["layers"]["up"]
+    scale = np.abs(up).max(1, keepdims=True) * np.float32(1 / 127)
+    np.testing.assert_array_equal(moved["layers"]["up"].values, np.rint(up / scale))
+    np.testing.assert_array_equal(moved["layers"]["up"].scale, scale)
+    np.testing.assert_array_equal(moved["embedding"], WEIGHTS["embedding"].astype(np.float16))
+    where = wanted["layers"]["up"]
+    assert moved["layers"]["up"].values.sharding.is_equivalent_to(where, 3)
+    # The training copy stays as it is.
+    jax.tree.map(np.testing.assert_array_equal, params, WEIGHTS)
+
+
+def test_a_leaf_is_not_cut_where_entries_share_a_scale():
+    """With stages over the layers, only the model width is whole, over which the largest is taken."""
+    for dtype, dim in ((jnp.float32, 1), (IN_8_BITS, None)):
+        _, _, move = plan("2-2-2", "2-1-2-2", dtype=dtype)
+        (up,) = (w for w in move.weights if w.shape == (2, 6, 8))
+        assert up.whole_dim == dim
+
+
+def test_weights_in_8_bits_cannot_replace_the_training_copy():
+    with pytest.raises(UserError, match=r"float32 cannot be given up .* type float16"):
+        plan("1-4-2", dtype=IN_8_BITS, donate=True)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_8_bits_travel_and_a_scale_for_each_output(fsdp):
+    layout = ParallelLayout.from_config(LayoutConfig(train="1-4-2", generate="1-2-2-2", fsdp=fsdp))
+    mesh = build_mesh(layout, jax.devices()[:8])
+    shapes = {"up": jax.ShapeDtypeStruct((2, 256, 1024), jnp.float32)}
+    train, generate = (
+        shardings({"up": ("layers", "embed", "mlp")}, shapes, rules, mesh)
+        for rules in (TRAIN_RULES, GENERATE_RULES)
+    )
+    received = {}
+    for name in ("float32", "float16", "int8"):
+        types = {"up": StoredType(np.dtype(name), (1,) if name == "int8" else ())}
+        move = Resharding(shapes, train, generate, types)
+        received[name] = of_resharding(move).costs.received
+    lacking = 2 * 256 * 1024 // 2 * (1 - 1 / (2 * fsdp))
+    assert received["float32"] == 4 * lacking
+    assert received["float16"] == 2 * lacking
+    # Half of the scales are gathered; with fsdp their largest entries are compared first, twice a scale.
+    scales = 4 * 2 * 1024
+    assert 0 < received["int8"] - lacking <= scales // 4 * (1 if fsdp == 1 else 3)

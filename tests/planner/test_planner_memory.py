@@ -90,6 +90,17 @@ def test_weights_that_need_not_move_are_counted_once():
     assert buffers_named(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
 
 
+def test_weights_in_8_bits_are_counted_with_their_scales():
+    plan = plan_tiny(mesh=LayoutConfig(), rollout__dtype="bfloat16", rollout__weights_dtype="int8")
+    found = buffers_named(plan, "actor in generation")
+    assert found.layout.startswith("int8 with scales and bfloat16, ")
+    heads, keys = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
+    narrow = TINY.d_model * (2 * heads + 2 * keys + 3 * TINY.d_ff)
+    channels = heads + 2 * keys + 2 * TINY.d_ff + 2 * TINY.d_model
+    expected = TINY.num_params * 2 + TINY.num_layers * (4 * channels - narrow)
+    assert found.bytes_per_device == expected
+
+
 def test_remat_shows_in_what_is_kept():
     kept = {
         remat: buffers_named(

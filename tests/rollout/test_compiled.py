@@ -93,6 +93,22 @@ print(json.dumps({
 }))
 """
 
+WEIGHTS = """
+from jaxrl.planner.compiled.trace import sampler_shapes
+
+def found(weights_dtype):
+    engine = engine_of("bfloat16", weights_dtype=weights_dtype)
+    sampler = sampler_shapes(engine, shapes, axes)
+    program = engine.generate.lower(sampler.params, sampler.slots, ints()).compile()
+    weights = [x.size * x.dtype.itemsize for x in jax.tree.leaves(sampler.params["layers"])]
+    return {
+        "weights": sum(weights) // 2,
+        "temporary": program.memory_analysis().temp_size_in_bytes,
+    }
+
+print(json.dumps({name: found(name) for name in ("", "int8", "float8_e4m3fn")}))
+"""
+
 
 def compiled(script: str, topology: str) -> dict:
     environment = {
@@ -127,6 +143,18 @@ def test_no_program_copies_the_cache_and_slots_move_without_communication():
         "bfloat16": 1,
         "int8": 0,
     }
+
+
+@pytest.mark.tpu
+@needs_extra("aot", "libtpu")
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_weights_in_8_bits_are_widened_within_a_layer_only(topology):
+    """A copy of all layers in bfloat16 would take more memory than 8 bits save."""
+    by_type = compiled(WEIGHTS, topology)
+    wide = by_type.pop("")
+    for found in by_type.values():
+        assert found["weights"] < 0.51 * wide["weights"]
+        assert found["temporary"] < wide["temporary"] + wide["weights"] / 4
 
 
 @pytest.mark.tpu

@@ -2,7 +2,7 @@
 
     B sequences   C capacity in tokens   L layers   K kv heads   H head size
 
-Types: float32, bfloat16, or int8 with a scale per token and head.
+Types: float32, bfloat16, or 8 bits with a scale per token and head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.bits import moved_as_bits
+from jaxrl.quantized import is_eight_bits, quantize
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class KVCache:
     Attributes:
       k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
       v: [.., B, K, C, H].
-      k_scale, v_scale: float32 [.., B, K, C], factors of int8 entries; None for other types.
+      k_scale, v_scale: float32 [.., B, K, C], factors of 8-bit entries; None for other types.
       keys_last: last dimension of k, "length" or "head_dim".
     """
 
@@ -49,7 +50,7 @@ class CacheShape:
 
     Attributes:
       num_layers, num_kv_heads, head_dim: sizes of the model.
-      dtype: float32, bfloat16 or int8.
+      dtype: float32, bfloat16, int8 or float8_e4m3fn.
       keys_last: see `KVCache`.
     """
 
@@ -74,7 +75,7 @@ class CacheShape:
     def _zeros(self, leading: tuple[int, ...], capacity: int) -> KVCache:
         K, H, C = self.num_kv_heads, self.head_dim, capacity
         scales: Any = [None, None]
-        if jnp.dtype(self.dtype) == jnp.int8:
+        if is_eight_bits(self.dtype):
             scales = [jnp.zeros((*leading, K, C)) for _ in range(2)]
         k_shape = (*leading, K, C, H) if self.keys_last == "head_dim" else (*leading, K, H, C)
         return KVCache(
@@ -98,8 +99,9 @@ def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "l
     """A cache that holds exactly the given keys and values, [.., T, K, H]."""
     k_KTH, v_KTH = (x.swapaxes(-3, -2) for x in (k_TKH, v_TKH))
     scales: Any = [None, None]
-    if jnp.dtype(dtype) == jnp.int8:
-        (k_KTH, scales[0]), (v_KTH, scales[1]) = _quantized(k_KTH), _quantized(v_KTH)
+    if is_eight_bits(dtype):
+        k, v = (quantize(x, dtype, (x.ndim - 1,)) for x in (k_KTH, v_KTH))
+        k_KTH, v_KTH, scales = k.values, v.values, [k.scale[..., 0], v.scale[..., 0]]
     k = k_KTH if keys_last == "head_dim" else k_KTH.swapaxes(-1, -2)
     return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
 
@@ -112,11 +114,3 @@ def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
 
     axes = cache_axes(cache)
     return moved_as_bits(lambda cache, new: jax.tree.map(put, cache, new, axes), cache, new)
-
-
-def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounds [.., H] to int8 with a scale [..]; the largest absolute value becomes 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / 127
-    steps = x / jnp.where(scale > 0, scale, 1)[..., None]
-    return jnp.round(steps).astype(jnp.int8), scale

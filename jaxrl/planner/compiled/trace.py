@@ -64,9 +64,9 @@ def abstract_batch(
 
 def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
     """Shapes of an engine's weights and slots, from shapes and logical axes of the weights."""
-    dtype = jnp.dtype(engine.config.dtype)
     params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        lambda stored, leaf, sharding: stored.abstract(leaf.shape, sharding),
+        engine.weight_types,
         shapes,
         shardings(axes, shapes, GENERATE_RULES, engine.mesh),
     )

@@ -73,13 +73,13 @@ def from_shardings(weights: list[Weight]) -> ReshardingCosts:
 
     A device receives the parts that it needs and does not hold, keeps the parts that generation does not use,
     and holds both copies at the peak, with their common part once. All bytes are in the data type of
-    generation.
+    generation, without scales.
     """
     received, peak, redundant = (0 for _ in range(3))
     for weight in weights:
         before, after = (boxes(s, weight.shape) for s in (weight.train, weight.generate))
         common = _volume(intersection(before, after))
-        size = weight.generate_dtype.itemsize
+        size = weight.stored.dtype.itemsize
         received = received + (_volume(after) - common) * size
         redundant = redundant + (_volume(before) - common) * size
         peak = peak + (_volume(before) + _volume(after) - common) * size

@@ -38,6 +38,7 @@ class Assumptions:
         that looks at its sequences one by one, in tens of microseconds. 0 for our engine.
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
+      sampled_bytes: bytes of a weight inside layers in generation; 0 means `compute_bytes`.
       cache_bytes: bytes of a key or value in the cache.
       fixed_slots: whether the engine always decodes all slots, idle ones included. With a kernel that reads
         each slot's own length it has one program; without, it has others for fewer slots.
@@ -71,6 +72,7 @@ class Assumptions:
     slot_host_s: Annotated[float, at_least(0)] = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
+    sampled_bytes: Annotated[float, at_least(0)] = 0.0
     cache_bytes: Annotated[float, positive()] = 2.0
     fixed_slots: bool = False
     master_bytes: Annotated[float, positive()] = 4.0

@@ -159,8 +159,10 @@ class GenerationSimulator:
         return SlotTimes(room, best, prefill + seconds)
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of the weights of generation."""
-        return model_numbers(model).params_of_shard(p_g, t_g) * self._assume.compute_bytes
+        """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards."""
+        numbers, assume = model_numbers(model), self._assume
+        layers = numbers.stacked / p_g * (assume.sampled_bytes or assume.compute_bytes)
+        return (layers + numbers.outside * assume.compute_bytes) / t_g
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Bytes per device of a slot's cache."""
@@ -188,9 +190,8 @@ class GenerationSimulator:
         its micro data-parallel group, whose members are neighbours. With FSDP it first gathers its training
         shard inside its FSDP group.
         """
-        numbers, size = model_numbers(model), self._assume.compute_bytes
-        shard = numbers.params_of_shard(strategy.p, strategy.t) * size
-        whole = numbers.params_of_shard(p_g, t_g) * size
+        shard = self.weight_bytes(model, strategy.p, strategy.t)
+        whole = self.weight_bytes(model, p_g, t_g)
         stride = strategy.p * strategy.t
         fsdp = self._collectives.gather_s(shard, strategy.fsdp, stride)
         members = stride // (p_g * t_g)
@@ -300,8 +301,7 @@ class GenerationSimulator:
         assume, numbers = self._assume, model_numbers(model)
         ticks = 2 * p_g - 1
         slots, cached = trace.slots / p_g, trace.cached / p_g
-        shard = numbers.params_of_shard(p_g, t_g)
-        weights_s = shard * assume.compute_bytes / self._weights_rate
+        weights_s = self.weight_bytes(model, p_g, t_g) / self._weights_rate
         matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
         cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
         cache_s = cached * cache / self._cache_rate

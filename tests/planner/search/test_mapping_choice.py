@@ -138,11 +138,15 @@ def test_the_search_assumes_what_the_recipe_says():
     narrow = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, dtype="bfloat16", remat="offload"),
-        rollout=dataclasses.replace(config.rollout, kv_dtype="int8"),
+        rollout=dataclasses.replace(config.rollout, kv_dtype="int8", weights_dtype="int8"),
         optim=dataclasses.replace(config.optim, moments="bfloat16"),
     )
     found = assumptions_of(narrow, accelerator("h100"))
     assert (found.dtype, found.compute_bytes, found.cache_bytes) == ("bfloat16", 2, 1)
+    assert (found.sampled_bytes, assumptions_of(config, accelerator("h100")).sampled_bytes) == (
+        1,
+        4,
+    )
     assert (found.moments_bytes, found.remat) == (4, "full")
     assert found.logits_tokens == config.train.logprob_chunk_tokens
     assert assumptions_of(config, accelerator("h100")).compute_bytes == 4

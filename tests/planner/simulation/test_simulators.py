@@ -35,6 +35,7 @@ from jaxrl.planner.simulation.workload import (
     Workload,
     layout_of,
 )
+from jaxrl.quantized import StoredType
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.rollout.buckets import bucket_sizes
 
@@ -304,6 +305,20 @@ def test_a_step_reads_weights_and_cache():
     assert terms.transient["cache"] == 4 * slot
 
 
+def test_layers_in_8_bits_take_and_read_and_move_half():
+    numbers, narrow = model_numbers(MODEL), dataclasses.replace(PLAIN, sampled_bytes=1)
+    wide, found = (
+        generator(a).generation(MODEL, Strategy(1, 4, 1), GenerationStrategy(1, 2, 4))
+        for a in (PLAIN, narrow)
+    )
+    expected = (numbers.stacked + 2 * numbers.outside) / 2
+    assert found.transient["weights of generation"] == expected
+    share = expected / wide.transient["weights of generation"]
+    for term in ("weights read", "resharding"):
+        assert found.seconds[term] == pytest.approx(share * wide.seconds[term])
+    assert found.seconds["cache read"] == wide.seconds["cache read"]
+
+
 def test_waves_of_samples_take_turns():
     one, two = (
         generator().generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, slots)).seconds
@@ -344,7 +359,7 @@ def test_resharding_moves_what_the_real_shardings_say():
     )
     dtype = np.dtype("float16")  # of two bytes, as bfloat16 is
     weights = [
-        Weight(leaf.shape, dtype, a, dtype, b)
+        Weight(leaf.shape, dtype, a, StoredType(dtype), b)
         for leaf, a, b in zip(jax.tree.leaves(shapes), train, generate, strict=True)
     ]
     cluster = Cluster(toy(per_host=8), (1, 8))

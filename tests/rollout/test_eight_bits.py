@@ -1,0 +1,256 @@
+"""Weights of the sampler in 8 bits: the samples are those of a model with the rounded weights."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from flax import nnx
+from test_engine import (
+    BASE,
+    MODEL,
+    PROMPTS,
+    TEMPERATURE,
+    actor_of,
+    answers,
+    assert_same,
+    make_prompts,
+    sample,
+    weights,
+)
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.transfer import Transfer
+from jaxrl.models.attention import attention
+from jaxrl.models.compute import Compute
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.experts import apply_experts_in_tiles
+from jaxrl.models.model_config import LoraConfig
+from jaxrl.models.weight_types import weight_types
+from jaxrl.quantized import Quantized
+from jaxrl.rollout.driver import OfflineBackend
+
+NARROW = dataclasses.replace(BASE, weights_dtype="int8")
+LAYOUTS = {
+    "figure 8, fsdp": ("1-4-2", "1-2-2-2", 2),
+    "replicas": ("1-1-8", "", 4),
+    "stages gathered": ("2-2-2", "1-2-2-2", 1),
+    "stages, as in training": ("2-2-2", "2-2-1-2", 1),
+}
+MODELS = {
+    "dense": MODEL,
+    "biases": dataclasses.replace(MODEL, qkv_bias=True),
+    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=2)),
+    "experts": dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, qkv_bias=False),
+}
+# The dimensions that are summed over, counted behind the layers.
+SUMMED = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
+
+
+def twin(model, dtype) -> dict:
+    """The weights rounded by NumPy, in float32."""
+
+    def one(path, w):
+        *_, projection, leaf = (key.key for key in path)
+        if leaf != "weight":
+            return w
+        dims = SUMMED[projection]
+        if model.num_experts and projection in ("gate", "up", "down"):
+            dims = (2,)
+        largest = {"int8": 127, "float8_e4m3fn": 448}[dtype]
+        scale = np.abs(w).max(dims, keepdims=True) * np.float32(1 / largest)
+        steps = w / scale
+        narrow = np.rint(steps) if dtype == "int8" else steps.astype(jnp.float8_e4m3fn)
+        return narrow.astype(np.float32) * scale
+
+    return jax.tree_util.tree_map_with_path(one, {"": weights(model)})[""]
+
+
+@functools.cache
+def forward_of(model):
+    graph, _, _ = decoder_graph(model)
+
+    @jax.jit
+    def run(params, tokens_1S):
+        decoder = nnx.merge(graph, params)
+
+        def attend(q, k, v, *_):
+            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
+
+        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
+        compute = Compute(experts=apply_experts_in_tiles)
+        hidden, *_ = decoder(tokens_1S, positions_1S, attend, compute=compute)
+        return jax.nn.log_softmax(decoder.logits(hidden, compute=compute)[0] / TEMPERATURE)
+
+    return run
+
+
+def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of all tokens by the sampler, and by a plain pass with `params`."""
+    found, expected = [], []
+    for prompt, response, logprob, _ in answers(completions):
+        whole = np.concatenate([prompt, response])
+        padded = np.zeros((1, BASE.max_context_tokens), np.int32)
+        padded[0, : len(whole)] = whole
+        log_SV = np.asarray(forward_of(model)(params, padded))[len(prompt) - 1 : len(whole) - 1]
+        found.append(logprob)
+        expected.append(log_SV[np.arange(len(response)), response])
+    return np.concatenate(found), np.concatenate(expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_the_sampler_has_the_probabilities_of_the_rounded_weights(model, dtype):
+    config = dataclasses.replace(BASE, weights_dtype=dtype)
+    completions = sample(actor_of(config=config, model=model))
+    assert_close(*logprobs(completions, twin(model, dtype), model), scale=1)
+    # And not those of the trainer.
+    sampler, trainer = logprobs(completions, weights(model), model)
+    assert 1e-3 < np.abs(sampler - trainer).mean() < 0.2
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return sample(actor_of(config=NARROW))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_layouts_round_alike_and_sample_alike(layout, expected):
+    actor = actor_of(*layout, config=NARROW)
+    alone = jax.device_get(actor_of(config=NARROW).backend.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(actor.backend.params), alone)
+    assert_same(sample(actor), expected)
+
+
+def test_scales_are_split_like_their_channels():
+    layers = actor_of(*LAYOUTS["figure 8, fsdp"], config=NARROW).backend.params["layers"]
+    specs = {
+        name: (leaf.values.sharding.spec, leaf.scale.sharding.spec)
+        for name, leaf in (
+            ("up", layers["mlp"]["up"]["weight"]),
+            ("down", layers["mlp"]["down"]["weight"]),
+            ("q", layers["attention"]["q"]["weight"]),
+            ("o", layers["attention"]["o"]["weight"]),
+        )
+    }
+    t, none = "tensor_gen", None
+    assert {name: tuple(map(tuple, pair)) for name, pair in specs.items()} == {
+        "up": ((none, none, t), (none, none, t)),
+        "down": ((none, t, none), (none, none, none)),
+        "q": ((none, none, t, none), (none, none, t, none)),
+        "o": ((none, t, none, none), (none, none, none, none)),
+    }
+
+
+def test_the_training_copy_stays_and_later_weights_are_rounded_again():
+    actor = actor_of(*LAYOUTS["figure 8, fsdp"], config=NARROW)
+    before = jax.device_get(actor.for_training().params)
+    sample(actor, make_prompts([0]), num_samples=1)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(actor.state.params), before)
+    programs = actor.backend.engine.generate._cache_size()
+    try:
+        halved = jax.tree.map(lambda w: w / 2, actor.state.params)
+        actor.state = actor.state.replace(params=halved)
+        sample(actor, make_prompts([0]), num_samples=1)
+        up = actor.backend.params["layers"]["mlp"]["up"]["weight"]
+        alone = actor_of(config=NARROW).backend.params["layers"]["mlp"]["up"]["weight"]
+        np.testing.assert_array_equal(up.values, alone.values)
+        np.testing.assert_array_equal(up.scale, alone.scale / 2)
+        assert actor.backend.engine.generate._cache_size() == programs
+    finally:
+        actor.state = actor.state.replace(params=jax.device_put(before, actor.train_shardings))
+
+
+def test_a_backend_rounds_wide_weights_as_resharding_does(expected):
+    """A server or a judge loads wide weights from files."""
+    actor = actor_of(*LAYOUTS["figure 8, fsdp"], config=NARROW)
+    wide = actor_of(*LAYOUTS["figure 8, fsdp"])
+    sample(wide, make_prompts([0]), num_samples=1)
+    backend = OfflineBackend(actor.backend.engine, str)
+    backend.load(wide.backend.params)
+    actor.for_sampling()
+    leaves = zip(*(jax.tree.leaves(b.params) for b in (backend, actor.backend)), strict=True)
+    for found, want in leaves:
+        np.testing.assert_array_equal(found, want)
+        assert found.sharding.is_equivalent_to(want.sharding, found.ndim)
+
+
+def test_weights_for_other_devices_are_rounded_before_they_are_sent(monkeypatch):
+    actor = actor_of(*LAYOUTS["figure 8, fsdp"], config=NARROW)
+    where = jax.tree.map(
+        lambda s: jax.NamedSharding(actor_of(config=NARROW).mesh, jax.P()), actor.train_shardings
+    )
+    sent = []
+    monkeypatch.setattr(
+        "jaxrl.mesh.transfer.put", lambda leaf, to: sent.append(leaf) or jax.device_put(leaf, to)
+    )
+    params = actor.for_training().params
+    moved = Transfer(where, weight_types(MODEL, "bfloat16", "int8")).to_generate(params)
+    assert sorted({leaf.dtype.name for leaf in sent}) == ["bfloat16", "float32", "int8"]
+    alone = actor_of(config=NARROW).backend.params["layers"]["mlp"]["up"]["weight"]
+    up = moved["layers"]["mlp"]["up"]["weight"]
+    jax.tree.map(np.testing.assert_array_equal, up, alone)
+    assert len(up.values.sharding.device_set) == 1
+
+
+def test_samples_do_not_depend_on_how_the_layers_run_nor_on_pages(expected):
+    """Prefill in chunks, layers in a scan, and a paged cache."""
+    for changes in ({"unroll": 1}, {"prefill_chunk_tokens": 4}, {"cache": "paged"}):
+        assert_same(sample(actor_of(config=dataclasses.replace(NARROW, **changes))), expected)
+
+
+def test_deterministic_samples_are_alike_on_every_mesh():
+    model = dataclasses.replace(MODEL, num_kv_heads=4)
+    config = dataclasses.replace(NARROW, dtype="bfloat16", deterministic=True)
+    alone = sample(actor_of(config=config, model=model))
+    spread = sample(actor_of("1-4-2", config=config, model=model))
+    assert all(np.array_equal(a, b) for a, b in zip(alone.tokens, spread.tokens, strict=True))
+
+
+@pytest.mark.parametrize("layout", [("1-1-1",), LAYOUTS["figure 8, fsdp"]], ids=["one", "figure 8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pages_in_8_bits_give_the_samples_of_a_contiguous_cache(kv_dtype, layout):
+    config = dataclasses.replace(NARROW, kv_dtype=kv_dtype)
+    contiguous = sample(actor_of(config=config))
+    paged = dataclasses.replace(config, cache="paged")
+    assert_same(sample(actor_of(*layout, config=paged)), contiguous)
+    slots = actor_of(*layout, config=paged).backend.engine.abstract_decode_state().context.cache
+    types = {leaf.dtype.name for leaf in jax.tree.leaves(slots.pool)}
+    assert types == {kv_dtype, "float32"}
+
+
+def test_only_projections_are_in_8_bits():
+    for model in MODELS.values():
+        types = weight_types(model, "bfloat16", "int8")
+        assert jax.tree.structure(types) == jax.tree.structure(decoder_graph(model)[1])
+        flat, _ = jax.tree_util.tree_flatten_with_path(types)
+        for path, stored in flat:
+            *_, owner, leaf = ("", *(key.key for key in path))
+            assert stored.dtype.name == ("int8" if leaf == "weight" else "bfloat16"), (owner, leaf)
+    assert {t.dims for _, t in flat if t.dims} == {(1,), (1, 2), (2,)}
+
+
+def test_wide_weights_are_loaded_as_they_are():
+    backend = OfflineBackend(actor_of().backend.engine, str)
+    params = weights()
+    backend.load(params)
+    assert backend.unload() is params
+    assert not any(
+        isinstance(x, Quantized)
+        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
+    )
+
+
+@pytest.mark.parametrize("setting", ["weights_dtype", "kv_dtype"])
+def test_an_unknown_type_is_refused_before_anything_is_built(setting):
+    with pytest.raises(
+        UserError, match=rf"{setting} = 'int4': expected .*'int8' or 'float8_e4m3fn'"
+    ):
+        dataclasses.replace(BASE, **{setting: "int4"})
+
+
+def test_the_batch_has_enough_tokens(expected):
+    assert sum(map(len, expected.tokens)) > 100 and len(PROMPTS.tokens) == 7
