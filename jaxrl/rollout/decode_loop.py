@@ -15,7 +15,7 @@ A dispatch takes these steps, in this order:
               grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
               extend      appends the environment's answer to the sequences of answered samples
               admit       moves samples from the queue into free slots: prefill if needed, then insert
-              generate    starts to decode up to W tokens in every slot
+              generate    starts to decode up to W tokens in every slot, or speculates in a few
     finish    collect     cuts at stop strings, calls the environment, frees the slots of ended samples
 
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
@@ -47,6 +47,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
+from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
 
@@ -144,6 +145,7 @@ class DecodeLoop:
         version: int = 0,
         streams: bool = False,
         lock: Any = None,
+        texts: AnswerTexts | None = None,
     ):
         """Makes an empty loop. Device memory is first taken by `dispatch`.
 
@@ -154,12 +156,15 @@ class DecodeLoop:
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           lock: context manager that is held during each dispatch, if another thread uses the same devices;
             None if no other thread does.
+          texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
         self._decode_text = decode_text
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
+        self._texts = AnswerTexts(0) if texts is None else texts
+        self._acceptance, self._speculates = Acceptance(), False
         self.clear()
 
     def clear(self) -> None:
@@ -228,9 +233,23 @@ class DecodeLoop:
         self._extend_answered()
         for admission in admissions:
             self._admit(admission)
-        self._slots.generate(scheduler.enough_active)
+        self._decode()
         self._log.settle()
         self._begun = True
+
+    def _decode(self) -> None:
+        """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
+        scheduler, rows = self._scheduler, None
+        if self._engine.config.speculate:
+            rows = rows_of(scheduler.busy_slots, scheduler.num_slots, self._engine.shards)
+        self._speculates = rows is not None and self._acceptance.wants()
+        if rows is None or not self._speculates:
+            self._slots.generate(scheduler.enough_active)
+            return
+        prompt_ids: list[int | None] = [None] * len(rows.slot_m)
+        for row, slot in rows.slots.items():
+            prompt_ids[row] = scheduler.owner(slot).prompt_id
+        self._slots.speculate(rows, self._texts.references(prompt_ids), scheduler.enough_active)
 
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
@@ -340,6 +359,8 @@ class DecodeLoop:
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
+        if self._speculates:
+            self._acceptance.add(int(decoded.count.sum()), self._slots.rounds())
         cuts = self._cuts(busy, decoded.count)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
         ends = {
@@ -349,6 +370,10 @@ class DecodeLoop:
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
         ended = [slot for slot, end in ends.items() if end is not None]
+        if self._speculates:
+            # The log takes slots that decode on to have equally many tokens.
+            for slot in np.setdiff1d(busy, over).tolist():
+                self._give_tokens(slot)
         reported = busy.tolist() if self._streams else ended
         results = []
         for slot in reported:
@@ -413,6 +438,8 @@ class DecodeLoop:
         self._length_n[slot] = task.num_tokens
         task.sample.finished = end not in (None, End.PAUSED)
         task.sample.truncated = end is End.FULL
+        if task.sample.finished and self._engine.config.speculate:
+            self._texts.add(task.prompt_id, task.sample.tokens)
         return end
 
     def _stop(self, sample: Sample, newest: int, cut: int | None) -> End | None:

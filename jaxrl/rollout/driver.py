@@ -32,6 +32,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.types import Completions, Prompts
 
 
@@ -76,6 +77,12 @@ class EngineBackend:
 class OfflineBackend(EngineBackend):
     """Samples with our engine; `backend.RolloutBackend` documents the methods."""
 
+    def __init__(self, engine: Engine, decode_text: DecodeText):
+        """Args: as for `EngineBackend`."""
+        super().__init__(engine, decode_text)
+        # Answers of all calls: a prompt of an earlier epoch has some.
+        self._texts = AnswerTexts(engine.config.max_response_tokens)
+
     def generate(
         self,
         prompts: Prompts,
@@ -112,7 +119,13 @@ class OfflineBackend(EngineBackend):
         new = groups.prompts.take(range(groups.num_resumed, len(groups)))
         check_lengths(new, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(new, expected_tokens_N)
-        loop = DecodeLoop(self.engine, self.params, self._decode_text, version=options.step)
+        loop = DecodeLoop(
+            self.engine,
+            self.params,
+            self._decode_text,
+            version=options.step,
+            texts=self._texts,
+        )
         loop.add(_tasks(groups, options, expected_N, self.engine.config.max_response_tokens))
         unfinished_of = [sum(not s.finished for s in groups.group(n)) for n in range(len(groups))]
         finished: list[int] = []
