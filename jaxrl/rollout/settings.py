@@ -43,8 +43,8 @@ class EngineSettings:
         in every slot.
       deterministic: whether samples are the same on every mesh, in bfloat16 too. Sums that devices share are
         made in a fixed order, which takes more communication.
-      speculate: number of tokens drafted from earlier text and verified in one forward pass, while few samples
-        are left and enough drafts are right; 0 does not draft. The tokens stay the same up to rounding.
+      speculate: number of tokens drafted from earlier text and verified in one forward pass, while few
+        samples are left and enough drafts are right; 0 does not draft. Samples stay the same up to rounding.
     """
 
     slots: Annotated[int, count(1)] = 256

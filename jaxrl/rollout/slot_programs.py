@@ -119,8 +119,8 @@ class SlotPrograms:
 
         Args:
           state: state of the slots; not consumed.
-          slot_m: int32 [m], the same number of slots from every shard, each counted within its shard; -1 makes
-            an idle slot.
+          slot_m: int32 [m], the same number of slots from every shard, each counted within its shard; -1
+            makes an idle slot.
         """
         used_m = slot_m >= 0
         taken = self._take(state, jnp.where(used_m, slot_m, 0))

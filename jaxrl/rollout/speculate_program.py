@@ -42,12 +42,12 @@ _COMPARED = 6
 
 
 class _Round(NamedTuple):
-    """What a round adds to each row: T drawn tokens, of which the first `count` are kept.
+    """What a round adds to each row: T drawn tokens, of which the first `kept` stay.
 
     Attributes:
       fed, token: int32 [m, T], tokens that the pass ran and tokens drawn after each.
       logprob, entropy: float32 [m, T].
-      count: int32 [m], 1 to T; 0 for idle rows.
+      kept: int32 [m], 1 to T; 0 for idle rows.
       active: bool [m], whether the row decodes on.
     """
 
@@ -55,7 +55,7 @@ class _Round(NamedTuple):
     token: jax.Array
     logprob: jax.Array
     entropy: jax.Array
-    count: jax.Array
+    kept: jax.Array
     active: jax.Array
 
 
@@ -92,7 +92,7 @@ class SpeculateProgram:
         Args:
           params: weights in the generation layout.
           state: state of the slots; consumed. Its capacity exceeds the longest active sequence by W or more.
-          slot_m: int32, slot of each row, counted within its shard, with all active slots; -1 for unused rows.
+          slot_m: int32, slot of each row, counted within its shard; all active slots. -1 for unused rows.
           source_n: int32, row of each slot, counted within its shard; -1 for none.
           reference_mS: int32, other answers to each row's prompt; negative between them and for none.
           least_active: int32 scalar, as in `GenerateProgram.generate`.
@@ -140,17 +140,17 @@ class SpeculateProgram:
         drawn = self._verified(model, rows, fed_mT, hidden_mTD)
         # Entries of drafts that were wrong lie beyond the new length, and the next round overwrites them.
         context = self.slots.append(context, new, fed_mT, rows.active)
-        last_m1 = jnp.maximum(drawn.count - 1, 0)[:, None]
+        last_m1 = jnp.maximum(drawn.kept - 1, 0)[:, None]
         token_m = jnp.take_along_axis(drawn.token, last_m1, axis=1)[:, 0]
         context = dataclasses.replace(
             context,
-            length=context.length + drawn.count,
+            length=context.length + drawn.kept,
             token=jnp.where(rows.active, token_m, context.token),
         )
         return self.slots.layout.place(
             rows.replace(
                 context=context,
-                count=rows.count + drawn.count,
+                count=rows.count + drawn.kept,
                 active=drawn.active,
                 decoded=_appended(rows.decoded, drawn),
             )
@@ -201,10 +201,10 @@ def _appended(decoded: DecodedTokens, drawn: _Round) -> DecodedTokens:
             all_mW, new_mT, decoded.count, 0
         )
         # Rows that have ended may have no room, and the write would be shifted backwards.
-        return jnp.where((drawn.count > 0)[:, None], written, all_mW)
+        return jnp.where((drawn.kept > 0)[:, None], written, all_mW)
 
     return DecodedTokens(
-        decoded.count + drawn.count,
+        decoded.count + drawn.kept,
         at_end(decoded.token, drawn.token),
         at_end(decoded.logprob, drawn.logprob),
         at_end(decoded.entropy, drawn.entropy),

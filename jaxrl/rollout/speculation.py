@@ -27,6 +27,8 @@ _ENOUGH_TOKENS = 1.4
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 # Weight of the rounds before the last dispatch in the mean.
 _MEMORY = 0.7
+# Answers of full length to a prompt that are kept; of shorter ones more.
+_ANSWERS = 4
 # Tokens of answers kept for later calls, over all prompts.
 _MOST_KEPT = 2**26
 
@@ -91,9 +93,9 @@ class AnswerTexts:
       length: S, the number of reference tokens of a sample.
     """
 
-    def __init__(self, length: int):
-        """Starts without answers; keeps none if `length` is 0."""
-        self.length = length
+    def __init__(self, longest: int):
+        """Starts without answers. Keeps none if `longest`, the maximum length of an answer, is 0."""
+        self.length = _ANSWERS * longest
         self._answers: dict[int, collections.deque[np.ndarray]] = {}
         self._kept = 0
 

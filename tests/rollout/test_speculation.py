@@ -19,8 +19,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.slots import Slots
-from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
+from jaxrl.rollout.speculation import Acceptance
 from jaxrl.types import Completions, Prompts
 
 BASE = dataclasses.replace(
@@ -90,7 +89,7 @@ def check_twice(backend: OfflineBackend, options, seed: int, counts, want: Compl
     counts.clear()
     assert_same_samples(backend.generate(prompts, options), want)
     # A draft needs some equal tokens before it, and ends with the answer.
-    assert counts["tokens"] > 1.5 * counts["rounds"]
+    assert counts["tokens"] > 2.5 * counts["rounds"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
