@@ -78,6 +78,11 @@ class Policy(Protocol):
         """Whether the current weights are in the generation layout."""
         ...
 
+    @property
+    def sampling_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last sampling that has ended."""
+        ...
+
     def for_sampling(self) -> None:
         """Reshards the weights to the generation layout."""
         ...
@@ -191,7 +196,8 @@ class Sampling:
         with self._generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self._generation.timer.step)
             completions = self._generation.generate(batch, beside)
-        return self._rewards(completions, beside)
+            metrics = self._generation.actor.sampling_metrics
+        return _with_metrics(self._rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Expected lengths, and the position in the prompts."""
@@ -201,6 +207,10 @@ class Sampling:
         """Continues from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
+
+
+def _with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
+    return dataclasses.replace(sampled, metrics={**sampled.metrics, **metrics})
 
 
 class GreedySampling:
@@ -243,9 +253,10 @@ class OneStepAhead:
         with generation.timer.phase("gen", shown="generate", may_stop=True):
             current = self._ahead or self._start(prompts)
             completions = current.result()
+            metrics = generation.actor.sampling_metrics
             self._ahead = self._start(prompts)
             generation.learn_lengths(completions)
-        return self._rewards(completions)
+        return _with_metrics(self._rewards(completions), metrics)
 
     def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
         """Starts sampling in the background with the current weights."""
@@ -312,7 +323,8 @@ class PartialSampling:
         stale = sum(int((version < step).sum()) for version in rollout.versions)
         sampled = self._rewards(rollout.completions, beside)
         counts = {"rollout/unfinished_groups": unfinished, "rollout/stale_tokens": stale}
-        return dataclasses.replace(sampled, counts=counts)
+        sampled = dataclasses.replace(sampled, counts=counts)
+        return _with_metrics(sampled, generation.actor.sampling_metrics)
 
     @property
     def _num_unfinished(self) -> int:

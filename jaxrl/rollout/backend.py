@@ -15,7 +15,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -78,6 +78,11 @@ class RolloutBackend(Protocol):
     @property
     def dtype(self) -> Any:
         """The data type of the weights."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last call of `generate` or `resume`, by name; may be empty."""
         ...
 
     def load(self, params: Params) -> None:

@@ -165,6 +165,7 @@ class DecodeLoop:
         self._slots = Slots(engine, params, lock)
         self._texts = AnswerTexts(0) if texts is None else texts
         self._acceptance, self._speculates = Acceptance(), False
+        self._counts: collections.Counter[str] = collections.Counter()
         self.clear()
 
     def clear(self) -> None:
@@ -263,6 +264,14 @@ class DecodeLoop:
         self._begun = False
         return self._collect(*self._slots.decoded())
 
+    def metrics(self) -> dict[str, float]:
+        """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
+        counts = self._counts
+        metrics = {"rollout/speculated_fraction": counts["in rounds"] / max(1, counts["tokens"])}
+        if counts["rounds"]:
+            metrics["rollout/tokens_per_round"] = counts["in rounds"] / counts["rounds"]
+        return metrics
+
     def leave(self) -> None:
         """Gives the running samples the tokens that they have so far. The loop is not used after this."""
         for slot in self._scheduler.busy_slots.tolist():
@@ -359,8 +368,12 @@ class DecodeLoop:
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
+        tokens = int(decoded.count.sum())
+        self._counts["tokens"] += tokens
         if self._speculates:
-            self._acceptance.add(int(decoded.count.sum()), self._slots.rounds())
+            rounds = self._slots.rounds()
+            self._acceptance.add(tokens, rounds)
+            self._counts.update({"in rounds": tokens, "rounds": rounds})
         cuts = self._cuts(busy, decoded.count)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
         ends = {

@@ -12,7 +12,7 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,6 +56,11 @@ class EngineBackend:
         return jnp.dtype(self.engine.config.dtype)
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last call; none by default."""
+        return {}
+
+    @property
     def params(self) -> Params:
         """The loaded weights."""
         assert self._params is not None, "load() comes first"
@@ -82,6 +87,12 @@ class OfflineBackend(EngineBackend):
         super().__init__(engine, decode_text)
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """With `speculate`: tokens that a round keeps, and the fraction of tokens decoded in rounds."""
+        return self._metrics
 
     def generate(
         self,
@@ -142,6 +153,8 @@ class OfflineBackend(EngineBackend):
                         finished.append(sample.prompt)
         groups.hand_out(finished, on_group)
         loop.leave()
+        if self.engine.config.speculate:
+            self._metrics = loop.metrics()
         return groups.rollout()
 
 
