@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.devices import platform_of
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.decoded_log import DecodedLog
@@ -47,7 +48,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
-from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
+from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
 
@@ -165,6 +166,7 @@ class DecodeLoop:
         self._slots = Slots(engine, params, lock)
         self._texts = AnswerTexts(0) if texts is None else texts
         self._acceptance, self._speculates = Acceptance(), False
+        self._enough = 1.0
         self._counts: collections.Counter[str] = collections.Counter()
         self.clear()
 
@@ -250,7 +252,14 @@ class DecodeLoop:
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
         for row, slot in rows.slots.items():
             prompt_ids[row] = scheduler.owner(slot).prompt_id
-        self._slots.speculate(rows, self._texts.references(prompt_ids), scheduler.enough_active)
+        self._enough = enough_tokens(rows.per_shard, platform_of(self._engine.mesh))
+        self._slots.speculate(
+            rows,
+            self._texts.references(prompt_ids),
+            enough=self._enough,
+            credit=self._acceptance.credit * len(rows.slots),
+            least_active=scheduler.enough_active,
+        )
 
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
@@ -372,7 +381,7 @@ class DecodeLoop:
         self._counts["tokens"] += tokens
         if self._speculates:
             rounds = self._slots.rounds()
-            self._acceptance.add(tokens, rounds)
+            self._acceptance.add((tokens - self._enough * rounds) / len(busy))
             self._counts.update({"in rounds": tokens, "rounds": rounds})
         cuts = self._cuts(busy, decoded.count)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()

@@ -321,11 +321,26 @@ class Slots:
         with self._lock:
             self._state = self.engine.generate(self._params, state, self._scalar(least_active))
 
-    def speculate(self, rows: Rows, reference_mS: np.ndarray, least_active: int) -> None:
-        """Starts to decode up to W tokens in the slots of `rows`; `decoded` waits for them."""
+    def speculate(
+        self,
+        rows: Rows,
+        reference_mS: np.ndarray,
+        *,
+        enough: float,
+        credit: float,
+        least_active: int,
+    ) -> None:
+        """Starts to decode up to W tokens in the slots of `rows`; `decoded` waits for them.
+
+        Args:
+          rows: rows of the dispatch.
+          reference_mS: int32, other answers to the prompt of each row.
+          enough, credit, least_active: see `SpeculateProgram.speculate`.
+        """
         state = self._taken_state()
         with self._lock:
-            given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS)
+            limits = np.float32(enough), np.float32(credit)
+            given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS, *limits)
             least = self._scalar(least_active)
             self._state, self._rounds = self.engine.speculate(self._params, state, *given, least)
 

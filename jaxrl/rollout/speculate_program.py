@@ -83,11 +83,14 @@ class SpeculateProgram:
         slot_m: jax.Array,
         source_n: jax.Array,
         reference_mS: jax.Array,
+        enough: jax.Array,
+        credit: jax.Array,
         least_active: jax.Array | int = 0,
     ) -> tuple[DecodeState, jax.Array]:
         """Decodes up to W tokens in every active slot, in rounds; slots may get different numbers.
 
-        A dispatch ends when a row has no room for another round, or at `least_active` active slots.
+        A dispatch ends when a row has no room for another round, at `least_active` active slots, or when too
+        few drafts were right: rounds of all rows, times `enough`, exceed their tokens by `credit`.
 
         Args:
           params: weights in the generation layout.
@@ -95,6 +98,7 @@ class SpeculateProgram:
           slot_m: int32, slot of each row, counted within its shard; all active slots. -1 for unused rows.
           source_n: int32, row of each slot, counted within its shard; -1 for none.
           reference_mS: int32, other answers to each row's prompt; negative between them and for none.
+          enough, credit: float32 scalars, see above.
           least_active: int32 scalar, as in `GenerateProgram.generate`.
 
         Returns:
@@ -107,10 +111,12 @@ class SpeculateProgram:
         layers = self.slots.cache.extend(model, rows.context.cache, rows.context.length).layers
 
         def unfinished(progress: tuple[DecodeState, jax.Array]):
-            rows, _ = progress
+            rows, rounds = progress
             longest = jnp.where(rows.active, rows.decoded.count, 0).max()
             room = longest + self.num_drafted + 1 <= self.slots.tokens_per_dispatch
-            return room & (rows.active.sum() > least_active)
+            tokens, spent = rows.decoded.count.sum(), enough * rounds.astype(jnp.float32)
+            pays = tokens.astype(jnp.float32) + credit > spent
+            return room & pays & (rows.active.sum() > least_active)
 
         def one_round(progress: tuple[DecodeState, jax.Array]):
             rows, rounds = progress

@@ -2,8 +2,7 @@
 
 Speculation pays where a forward pass costs little more for k + 1 tokens of a row than for one: with few rows,
 at the end of a batch. And it pays if enough drafts are right. So a dispatch speculates if at most a few slots
-of each shard are in use, and if the last such dispatches kept enough tokens a round. When they did not,
-it tries again after a while.
+of each shard are in use, and if drafts are right often enough; if they are not, it tries again after a while.
 
 NumPy only, without a device or a clock. All processes of a run take the same decisions.
 
@@ -19,14 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 # Numbers of rows on a shard that the program is compiled for.
-ROWS = (2, 8)
-# Tokens that a row must keep in a round for speculation to pay. A round of k + 1 = 5 tokens took a CPU
-# 1.1 to 1.3 times as long as a step of one token.
-_ENOUGH_TOKENS = 1.4
+_ROWS = (2, 4, 8)
+# Tokens per row that speculation may lose against plain decoding before it stops: at first and after a pause,
+# and after it has gained many.
+_TRIAL, _MOST_CREDIT = 4.0, 16.0
 # Dispatches without speculation before it is tried again, at first and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
-# Weight of the rounds before the last dispatch in the mean.
-_MEMORY = 0.7
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
 # Answers of full length to a prompt that are kept; of shorter ones more.
 _ANSWERS = 4
 # Tokens of answers kept for later calls, over all prompts.
@@ -40,18 +37,20 @@ class Rows(NamedTuple):
       slot_m: int32, slot of each row, counted within its shard; -1 for unused rows.
       source_n: int32, row of each slot, counted within its shard; -1 for none.
       slots: index of the slot of each used row, by row.
+      per_shard: number of rows on a shard.
     """
 
     slot_m: np.ndarray
     source_n: np.ndarray
     slots: dict[int, int]
+    per_shard: int
 
 
 def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
     """Rows for the slots in use, int; None if some shard has too many of them."""
     each = num_slots // shards
     count_S = np.bincount(busy // each, minlength=shards)
-    size = next((rows for rows in ROWS if rows >= count_S.max()), None)
+    size = next((rows for rows in _ROWS if rows >= count_S.max()), None)
     if size is None:
         return None
     slot_m = np.full(shards * size, -1, np.int32)
@@ -60,14 +59,32 @@ def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
     of_shard = np.arange(len(busy)) - first_S[busy // each]
     row = busy // each * size + of_shard
     slot_m[row], source_n[busy] = busy % each, of_shard
-    return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)))
+    return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)), size)
+
+
+def enough_tokens(rows_per_shard: int, platform: str | None) -> float:
+    """The tokens that a row must keep in a round of 5 tokens for speculation to pay.
+
+    It is the cost of a round in steps of one token. On two CPU cores it was 1.45 to 1.8 with 1 and 2 rows and
+    2.1 with 8, where matmuls are limited by arithmetic. On accelerators it is not measured yet.
+    """
+    return 1.4 + 0.1 * rows_per_shard if platform in (None, "cpu") else 1.3
 
 
 class Acceptance:
-    """Measures how many tokens a round keeps, and decides whether that is enough."""
+    """Measures what speculation gains, and decides whether to go on.
+
+    It has a credit of tokens per row. Rounds that keep more tokens than needed add to it, others take from
+    it.
+    Without credit there is a pause. So a trial costs little, and rounds without right drafts are tolerated
+    where most are right.
+
+    Attributes:
+      credit: tokens per row that the next dispatch may lose before it ends.
+    """
 
     def __init__(self):
-        self._tokens, self._rounds = 0.0, 0.0
+        self.credit = _TRIAL
         self._pause, self._left = _FIRST_PAUSE, 0
 
     def wants(self) -> bool:
@@ -75,15 +92,14 @@ class Acceptance:
         self._left -= 1
         return self._left < 0
 
-    def add(self, tokens: int, rounds: int) -> None:
-        """Notes a dispatch that has decoded `tokens` in `rounds`, both over all rows."""
-        self._tokens = _MEMORY * self._tokens + tokens
-        self._rounds = _MEMORY * self._rounds + rounds
-        if self._tokens >= _ENOUGH_TOKENS * self._rounds:
+    def add(self, gain: float) -> None:
+        """Notes a dispatch that has gained so many tokens per row; negative if it has lost."""
+        self.credit = min(self.credit + gain, _MOST_CREDIT)
+        if self.credit == _MOST_CREDIT:
             self._pause = _FIRST_PAUSE
-            return
-        self._tokens, self._rounds = 0.0, 0.0
-        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        if self.credit <= 0:
+            self.credit = _TRIAL
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
 
 class AnswerTexts:
