@@ -3,8 +3,10 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_engine import CONFIG, MODEL, OPTIONS, decode, weights
@@ -12,15 +14,21 @@ from closeness import assert_close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout import speculation
+from jaxrl.rollout.decode_state import Prefix
 from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.drivers import SPECULATE, check_driver
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.slots import Slots
-from jaxrl.rollout.speculation import Acceptance
+from jaxrl.rollout.speculate_program import draft
+from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
+from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.types import Completions, Prompts
 
 BASE = dataclasses.replace(
@@ -174,3 +182,104 @@ def test_an_environment_answers_speculated_turns(counts):
     want = backend_of().generate(prompts_of(1), options)
     assert any((mask == 0).any() for mask in want.mask)
     check_twice(backend_of(speculate=4), options, 1, counts, want)
+
+
+def test_few_rounds_are_made_while_drafts_are_wrong():
+    backend = backend_of(speculate=4, max_response_tokens=200, stop_ids=())
+    options = OPTIONS.replace(num_samples=1, temperature=1.0)
+    backend.generate(prompts_of(1), options)
+    wrong = dict(backend.metrics)
+    assert 1 <= wrong["rollout/tokens_per_round"] < 1.5
+    assert wrong["rollout/speculated_fraction"] < 0.1
+    # The same answers again are drafted from the first ones.
+    backend.generate(prompts_of(1), options)
+    assert backend.metrics["rollout/tokens_per_round"] > 4
+    assert backend.metrics["rollout/speculated_fraction"] > 0.5
+    assert backend_of().metrics == {}
+
+
+def test_siblings_that_have_ended_are_drafted_from(counts):
+    """At temperature 0 the samples of a prompt are the same; those that start late copy the first."""
+    backend = backend_of(speculate=4, slots=2, smallest_bucket=2)
+    backend.generate(prompts_of(1), OPTIONS.replace(num_samples=4, temperature=0.0))
+    assert counts["tokens"] > 2.5 * counts["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "want"),
+    [
+        # The end, 3 4, occurred before 5 6.
+        ([3, 4, 5, 6, 3, 4], [], [5, 6, 3]),
+        # A period of two goes on.
+        ([9, 3, 4, 3, 4], [], [3, 4, 3]),
+        # Two equal tokens in the reference count more than one in the own text.
+        ([4, 8, 3, 4], [3, 4, 7, 7, 7], [7, 7, 7]),
+        # The last of equal places counts, and no text is continued across a gap.
+        ([3], [3, 5, 5, -1, 3, 6, 6, -1], [6, 6, 0]),
+        # The last token of a reference has nothing behind it.
+        ([3], [3, 5, -1, 9, 3], [5, 0, 9]),
+    ],
+)
+def test_drafts_follow_the_longest_agreement(own, reference, want):
+    history = np.zeros((1, 12), np.int32)
+    history[0, : len(own) - 1] = own[:-1]
+    context = Prefix(None, jnp.array(history), jnp.array([len(own) - 1]), jnp.array(own[-1:]))
+    reference_mS = jnp.array([reference], jnp.int32).reshape(1, -1)
+    assert draft(context, reference_mS, 3).tolist() == [want]
+
+
+def test_rows_are_the_slots_in_use_of_each_shard():
+    rows = rows_of(np.array([1, 4, 5, 7]), 8, 2)
+    assert rows.per_shard == 4
+    assert rows.slot_m.tolist() == [1, -1, -1, -1, 0, 1, 3, -1]
+    assert rows.source_n.tolist() == [-1, 0, -1, -1, 0, 1, -1, 2]
+    assert rows.slots == {0: 1, 4: 4, 5: 5, 6: 7}
+    assert rows_of(np.arange(9), 16, 1) is None
+    assert rows_of(np.arange(9), 18, 2) is None
+    assert rows_of(np.arange(16), 16, 2).per_shard == 8
+
+
+def test_pauses_grow_until_speculation_gains():
+    acceptance = Acceptance()
+
+    def pause() -> int:
+        acceptance.add(-acceptance.credit)
+        return next(i for i in itertools.count() if acceptance.wants())
+
+    assert acceptance.wants()
+    assert [pause() for _ in range(6)] == [8, 16, 32, 64, 128, 128]
+    acceptance.add(100.0)
+    assert acceptance.credit == 16 and acceptance.wants()
+    # A few bad dispatches are borne.
+    acceptance.add(-10.0)
+    assert acceptance.wants()
+    assert pause() == 8
+
+
+def test_answers_are_kept_by_prompt_newest_last(monkeypatch):
+    texts = AnswerTexts(2)
+    for first in (10, 20, 30, 40):
+        texts.add(7, np.array([first, first + 1], np.int32))
+    gap = -1
+    # Eight tokens hold two answers of two tokens with gaps, and a third without one behind it.
+    assert texts.references([7, None, 8]).tolist() == [
+        [20, 21, gap, 30, 31, gap, 40, 41],
+        [gap] * 8,
+        [gap] * 8,
+    ]
+    monkeypatch.setattr(speculation, "_MOST_KEPT", 7)
+    texts.add(8, np.array([5, 6], np.int32))
+    assert texts.references([7, 8])[:, :2].tolist() == [[gap, gap], [5, 6]]
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(
+        ValueError, match=r"speculate 8 decodes up to 9 tokens.*tokens_per_dispatch 8"
+    ):
+        dataclasses.replace(BASE, speculate=8)
+    with pytest.raises(ValueError, match="speculate 4 changes the rounding"):
+        dataclasses.replace(BASE, speculate=4, deterministic=True)
+    with pytest.raises(UserError, match=r"cannot do rollout\.speculate"):
+        check_driver("jetstream", frozenset({SPECULATE}))
+    with pytest.raises(UserError, match="does not speculate"):
+        ServeConfig(model="x", speculate=4, grpc=True)
