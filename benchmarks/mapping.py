@@ -213,7 +213,7 @@ def tensor_sizes():
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, best, gain in (("7B", 2, "-60.3%"), ("13B", 4, "-36.4%")):
         for micros in (0, 10, 20, 30, 50, 100, 150):
-            assume = dataclasses.replace(PAPER, slot_host_s=micros * 1e-6, dispatch_s=0.0)
+            assume = dataclasses.replace(PAPER, slot_host_s=micros * 1e-6, call_s=0.0)
             found = generation_by_tensor(LLAMA[name], cluster, strategy, assume)
             fastest = min(found, key=lambda t: found[t].total_s)
             cells = " | ".join(f"{x.total_s:.1f} ({x.slots})" for x in found.values())

@@ -36,7 +36,6 @@ from jaxrl.planner.compiled.ahead import compile_program
 from jaxrl.planner.hardware.calibration import calibrate
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, read_topology
-from jaxrl.planner.search.mapping_choice import assumptions_of, workload_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -46,7 +45,7 @@ from jaxrl.planner.simulation.workload import (
     Strategy,
     Workload,
 )
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.tracking.metrics import read_metrics
 
@@ -105,7 +104,9 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
     cluster = Cluster.parse(topology.name)
     for layout in LAYOUTS:
         config = recipe_in(layout)
-        simulator = PassSimulator(cluster, workload_of(config), assumptions_of(config))
+        simulator = PassSimulator(
+            cluster, load_of(config).work, assumptions_of(config, cluster.accelerator)
+        )
         terms = simulator.training(config.model, layout.strategy)
         roles = roles_on(config, topology)
         (pool,) = roles.pools.values()
@@ -165,7 +166,7 @@ class Ran:
         config, medians = self.config, self.medians
         prompt, response = (medians[f"{name}_length/mean"] for name in ("prompt", "response"))
         return dataclasses.replace(
-            workload_of(config),
+            load_of(config).work,
             prompt_lengths=LengthDistribution(prompt, config.data.max_prompt_tokens),
             response_lengths=LengthDistribution(
                 response, config.rollout.max_response_tokens, "log-normal", sigma=_SPREAD
@@ -212,7 +213,9 @@ class Ran:
 def calibrated(run: Ran, cluster: Cluster) -> Assumptions:
     """What a run says of this machine: a rate of products, and seconds of a decoding step."""
     plain = dataclasses.replace(
-        assumptions_of(run.config).for_measured_rates(), hosts_step_s=0.0, dispatch_s=0.0
+        assumptions_of(run.config, cluster.accelerator).for_measured_rates(),
+        hosts_step_s=0.0,
+        call_s=0.0,
     )
     share = run.predicted(cluster, plain)["update_actor"] / run.measured("update_actor")
     plain = dataclasses.replace(plain, flops_rate=min(1.0, share))

@@ -15,7 +15,7 @@ from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # Little is hidden and nothing set aside, so that every term decides something.
-ASSUME = Assumptions(memory_share=1.0, scratch_gb=0.0, overlap=0.25, collective_latency_s=1e-6)
+ASSUME = Assumptions(memory_share=1.0, scratch_gb=0.0, overlap=0.25, latency_scale=0.1)
 
 
 def toy(memory_gb: float = 1.0, *, per_host: int = 4, **changes) -> Accelerator:

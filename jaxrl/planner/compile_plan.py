@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,16 +12,23 @@ from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import Pool, takes_all
+from jaxrl.mesh.pools import Pool
 from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program
-from jaxrl.planner.compiled.programs import Program, StepLoad
+from jaxrl.planner.compiled.programs import Program
+from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
-from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
+from jaxrl.planner.planned_roles import (
+    PlannedRoles,
+    check_num_devices,
+    meshes_on,
+    planned_roles,
+)
 from jaxrl.planner.slot_choice import with_compiled_slots
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
 from jaxrl.planner.step_programs import programs_of
+from jaxrl.planner.step_times import step_times
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.cross_checks import pools_of
 from jaxrl.trainer.roles import check_role_batches
@@ -32,7 +40,7 @@ def compile_plan(
     config: Config,
     topology: Topology,
     *,
-    response_tokens: float = 0.0,
+    lengths: StepLengths | None = None,
     save: pathlib.Path | None = None,
     watch: Watch = lambda _: None,
 ) -> Plan:
@@ -41,7 +49,7 @@ def compile_plan(
     Args:
       config: config of the run.
       topology: devices to compile for.
-      response_tokens: mean length of an answer; 0 assumes a fifth of the limit.
+      lengths: lengths of texts; None assumes them.
       save: folder for the executables; None does not save them.
       watch: function called with each program after its compilation.
 
@@ -51,16 +59,20 @@ def compile_plan(
     roles = roles_on(config, topology, watch=watch)
     for pool in roles.pools.values():
         _check_buffers(pool, roles.resident_buffers(pool), topology)
-    load = load_of(config, response_tokens)
-    return Plan(
-        title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=tuple(
-            _planned(roles, pool, topology, load, save=save, watch=watch)
-            for pool in roles.pools.values()
-        ),
-        notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
-        target=Target(topology, config.train.dtype, load, config.run.num_steps),
+    load = load_of(config, lengths)
+    pools = tuple(
+        _planned(roles, pool, topology, load, save=save, watch=watch)
+        for pool in roles.pools.values()
     )
+    plan = Plan(
+        title=f"{config.name}, {roles.algorithm.dataflow.title}",
+        pools=pools,
+        notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
+        target=Target(topology, config.train.dtype),
+    )
+    programs = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
+    times = step_times(roles, Cluster.parse(topology.name), load, programs)
+    return dataclasses.replace(plan, times=times)
 
 
 def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: None) -> PlannedRoles:
@@ -73,12 +85,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     """
     algorithm = algorithm_of(config)
     pools = pools_of(config, algorithm.roles)
-    wanted = sum(pool.num_devices for pool in pools)
-    if wanted != len(topology.devices) and takes_all(pools):
-        raise UserError(
-            f"{topology.name} has {len(topology.devices)} devices, layout {pools[0].layout.name} needs "
-            f"{wanted} (p*t*d); choose a topology of {wanted} devices, or change mesh.train"
-        )
+    check_num_devices(pools, topology.name, len(topology.devices))
     meshes = meshes_on(config, topology.devices)
 
     def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:

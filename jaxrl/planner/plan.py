@@ -1,6 +1,7 @@
 """A plan: the memory and time that a run needs, from shapes and, if compiled, from the compiler.
 
-    trace      buffers of every pool, operations of every program                    seconds
+    trace      buffers of every pool, operations of every program; on a topology
+               also the expected seconds of a step                                   seconds
     compile    also memory, traffic and roofline of every program, on a topology     minutes
     search     the same as compile, for the mapping that the search finds            minutes
 
@@ -16,10 +17,11 @@ from typing import Any
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pools import Pool
 from jaxrl.planner.compiled.ahead import CompiledProgram
-from jaxrl.planner.compiled.programs import StepLoad
-from jaxrl.planner.compiled.roofline import Seconds, chip_hours, seconds_of
+from jaxrl.planner.compiled.roofline import Seconds, seconds_of
 from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
+from jaxrl.planner.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +49,15 @@ class PlannedPool:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The devices that a plan was compiled for, and the assumed work of a step.
+    """The devices that a plan was compiled for.
 
     Attributes:
       topology: devices.
       dtype: data type of most matmuls.
-      load: assumed work of a step.
-      num_steps: number of steps of the run.
     """
 
     topology: Topology
     dtype: str
-    load: StepLoad
-    num_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +70,8 @@ class Plan:
       notes: (subject, text) pairs to print; in a traced plan also the batch flow of a step.
       left_out: (subject, reason) pairs of everything that is not counted.
       target: devices that it was compiled for; None if it was only traced.
+      times: predicted seconds of a step; None if no devices are named.
+      measured: a run to compare with; None without one.
     """
 
     title: str
@@ -79,6 +79,8 @@ class Plan:
     notes: tuple[tuple[str, str], ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     target: Target | None = None
+    times: StepTimes | None = None
+    measured: MeasuredRun | None = None
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -102,19 +104,9 @@ class Plan:
         return self.target
 
     def seconds(self, program: CompiledProgram) -> Seconds:
-        """Predicted seconds per step of a program."""
-        return seconds_of(program, self.compiled_for.topology, self.compiled_for.dtype)
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds per step: programs of a pool run in sequence, pools run in parallel."""
-        return max(sum(self.seconds(p).total for p in pool.programs) for pool in self.pools)
-
-    @property
-    def chip_hours(self) -> float:
-        """Predicted chip hours of the run."""
+        """Lower bound of the seconds per step of a program."""
         target = self.compiled_for
-        return chip_hours([self.step_s], len(target.topology.devices), target.num_steps)
+        return seconds_of(program, target.topology.accelerator, target.dtype)
 
     def as_json(self) -> dict[str, Any]:
         """All figures, in bytes and seconds."""
@@ -126,6 +118,16 @@ class Plan:
         }
         if self.target is not None:
             found |= self._target_json(self.target)
+        if self.times is not None:
+            found["predicted"] = self.times.as_json()
+        if self.measured is not None:
+            found["measured"] = {
+                "run": self.measured.name,
+                "steps": list(self.measured.steps),
+                "seconds": dict(self.measured.seconds),
+                "step_s": self.measured.step_s,
+                "differing_settings": list(self.measured.differing),
+            }
         return found | {"pools": [self._pool_json(pool) for pool in self.pools]}
 
     def _target_json(self, target: Target) -> dict[str, Any]:
@@ -134,13 +136,7 @@ class Plan:
             "device": target.topology.kind,
             "devices": len(target.topology.devices),
             "memory_bytes": target.topology.memory_bytes,
-            "load": dataclasses.asdict(target.load),
             "compiled_s": round(self.compiled_s, 1),
-            "predicted": {
-                "step_s": self.step_s,
-                "steps": target.num_steps,
-                "chip_hours": self.chip_hours,
-            },
         }
 
     def _pool_json(self, pool: PlannedPool) -> dict[str, Any]:
@@ -166,7 +162,7 @@ class Plan:
             "flops": program.flops,
             "reads": program.reads,
             "traffic": [dataclasses.asdict(each) for each in program.traffic],
-            "predicted": {**dataclasses.asdict(seconds), "total": seconds.total},
+            "at_least_s": {**dataclasses.asdict(seconds), "total": seconds.total},
         }
 
 

@@ -1,20 +1,23 @@
 """Predicts memory and time of a recipe, at one of three depths. Nothing runs and nothing is allocated.
 
     jaxrl plan --config configs/dapo_qwen32b.py                                          traces: seconds
+    jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8 --trace             traces, simulates
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
 
 A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
-`jaxrl train --dry_run` prints the same. With --topology the plan is compiled for accelerators that need not
-be present. It then also has the compiler's figures: arguments, temporaries, peak memory, fits or not;
-collectives by mesh axis; and predicted seconds at the vendors' rates. --search first looks for the fastest
-mapping of roles to devices. TPUs need the extra `aot`, GPUs `aot-gpu`. User errors are one line on stderr
-with exit status 2; a run that does not fit has exit status 1.
+`jaxrl train --dry_run` prints the same. With --topology the seconds of a step are predicted too: simulated,
+with the terms of each phase, above a lower bound. The plan is then compiled for accelerators that need not be
+present, and has the compiler's figures: arguments, temporaries, peak memory, fits or not; collectives by mesh
+axis. --trace compiles nothing; a kind of device from a file is never compiled for. --search first looks for
+the fastest mapping of roles to devices. TPUs need the extra `aot`, GPUs `aot-gpu`. User errors are one line
+on stderr with exit status 2; a run that does not fit has exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -31,14 +34,16 @@ from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
+from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner import plan_tables
 from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
+from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
-from jaxrl.planner.step_load import RESPONSE_SHARE
+from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
 from jaxrl.planner.trace_plan import trace_plan
 
 _DOES_NOT_FIT = 1
@@ -65,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> Plan:
     """Makes the plan, prints it, and writes the requested files."""
-    for name in ("topology", "html", "save"):
+    for name in ("topology", "html", "save", "lengths"):
         if getattr(args, name) is not None:
             check_path(f"--{name}", getattr(args, name))
-    plan = _compiled(args, config) if args.topology else _traced(args, config)
+    plan = _on_topology(args, config) if args.topology else _traced(args, config)
     if args.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
@@ -82,7 +87,10 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
     unused = {
         "--search": args.search,
         "--save": args.save,
+        "--trace": args.trace,
         "--response-tokens": args.response_tokens,
+        "--cut-off": args.cut_off is not None,
+        "--lengths": args.lengths,
     }
     for name, given in unused.items():
         if given:
@@ -92,21 +100,38 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
     return trace_plan(config)
 
 
-def _compiled(args: argparse.Namespace, config: Config) -> Plan:
+def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     kind, shape = check_topology(args.topology)
+    cluster, run = Cluster(kind, shape), _measured(args, config)
+    lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
+    lengths = run.lengths if run else lengths
     if args.search or config.mesh.layout == "auto":
-        cluster = Cluster(kind, shape)
-        found, proposed = propose(config, cluster, response_tokens=args.response_tokens)
+        found, proposed = propose(config, cluster, lengths=lengths)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
-    return compile_plan(
-        config,
-        read_topology(args.topology),
-        response_tokens=args.response_tokens,
-        save=args.save,
-        watch=_progress,
-    )
+    # The compiler has no description of a kind that is in a file only.
+    if args.trace or cluster.accelerator.name not in ACCELERATORS:
+        if args.save:
+            raise UserError(
+                f"--save {args.save} keeps executables, and --trace or a kind from a file compiles nothing; "
+                "leave one of them out"
+            )
+        plan = trace_plan(config, cluster, lengths=lengths)
+    else:
+        topology = read_topology(args.topology)
+        plan = compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
+    return dataclasses.replace(plan, measured=run)
+
+
+def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:
+    if not args.lengths:
+        return None
+    if args.response_tokens or args.cut_off is not None:
+        raise UserError(
+            f"--lengths {args.lengths} has the lengths already; leave out --response-tokens and --cut-off"
+        )
+    return read_measured_run(args.lengths, config)
 
 
 def _progress(program: CompiledProgram) -> None:
@@ -143,6 +168,21 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help=f"mean length of an answer, for predictions; default: {RESPONSE_SHARE} of the limit",
     )
     parser.add_argument(
+        "--cut-off",
+        type=_share,
+        help="share of answers that reach the limit, for predictions; with the mean it gives the spread",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        help="folder of a run, whose lengths are used, and whose measured seconds are compared",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="compiles nothing: counts memory from shapes, and simulates a step on the topology",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="looks for the fastest mapping to the topology first, and plans that",
@@ -155,6 +195,16 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--save", type=pathlib.Path, help="folder that keeps the executables, for the pod"
     )
     return parser
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; use a number between 0 and 1")
+    return value
 
 
 def _positive(text: str) -> float:

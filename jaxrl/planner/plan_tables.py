@@ -8,6 +8,12 @@ Compiled plans also have rows for programs, with further columns:
 
     role or event   layout            values   per device   arguments ... left   at least   bound by
     actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   matmuls
+
+If devices are named, a second table has the seconds of a step, by phase, role and cause:
+
+    phase        role    cause          expected, PREDICTED   at least, PREDICTED   bound by
+    generation   actor                              1,078 s                 514 s   memory
+                         cache read                   465 s
 """
 
 from __future__ import annotations
@@ -24,8 +30,10 @@ from rich.table import Table
 from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.traffic import Traffic
+from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, PlannedPool, Target
+from jaxrl.planner.plan import Plan, PlannedPool
+from jaxrl.planner.step_times import StepTimes, TaskTime
 
 # Devices that the totals of a traced plan are compared with, by ascending memory.
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
@@ -34,6 +42,10 @@ _GB = 1e9
 _PLAIN_WIDTH = 200
 # With the columns of programs.
 _WIDE = 240
+# Causes below this share of a phase are not printed.
+_SMALLEST_SHARE = 0.001
+# Settings that the comparison with a run names.
+_MOST_NAMED = 6
 
 # Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
 _OF_PROGRAMS = (
@@ -56,9 +68,13 @@ def show(plan: Plan, console: Console | None = None) -> None:
             force_terminal=False,
             color_system=None,
         )
-    console.print(table(plan, plain=not console.is_terminal))
-    if plan.target is not None:
-        console.print("\n".join(verdict(plan, plan.target)), markup=False, highlight=False)
+    plain = not console.is_terminal
+    console.print(table(plan, plain=plain))
+    if plan.times is not None:
+        console.print(times_table(plan.times, plain=plain))
+        if plan.measured is not None:
+            console.print(measured_table(plan.times, plan.measured, plain=plain))
+        console.print("\n".join(verdict(plan, plan.times)), markup=False, highlight=False)
 
 
 def as_html(plan: Plan) -> str:
@@ -87,23 +103,84 @@ def table(plan: Plan, *, plain: bool = False) -> Table:
     return found
 
 
-def verdict(plan: Plan, target: Target) -> list[str]:
+def times_table(times: StepTimes, *, plain: bool = False) -> Table:
+    """Expected seconds of a step and their lower bounds, by phase, role and cause."""
+    found = Table(
+        title=f"a step on {times.cluster.name}: {times.load.lengths.text}",
+        title_justify="left",
+        box=box.ASCII2 if plain else box.ROUNDED,
+    )
+    for name in ("phase", "role", "cause"):
+        found.add_column(name, no_wrap=True)
+    for name in ("expected, PREDICTED", "at least, PREDICTED"):
+        found.add_column(name, justify="right")
+    found.add_column("bound by")
+    for stage in times.stages:
+        for number, task in enumerate(times.of_stage(stage)):
+            for row in _task_rows(stage if not number else "", task):
+                found.add_row(*row)
+        found.add_section()
+    found.add_row("a step", "", "", _seconds(times.step_s), _seconds(times.at_least_s), "")
+    return found
+
+
+def measured_table(times: StepTimes, run: MeasuredRun, *, plain: bool = False) -> Table:
+    """Predicted seconds of each phase beside those that a run measured, on its own devices and settings."""
+    title = f"beside {run.name}: medians of steps {run.steps[0]} to {run.steps[1]}"
+    if run.differing:
+        named = ", ".join(run.differing[:_MOST_NAMED])
+        more = len(run.differing) - _MOST_NAMED
+        title += f"\nother settings there: {named}" + (f" and {more} more" if more > 0 else "")
+    found = Table(title=title, title_justify="left", box=box.ASCII2 if plain else box.ROUNDED)
+    found.add_column("phase")
+    for name in ("expected, PREDICTED", "measured", "off by"):
+        found.add_column(name, justify="right")
+    rows = [(stage, times.stage_s(stage), run.seconds[stage]) for stage in times.stages]
+    for name, expected, measured in (*rows, ("a step", times.step_s, run.step_s)):
+        off = f"{expected / measured - 1:+.1%}" if measured else "not measured"
+        found.add_row(name, _seconds(expected), _seconds(measured), off)
+    return found
+
+
+def _task_rows(stage: str, task: TaskTime) -> Iterator[TableRow]:
+    costs = task.expected
+    total, least = _seconds(costs.total_s), _seconds(task.at_least_s)
+    yield (stage, task.role, "", total, least, task.bound)
+    for cause, seconds in costs.seconds.items():
+        if abs(seconds) >= _SMALLEST_SHARE * costs.total_s:
+            yield ("", "", cause, _seconds(seconds), "", "")
+    if costs.idle_s:
+        yield ("", "", "idle slots, part of these", _seconds(costs.idle_s), "", "")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if abs(seconds) >= 10 else f"{seconds:.3g} s"
+
+
+def verdict(plan: Plan, times: StepTimes) -> list[str]:
     """A few lines: whether the run fits, and its predicted time."""
+    lines = [] if plan.target is None else [_fits(plan)]
+    lines.append(
+        f"predicted: {_seconds(times.step_s)} a step, {times.chip_hours(times.step_s):,.0f} chip-hours for "
+        f"{times.num_steps:,} steps; at the vendor's rates and with no slot idle at least "
+        f"{_seconds(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
+    )
+    if plan.target is not None:
+        lines.append(f"compiled in {plan.compiled_s:,.0f} s")
+    return lines
+
+
+def _fits(plan: Plan) -> str:
     tightest = min(plan.programs, key=lambda program: program.spare)
+    if not plan.fits:
+        return (
+            f"DOES NOT FIT: {_name(tightest)} lacks {-tightest.spare / _GB:.1f} GB of each device"
+        )
     share = tightest.spare / tightest.memory
-    lines = [
+    return (
         f"fits: {tightest.spare / _GB:.1f} GB of each device ({share:.0%}) are left at the worst moment, "
         f"{_name(tightest)}"
-        if plan.fits
-        else f"DOES NOT FIT: {_name(tightest)} lacks {-tightest.spare / _GB:.1f} GB of each device"
-    ]
-    lines.append(
-        f"predicted: {plan.step_s:,.0f} s a step at least, {plan.chip_hours:,.0f} chip-hours for "
-        f"{target.num_steps:,} steps, if answers have {target.load.response_tokens:,.0f} tokens on average "
-        "and everything runs at the vendor's rates; 1.5 to 3 times as long is usual"
     )
-    lines.append(f"compiled in {plan.compiled_s:,.0f} s")
-    return lines
 
 
 def _title(plan: Plan) -> str:

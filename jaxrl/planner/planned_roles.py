@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
-from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
 from jaxrl.planner.memory import (
@@ -132,6 +133,16 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     check_memory(config, models.actor, num_devices=num_devices)
     roles = build_roles(config, meshes, models)
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)
+
+
+def check_num_devices(pools: Sequence[Pool], name: str, num_devices: int) -> None:
+    """Raises UserError if pools that take all devices need another number than `name` has."""
+    wanted = sum(pool.num_devices for pool in pools)
+    if wanted != num_devices and takes_all(pools):
+        raise UserError(
+            f"{name} has {num_devices} devices, layout {pools[0].layout.name} needs {wanted} (p*t*d); choose "
+            f"a topology of {wanted} devices, or change mesh.train"
+        )
 
 
 def abstract_meshes(config: Config) -> dict[str, Any]:

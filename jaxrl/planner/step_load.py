@@ -1,31 +1,208 @@
-"""The assumed work of a step of a config, before any step has run."""
+"""The work of a step of a config before any step has run, and the assumptions that its settings imply.
+
+Plans, the search and the choice of slots all use this one description.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
 from jaxrl.config.schema import Config
+from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.planner.compiled.programs import StepLoad
+from jaxrl.mesh.hardware import Accelerator
+from jaxrl.models.attention import pick_implementation
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
 RESPONSE_SHARE = 0.2
 _PROMPT_SHARE = 0.15
+# Share of the tokens of a row that best-fit packing fills.
+_FILLED = 0.97
+# Two moments per trained weight: int8 values with one scale per block.
+_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
 
-def load_of(config: Config, response_tokens: float = 0.0) -> StepLoad:
-    """Estimates the work of a step of a config.
+@dataclasses.dataclass(frozen=True)
+class StepLengths:
+    """Lengths of a step's texts.
+
+    Attributes:
+      prompts, responses: their distributions, in tokens.
+      source: their origin, as a phrase for tables.
+      batches: mean number of generation batches of a step, of dynamic sampling; one follows the other.
+    """
+
+    prompts: LengthDistribution
+    responses: LengthDistribution
+    source: str
+    batches: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """Describes the lengths of responses in a few words."""
+        found = self.responses
+        batches = f"{self.batches:.3g} generation batches, " if self.batches != 1 else ""
+        return (
+            f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "
+            f"{found.cut_off:.1%} cut off at {found.longest:,}; {batches}{self.source}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoad:
+    """The assumed work of a step. All figures that depend on it are predictions.
+
+    Attributes:
+      work: prompts, samples, lengths, updates and microbatches.
+      lengths: the lengths of `work`, with their source.
+      greedy: whether each prompt also gets a greedy answer.
+      truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
+    """
+
+    work: Workload
+    lengths: StepLengths
+    greedy: bool = False
+    truncated: bool = False
+
+    @property
+    def prompts(self) -> int:
+        """Number of sampled prompts."""
+        return math.ceil(self.work.prompts * self.work.sampled_per_kept)
+
+    @property
+    def samples(self) -> int:
+        """Number of answers per prompt, a greedy one included."""
+        return self.work.samples + self.greedy
+
+    @property
+    def kept(self) -> int:
+        """Number of sequences in the update."""
+        return self.work.sequences
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens of a prompt."""
+        return self.work.prompt_lengths.mean
+
+    @property
+    def response_tokens(self) -> float:
+        """Mean tokens of an answer."""
+        return self.work.response_lengths.mean
+
+    @property
+    def live_tokens(self) -> float:
+        """Mean tokens that a sample in flight has in the cache."""
+        return self.prompt_tokens + self.work.response_lengths.mean_in_flight
+
+    def microbatches(self, shape: PackedShape) -> int:
+        """Number of microbatches that the kept sequences fill in a minibatch, at most M."""
+        tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)
+        filled = math.ceil(tokens / (shape.rows * shape.tokens * _FILLED))
+        return min(shape.microbatches, max(1, filled))
+
+    def of_verdicts(self, tokens: int) -> StepLoad:
+        """The work of a judge that reads every sample and writes `tokens` tokens about it."""
+        work = self.work
+        read = LengthDistribution(
+            work.mean_tokens, max(work.longest_tokens, math.ceil(work.mean_tokens))
+        )
+        verdicts = dataclasses.replace(
+            work,
+            prompts=work.sequences,
+            samples=1,
+            prompt_lengths=read,
+            response_lengths=LengthDistribution.exactly(tokens),
+            max_slots=work.sequences,
+        )
+        return dataclasses.replace(self, work=verdicts, greedy=False)
+
+
+def assumed_lengths(
+    config: Config, response_tokens: float = 0.0, cut_off: float | None = None
+) -> StepLengths:
+    """Lengths for a config that has not run.
 
     Args:
       config: config of the run.
       response_tokens: mean length of an answer; 0 assumes a fifth of the limit.
+      cut_off: share of answers that reach the limit; None assumes the spread of reasoning policies.
+
+    Raises:
+      UserError: no distribution has this mean and this share, or the mean is above the limit.
     """
+    limit = config.rollout.max_response_tokens
+    mean = response_tokens or max(1.0, RESPONSE_SHARE * limit)
+    prompts = LengthDistribution(
+        max(1.0, _PROMPT_SHARE * config.data.max_prompt_tokens), config.data.max_prompt_tokens
+    )
+    if cut_off is None:
+        responses = LengthDistribution(mean, limit, "log-normal")
+    else:
+        responses = LengthDistribution.with_cut_off(mean, limit, cut_off)
+    return StepLengths(prompts, responses, "as given" if response_tokens else "assumed")
+
+
+def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
+    """The work of a step of a config; `lengths` are the assumed ones by default."""
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
+    lengths = lengths or assumed_lengths(config)
+    sampled = rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts
+    work = Workload(
+        prompts=rollout.num_prompts,
+        samples=rollout.num_samples,
+        prompt_lengths=lengths.prompts,
+        response_lengths=lengths.responses,
+        sampled_per_kept=max(1.0, sampled / rollout.num_prompts),
+        updates=config.algorithm.updates_per_step,
+        epochs=config.algorithm.epochs,
+        microbatch_tokens=config.train.row_tokens,
+        microbatch_rows=config.train.rows,
+        pipeline_microbatches=config.train.pipeline_microbatches,
+        tokens_per_dispatch=rollout.tokens_per_dispatch,
+        prefill_prompts=rollout.prefill_prompts,
+    )
+    truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     return StepLoad(
-        prompts=rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts,
-        samples=rollout.num_samples + dataflow.greedy_baseline,
-        kept=rollout.num_prompts * rollout.num_samples,
-        prompt_tokens=max(1.0, _PROMPT_SHARE * config.data.max_prompt_tokens),
-        response_tokens=response_tokens
-        or max(1.0, RESPONSE_SHARE * config.rollout.max_response_tokens),
-        truncated=bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-        or rollout.repetition_penalty != 1,
+        work, lengths, dataflow.greedy_baseline, truncated or rollout.repetition_penalty != 1
+    )
+
+
+def _platform(kind: Accelerator) -> str:
+    """The platform of devices, as `jax.Device.platform`."""
+    if kind.arrangement == "torus":
+        return "tpu"
+    return "gpu" if any("NVIDIA" in name for name in kind.device_kinds) else "cpu"
+
+
+def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
+    """The assumptions of the simulation with the settings of a recipe; critics train like the actor.
+
+    Args:
+      config: config of the run.
+      kind: kind of its devices.
+
+    Raises:
+      UserError: the attention that the recipe names does not run on these devices.
+    """
+    train, rollout = config.train, config.rollout
+    attention = pick_implementation(
+        _platform(kind),
+        train.dtype,
+        train.attention,
+        softcap=config.model.attention_softcap,
+        tree=train.share_prompts is True,
+    )
+    return Assumptions(
+        skips_segments=attention == "xla",
+        dtype=train.dtype,
+        compute_bytes=float(jnp.dtype(train.dtype).itemsize),
+        cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
+        moments_bytes=_MOMENTS_BYTES[config.optim.moments],
+        remat="none" if train.remat == "none" else "full",
+        logits_tokens=train.logprob_chunk_tokens,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from jaxrl.config.batch_shapes import step_shape
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.programs import (
     Program,
-    StepLoad,
     critic_programs,
     engine_programs,
     frozen_programs,
@@ -18,6 +16,7 @@ from jaxrl.planner.compiled.programs import (
     sampling_programs,
 )
 from jaxrl.planner.planned_roles import PlannedRoles
+from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.reward_model import RewardModel
@@ -49,8 +48,7 @@ def _judge_programs(planned: PlannedRoles, load: StepLoad) -> Iterator[Program]:
     if judge is None:
         return iter(())
     _, shapes, axes = decoder_graph(judge.model)
-    tokens = float(planned.config.reward.judge.max_verdict_tokens)
-    verdicts = dataclasses.replace(load, response_tokens=tokens)
+    verdicts = load.of_verdicts(planned.config.reward.judge.max_verdict_tokens)
     return engine_programs(judge, verdicts, role="judge", shapes=shapes, axes=axes)
 
 

@@ -15,8 +15,9 @@ shows their other temporaries (`compile_plan.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -28,13 +29,21 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
 from jaxrl.planner.batch_flow import describe_flow
 from jaxrl.planner.compiled.programs import Program
+from jaxrl.planner.compiled.roofline import roofline
 from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
+from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
 from jaxrl.planner.plan import Plan, PlannedPool, layout_names
-from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
+from jaxrl.planner.planned_roles import (
+    PlannedRoles,
+    abstract_meshes,
+    check_num_devices,
+    planned_roles,
+)
 from jaxrl.planner.slot_choice import with_counted_slots
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
 from jaxrl.planner.step_programs import programs_of
+from jaxrl.planner.step_times import StepTimes, step_times
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
@@ -43,8 +52,15 @@ from jaxrl.types import TrainBatch, ValueBatch
 ASSUMED_MEMORY = 80 * 10**9
 
 
-def trace_plan(config: Config) -> Plan:
+def trace_plan(
+    config: Config, cluster: Cluster | None = None, *, lengths: StepLengths | None = None
+) -> Plan:
     """Traces a recipe without its devices and data, and counts the memory that it needs.
+
+    Args:
+      config: config of the run.
+      cluster: devices to predict seconds for; None predicts none.
+      lengths: lengths of texts; None assumes them.
 
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
@@ -56,10 +72,15 @@ def trace_plan(config: Config) -> Plan:
         )
     algorithm, meshes = algorithm_of(config), abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
-    config = with_counted_slots(config, algorithm, meshes, ASSUMED_MEMORY)
+    memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
+    config = with_counted_slots(config, algorithm, meshes, memory)
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
-    updates, flops = _traced(roles)
+    if cluster is not None:
+        check_num_devices(tuple(roles.pools.values()), cluster.name, cluster.num_devices)
+    load = load_of(config, lengths)
+    traced = tuple(_traced(roles, load))
+    updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
     pools = tuple(
         PlannedPool(
             pool.name,
@@ -69,40 +90,82 @@ def trace_plan(config: Config) -> Plan:
         )
         for pool in roles.pools.values()
     )
-    notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen))
+    notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen, memory))
     return Plan(
         title=f"{config.name}, {algorithm.dataflow.title}",
         pools=pools,
-        notes=(*notes, *describe_flow(roles), *flops),
+        notes=(*notes, *describe_flow(roles), *_operations(traced)),
         left_out=tuple(_left_out(roles)),
+        times=None if cluster is None else _times(roles, cluster, load, traced),
     )
 
 
-def _traced(roles: PlannedRoles) -> tuple[dict[str, jax_core.Jaxpr], list[tuple[str, str]]]:
-    """Traces every program; returns the update of each role and the operations of each program."""
-    updates, flops = {}, []
-    for role, program, _ in programs_of(roles, load_of(roles.config)):
-        traced = [_jaxpr(piece) for piece in program.pieces]
-        if program.name == "update":
-            (updates[role],) = traced
-        total = _flops(program, traced)
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A traced program.
+
+    Attributes:
+      program: the program.
+      num_devices: number of devices of its mesh.
+      jaxprs: jaxpr of each of its functions.
+    """
+
+    program: Program
+    num_devices: int
+    jaxprs: tuple[jax_core.Jaxpr, ...]
+
+    @property
+    def is_update(self) -> bool:
+        """Whether it is the update of a role."""
+        return self.program.name == "update"
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Operations of matmuls in a step, over the whole mesh."""
+        return sum(
+            piece.calls * piece.used * matmul_flops(jaxpr, open_loops=piece.open_loops)
+            for piece, jaxpr in zip(self.program.pieces, self.jaxprs, strict=True)
+        )
+
+
+def _traced(roles: PlannedRoles, load: StepLoad) -> Iterator[_Traced]:
+    """Traces every program of a step."""
+    for _, program, mesh in programs_of(roles, load):
+        yield _Traced(program, mesh.size, tuple(_jaxpr(piece) for piece in program.pieces))
+
+
+def _operations(traced: Iterable[_Traced]) -> Iterator[tuple[str, str]]:
+    """(program, operations of a step) pairs."""
+    for each in traced:
+        total = each.flops
         shown = f"{total / 1e15:,.1f} PFLOP" if total > 1e14 else f"{total / 1e9:,.1f} GFLOP"
         # Moving weights and caches has no arithmetic operations.
         if total:
-            flops.append((f"{program.title}, traced", f"{shown} a step"))
-    return updates, flops
+            yield f"{each.program.title}, traced", f"{shown} a step"
+
+
+def _times(
+    roles: PlannedRoles, cluster: Cluster, load: StepLoad, traced: Iterable[_Traced]
+) -> StepTimes:
+    """Expected seconds, with the rooflines of traced programs; only compiling shows their traffic."""
+    kind, dtype = cluster.accelerator, roles.config.train.dtype
+    programs = [
+        (
+            each.program.role,
+            each.program.name,
+            each.program.phase,
+            roofline(
+                kind, each.flops, each.program.reads, num_devices=each.num_devices, dtype=dtype
+            ),
+        )
+        for each in traced
+    ]
+    return step_times(roles, cluster, load, programs)
 
 
 def _jaxpr(piece: Any) -> jax_core.Jaxpr:
     function = functools.partial(piece.function, **piece.keywords)
     return jax.make_jaxpr(function)(*piece.arguments).jaxpr
-
-
-def _flops(program: Program, traced: list[jax_core.Jaxpr]) -> float:
-    return sum(
-        piece.calls * piece.used * matmul_flops(jaxpr, open_loops=piece.open_loops)
-        for piece, jaxpr in zip(program.pieces, traced, strict=True)
-    )
 
 
 def _in_updates(
@@ -118,11 +181,11 @@ def _in_updates(
             yield from activation_memory(name, role, layout, shape.rows, updates[name])
 
 
-def _notes(roles: PlannedRoles, slots_are_chosen: bool) -> Iterator[tuple[str, str]]:
+def _notes(roles: PlannedRoles, slots_are_chosen: bool, memory: int) -> Iterator[tuple[str, str]]:
     config = roles.config
     yield from roles.models.assumed
     if slots_are_chosen:
-        size = f"{ASSUMED_MEMORY / 1e9:.0f} GB"
+        size = f"{memory / 1e9:.0f} GB"
         yield (
             "rollout.slots",
             f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",

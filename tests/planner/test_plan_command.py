@@ -15,7 +15,7 @@ from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import load_executable
 from jaxrl.planner.hardware import topologies
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import assumed_lengths, load_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = [
@@ -78,7 +78,9 @@ def test_a_recipe_alone_is_traced(capsys):
     assert found["fits"] and found["pools"][0]["bytes"]["learning"] > 0
 
 
-@pytest.mark.parametrize("option", ["--search", "--save=here", "--response-tokens=9"])
+@pytest.mark.parametrize(
+    "option", ["--search", "--trace", "--save=here", "--response-tokens=9", "--cut-off=.1"]
+)
 def test_what_is_about_a_topology_wants_one(option, capsys):
     error = refused(capsys, option)
     assert "none is named; add --topology" in error and error.count("\n") == 1
@@ -96,8 +98,8 @@ def test_the_load_is_what_the_dataflow_samples():
     )
     assert load_of(dapo).prompts == dapo.rollout.generation_prompts
     assert load_of(dapo).kept == 512 * 16 and load_of(dapo).response_tokens == 4096
-    assert load_of(ppo, 7.0).prompts == ppo.rollout.num_prompts
-    assert load_of(ppo, 7.0).response_tokens == 7
+    given = load_of(ppo, assumed_lengths(ppo, 7.0))
+    assert given.prompts == ppo.rollout.num_prompts and given.response_tokens == 7
 
 
 @pytest.mark.tpu
@@ -117,7 +119,7 @@ def test_a_small_run_is_planned_saved_and_kept(tmp_path, capsys, monkeypatch):
         ("critic", "values"),
     } <= titles
     assert {("actor", "prefill"), ("actor", "insert"), ("reference", "logprobs")} <= titles
-    assert plan["fits"] and plan["predicted"]["step_s"] > 0
+    assert plan["fits"] and plan["predicted"]["step_s"] > plan["predicted"]["at_least_s"] > 0
     assert all(p["flops"] > 0 for p in pool["programs"] if p["name"] in ("update", "generate"))
     assert any(saved.glob("actor-update-0.executable"))
     # A machine without such a TPU cannot load it, and says so.

@@ -15,16 +15,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.checks import check_fields, positive
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import replicated
 from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, sampler_shapes
+from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
@@ -35,9 +35,6 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
 
-# Share of the tokens of a row that best-fit packing fills.
-_FILLED = 0.97
-
 # Names of buffers, as in `planner.memory`.
 WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
     "actor in training",
@@ -45,36 +42,6 @@ WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
     "actor in generation",
     "KV cache and slots",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepLoad:
-    """The assumed work of a step. All figures that depend on it are predictions.
-
-    Attributes:
-      prompts: number of sampled prompts.
-      samples: number of answers per prompt.
-      kept: number of sequences in the update.
-      prompt_tokens, response_tokens: mean numbers of tokens per sequence.
-      truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
-    """
-
-    prompts: int
-    samples: int
-    kept: int
-    prompt_tokens: Annotated[float, positive()]
-    response_tokens: Annotated[float, positive()]
-    truncated: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
-
-    def microbatches(self, shape: PackedShape) -> int:
-        """Number of microbatches that the kept sequences fill in a minibatch, at most M."""
-        tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)
-        return min(
-            shape.microbatches, max(1, math.ceil(tokens / (shape.rows * shape.tokens * _FILLED)))
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +173,8 @@ def engine_programs(
     )
     weights = bytes_of(params)
     cache = bytes_of(state.context)
-    live = (load.prompt_tokens + load.response_tokens / 2) / state.capacity
-    step = weights + cache * min(1.0, live)
+    # A lower bound: no slot is idle, and each reads only the tokens that it holds.
+    step = weights + cache * min(1.0, load.live_tokens / state.capacity)
     yield Program(
         *(role, "prefill", "sampling", (prefill,), frozenset({own})),
         prefill.calls * weights,

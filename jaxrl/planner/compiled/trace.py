@@ -86,13 +86,18 @@ def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tup
     """
     if not num_ticks:
         layers = _forward_scan(update, num_layers)
-        return _stacked(layers), _largest_inside(layers)
+        # A single layer is in no scan, and what it keeps cannot be told from other values.
+        return (
+            ([], _largest_in(update)) if layers is None else (_stacked(layers), _inside_of(layers))
+        )
     ticks = _forward_scan(update, num_ticks)
-    layers = _forward_scan(ticks.params["jaxpr"].jaxpr, num_layers)
-    return _stacked(ticks), _largest_inside(layers)
+    assert ticks is not None, "the ticks of a pipeline are a scan, of at least two rounds"
+    # The tick of a stage with a single layer has no scan inside.
+    layers = _forward_scan(ticks.params["jaxpr"].jaxpr, num_layers) or ticks
+    return _stacked(ticks), _inside_of(layers)
 
 
-def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn:
+def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn | None:
     # Other loops may have the same length by chance, but none stacks nearly as many bytes. The backward
     # scan stacks the gradients of the weights, which are counted elsewhere.
     return max(
@@ -104,12 +109,17 @@ def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn:
             and not eqn.params["reverse"]
         ),
         key=lambda eqn: sum(map(nbytes_of, _stacked(eqn))),
+        default=None,
     )
 
 
-def _largest_inside(scan: jax_core.JaxprEqn) -> Any:
-    inside = [v.aval for e in _equations(scan.params["jaxpr"].jaxpr) for v in e.outvars]
-    return max(inside, key=nbytes_of)
+def _inside_of(scan: jax_core.JaxprEqn) -> Any:
+    """The largest value inside a scan."""
+    return _largest_in(scan.params["jaxpr"].jaxpr)
+
+
+def _largest_in(program: jax_core.Jaxpr) -> Any:
+    return max((v.aval for e in _equations(program) for v in e.outvars), key=nbytes_of)
 
 
 def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:

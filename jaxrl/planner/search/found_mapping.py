@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxrl.planner.search.mapping import (
-    ColocatedSet,
-    Mapping,
-    PlacementResult,
-    RoleMapping,
-    StageBreakdown,
-    TaskCosts,
-)
+from jaxrl.planner.search.mapping import ColocatedSet, Mapping, PlacementResult
 from jaxrl.planner.search.mapping_problem import MappingProblem
 from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
-from jaxrl.planner.simulation.step_tasks import RoleTasks
+from jaxrl.planner.simulation.step_simulator import RoleMapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,49 +49,8 @@ def mapping_of(
         num_devices=problem.cluster.num_devices,
         pools=tuple(pools),
         roles=roles,
-        breakdown=_breakdown(problem, solver, roles),
+        breakdown=solver.simulator.step(problem.roles, problem.models, roles),
         placements=results,
         budget_bytes=problem.budget_bytes,
+        common_rows=problem.workload.microbatch_rows,
     )
-
-
-def _breakdown(
-    problem: MappingProblem, solver: PoolSolver, roles: dict[str, RoleMapping]
-) -> tuple[StageBreakdown, ...]:
-    stages = {
-        "generation": [_generation(problem, solver, roles[problem.actor.name])],
-        "preparation": [
-            _preparation(problem, solver, tasks, roles[tasks.name])
-            for tasks in problem.roles
-            if tasks.forwards
-        ],
-        "training": [
-            _training(problem, solver, roles[tasks.name]) for tasks in problem.roles if tasks.trains
-        ],
-    }
-    return tuple(StageBreakdown(name, tuple(tasks)) for name, tasks in stages.items())
-
-
-def _generation(problem: MappingProblem, solver: PoolSolver, role: RoleMapping) -> TaskCosts:
-    assert role.generation is not None, "the actor generates"
-    costs = solver.generating.generation(
-        problem.models[role.name], role.strategy, role.generation, greedy=problem.actor.greedy
-    )
-    return TaskCosts(role.name, role.pool, costs)
-
-
-def _preparation(
-    problem: MappingProblem, solver: PoolSolver, tasks: RoleTasks, role: RoleMapping
-) -> TaskCosts:
-    model, share = problem.models[role.name], solver.passes.share_of(tasks)
-    once = solver.passes.inference(model, role.strategy, share=share)
-    seconds = {cause: tasks.forwards * s for cause, s in once.seconds.items()}
-    # Resident bytes of a trained role are counted once, with its training.
-    resident = {} if tasks.trains else once.resident
-    costs = dataclasses.replace(once, seconds=seconds, resident=resident)
-    return TaskCosts(role.name, role.pool, costs)
-
-
-def _training(problem: MappingProblem, solver: PoolSolver, role: RoleMapping) -> TaskCosts:
-    costs = solver.passes.training(problem.models[role.name], role.strategy)
-    return TaskCosts(role.name, role.pool, costs)

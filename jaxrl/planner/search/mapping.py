@@ -6,32 +6,8 @@ import collections.abc
 import dataclasses
 import math
 
-from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.search.placements import Placement, placement_name
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, layout_of
-
-
-@dataclasses.dataclass(frozen=True)
-class RoleMapping:
-    """Pool and strategy of a role.
-
-    Attributes:
-      name: name of the role.
-      pool: index of its pool.
-      strategy: p, t, d and the FSDP share.
-      generation: p_g, t_g and slots per replica; None for a role that does not sample.
-    """
-
-    name: str
-    pool: int
-    strategy: Strategy
-    generation: GenerationStrategy | None
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The strategies as a layout of the pool's mesh."""
-        return layout_of(self.strategy, self.generation)
+from jaxrl.planner.simulation.step_simulator import RoleMapping, StageBreakdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,46 +28,6 @@ class ColocatedSet:
     def name(self) -> str:
         """The name in a config's placement: "0-63"."""
         return f"{self.first}-{self.first + self.devices - 1}"
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskCosts:
-    """The costs of a role in a stage.
-
-    Attributes:
-      role, pool: name of the role, and index of its pool.
-      costs: seconds and bytes.
-    """
-
-    role: str
-    pool: int
-    costs: CostBreakdown
-
-
-@dataclasses.dataclass(frozen=True)
-class StageBreakdown:
-    """A stage of a step: pools run in parallel, the roles of a pool in sequence.
-
-    Attributes:
-      name: one of `step_tasks.STAGES`.
-      tasks: tasks of the stage.
-    """
-
-    name: str
-    tasks: tuple[TaskCosts, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the slowest pool."""
-        return max(self.seconds_of_pools.values(), default=0.0)
-
-    @property
-    def seconds_of_pools(self) -> dict[int, float]:
-        """Sum of the seconds of its tasks, by index of the pool."""
-        found: dict[int, float] = {}
-        for task in self.tasks:
-            found[task.pool] = found.get(task.pool, 0.0) + task.costs.total_s
-        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +57,7 @@ class Mapping:
       breakdown: costs of each stage.
       placements: all searched placements, fastest first.
       budget_bytes: bytes per device that no pool exceeds.
+      common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
     """
 
     dataflow: str
@@ -131,6 +68,7 @@ class Mapping:
     breakdown: tuple[StageBreakdown, ...]
     placements: tuple[PlacementResult, ...]
     budget_bytes: float
+    common_rows: int = 0
 
     @property
     def seconds(self) -> float:
@@ -144,8 +82,13 @@ class Mapping:
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of a microbatch: the smallest number that the replicas and stages of every role divide."""
-        return math.lcm(*(role.strategy.row_parts for role in self.roles.values()))
+        """Rows of a microbatch: those of the simulation, or the smallest number that suits every role.
+
+        The replicas and stages of every role divide it.
+        """
+        return self.common_rows or math.lcm(
+            *(role.strategy.row_parts for role in self.roles.values())
+        )
 
     def peak_bytes(self, pool: int) -> float:
         """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""

@@ -13,38 +13,31 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.hardware import accelerator_of
+from jaxrl.planner.expected_step import expected_step, tasks_of_run
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import find_accelerator
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping, RoleMapping
 from jaxrl.planner.search.search import search_mapping_of_common_rows
-from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.workload import LengthDistribution, Workload
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import StepLengths, assumptions_of, load_of
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.cross_checks import roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 
-# Two moments per trained weight: int8 values with one scale per block.
-_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
-
-def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0) -> Mapping:
+def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None = None) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
     Args:
       config: config of the run.
       cluster: cluster to run on.
-      response_tokens: mean length of an answer; 0 assumes a fraction of the limit.
+      lengths: lengths of texts; None assumes them.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -58,78 +51,57 @@ def search_for(config: Config, cluster: Cluster, *, response_tokens: float = 0.0
             f"the mapping search covers {', '.join(TASKS)} without a judge or a rollout pool of its own, and "
             f"this recipe has {what}; set mesh.layout to as_given and name mesh.train and mesh.generate"
         )
-    models = role_models(config, roles).by_role
-    work, assumptions = workload_of(config, response_tokens), assumptions_of(config)
-    return search_mapping_of_common_rows(dataflow, models, work, cluster, assumptions=assumptions)
-
-
-def assumptions_of(config: Config) -> Assumptions:
-    """The search's assumptions with the settings of a recipe; critics are trained like the actor."""
-    train, rollout = config.train, config.rollout
-    return Assumptions(
-        dtype=train.dtype,
-        compute_bytes=float(jnp.dtype(train.dtype).itemsize),
-        cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
-        moments_bytes=_MOMENTS_BYTES[config.optim.moments],
-        remat="none" if train.remat == "none" else "full",
-        logits_tokens=train.logprob_chunk_tokens,
+    # The search sets rows and microbatches itself.
+    work = dataclasses.replace(
+        load_of(config, lengths).work, microbatch_rows=0, pipeline_microbatches=0
     )
-
-
-def workload_of(config: Config, response_tokens: float = 0.0) -> Workload:
-    """The work of a recipe's step; `response_tokens` as in `search_for`."""
-    rollout, algorithm = config.rollout, config.algorithm
-    load = load_of(config, response_tokens)
-    kept = load.prompts / rollout.num_prompts
-    return Workload(
-        prompts=rollout.num_prompts,
-        samples=rollout.num_samples,
-        prompt_lengths=LengthDistribution(load.prompt_tokens, config.data.max_prompt_tokens),
-        response_lengths=LengthDistribution(
-            load.response_tokens, rollout.max_response_tokens, "log-normal"
-        ),
-        sampled_per_kept=kept if find_dataflow(algorithm.dataflow).dynamic_sampling else 1.0,
-        updates=algorithm.updates_per_step,
-        epochs=algorithm.epochs,
-        microbatch_tokens=config.train.row_tokens,
-        tokens_per_dispatch=rollout.tokens_per_dispatch,
+    return search_mapping_of_common_rows(
+        dataflow,
+        role_models(config, roles).by_role,
+        work,
+        cluster,
+        assumptions=assumptions_of(config, cluster.accelerator),
+        tasks=tasks_of_run(algorithm_of(config), config),
     )
 
 
 def propose(
-    config: Config, cluster: Cluster, *, response_tokens: float = 0.0
+    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
+
+    The cost breakdown of the mapping is that of the config's plan, which replays the engine's scheduler.
 
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
-    found = search_for(config, cluster, response_tokens=response_tokens)
+    found = search_for(config, cluster, lengths=lengths)
     proposed = with_mapping(config, found)
     try:
         meshes = abstract_meshes(proposed)
-        planned_roles(proposed, algorithm_of(proposed), meshes)
+        planned = planned_roles(proposed, algorithm_of(proposed), meshes)
         check_role_batches(proposed, meshes)
     except UserError as error:
         raise UserError(
             f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"
         ) from error
-    return found, proposed
+    expected = expected_step(planned, cluster, load_of(proposed, lengths))
+    return dataclasses.replace(found, breakdown=expected), proposed
 
 
 def with_mapping(config: Config, found: Mapping) -> Config:
     """Applies a mapping to a config: layouts, pools, slots, and batches that divide over them.
 
-    A microbatch has the smallest number of rows that the replicas and stages of every role divide, as in the
-    simulation.
+    A microbatch has as many rows as in the simulation.
     """
     actor = found.roles["actor"]
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    # The search considers neither expert nor sequence parallelism.
+    # The search considers neither expert nor sequence parallelism, and counts weights and moments as FSDP
+    # shards them: another strategy needs other memory, and its shards may not divide.
     mesh = dataclasses.replace(
-        config.mesh, layout="as_given", expert=1, context=1, **_settings_of(actor)
+        config.mesh, layout="as_given", expert=1, context=1, sharding="FSDP", **_settings_of(actor)
     )
     placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:

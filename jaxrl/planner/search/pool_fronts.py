@@ -33,8 +33,7 @@ from jaxrl.planner.search.mapping_problem import MappingProblem
 from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.search.role_options import RoleOptions, role_options
 from jaxrl.planner.search.turns import Turns, quick_turns
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_simulator import StepSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 
 
@@ -65,14 +64,11 @@ class PoolSolver:
     def __init__(self, problem: MappingProblem):
         """Builds the simulators; nothing is simulated yet."""
         self._problem = problem
-        self.passes = PassSimulator(problem.cluster, problem.workload, problem.assumptions)
-        self.generating = GenerationSimulator(
-            problem.cluster, problem.workload, problem.assumptions
-        )
+        self.simulator = StepSimulator(problem.cluster, problem.workload, problem.assumptions)
         actor = problem.actor
         self._actor = actor.name
         self._generation = GenerationChoice(
-            self.generating,
+            self.simulator.generating,
             problem.models[actor.name],
             budget=problem.budget_bytes,
             greedy=actor.greedy,
@@ -173,7 +169,7 @@ class PoolSolver:
             problem = self._problem
             self._options[key] = role_options(
                 *key,
-                self.passes,
+                self.simulator.passes,
                 domain=problem.cluster.accelerator.domain,
                 limits=problem.limits,
                 budget=problem.budget_bytes,

@@ -100,6 +100,7 @@ def search_mapping_of_common_rows(
     cluster: Cluster,
     *,
     assumptions: Assumptions,
+    tasks: Sequence[RoleTasks] | None = None,
 ) -> Mapping:
     """The result of `search_mapping` with the same number of microbatch rows for all roles.
 
@@ -109,10 +110,12 @@ def search_mapping_of_common_rows(
     Raises:
       UserError: as `search_mapping`; or the models fit only with different numbers of rows.
     """
-    found = search_mapping(dataflow, models, workload, cluster, assumptions=assumptions)
+    found = search_mapping(
+        dataflow, models, workload, cluster, assumptions=assumptions, tasks=tasks
+    )
     if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
         return found
-    roles = tasks_of(dataflow, models)
+    roles = tasks_of(dataflow, models, tasks)
     problem = MappingProblem(
         dataflow, roles, models, workload, cluster, assumptions, SearchLimits()
     )

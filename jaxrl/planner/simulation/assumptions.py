@@ -27,12 +27,15 @@ class Assumptions:
       overlap: fraction of a pass's compute that hides gathers of weights and sums of gradients. A guess.
       memory_share: fraction of a device's memory that a program may use.
       scratch_gb: GB per device for temporaries that no other term counts.
-      collective_latency_s: seconds of one small collective over a tensor-parallel group.
+      latency_scale: factor of the latencies of collectives (`hardware.link_latency`); 0 leaves them out.
       torus_step_s, hosts_step_s: overhead in seconds of a decoding step, on TPUs and on GPUs.
-      dispatch_s: seconds between two dispatches of the engine.
-      slot_host_s: host seconds per dispatch for each slot of a replica. 0 for our engine: its host takes
-        0.8 ms at 4,096 slots (benchmarks/rollout_host.py), which is part of `dispatch_s`. A Python loop over
-        sequences takes tens of microseconds per slot.
+      call_s: fixed seconds of a program call until its first result is on the host: a forward pass, all
+        updates of a step, a prefill batch, a dispatch of the engine. Measured with 800 arrays on a CPU; a
+        guess for accelerators.
+      host_s: host seconds per dispatch for each slot of all replicas. Our engine's host works on arrays of
+        all slots: measured as 0.8 ms at 4,096 slots.
+      slot_host_s: host seconds per dispatch for each slot of a replica, if each replica has a host of its own
+        that looks at its sequences one by one, in tens of microseconds. 0 for our engine.
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
       cache_bytes: bytes of a key or value in the cache.
@@ -40,6 +43,8 @@ class Assumptions:
       gradient_bytes: bytes of a gradient during an update, which sums in float32.
       reduced_bytes: bytes of a gradient in the sum over replicas.
       frozen_bytes: bytes of a weight of a role that is not trained.
+      skips_segments: whether attention over packed rows skips tiles without a common segment, as plain XLA
+        does. The kernels of cuDNN and splash compute them and mask them (docs/attention.md).
       remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
         backward pass.
       reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
@@ -56,10 +61,11 @@ class Assumptions:
     overlap: Annotated[float, between(0, 1)] = 0.5
     memory_share: Share = 0.9
     scratch_gb: Annotated[float, at_least(0)] = 1.5
-    collective_latency_s: Annotated[float, at_least(0)] = 8e-6
+    latency_scale: Annotated[float, at_least(0)] = 1.0
     torus_step_s: Annotated[float, at_least(0)] = 0.3e-3
     hosts_step_s: Annotated[float, at_least(0)] = 2e-3
-    dispatch_s: Annotated[float, at_least(0)] = 5e-3
+    call_s: Annotated[float, at_least(0)] = 1.25e-3
+    host_s: Annotated[float, at_least(0)] = 0.8e-3 / 4096
     slot_host_s: Annotated[float, at_least(0)] = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
@@ -69,6 +75,7 @@ class Assumptions:
     gradient_bytes: Annotated[float, at_least(0)] = 4.0
     reduced_bytes: Annotated[float, positive()] = 4.0
     frozen_bytes: Annotated[float, positive()] = 4.0
+    skips_segments: bool = True
     remat: Literal["full", "none"] = "full"
     reduce_each_microbatch: bool = True
     logits_tokens: Annotated[int, token_count(1)] = 1024

@@ -16,11 +16,14 @@ class CostBreakdown:
       seconds: seconds of a step by cause. A negative entry is time hidden behind other causes.
       resident: bytes that stay from step to step.
       transient: additional bytes while the task runs.
+      idle_s: seconds, contained in `seconds`, that generation would save if no slot were ever idle and all
+        replicas had the same load.
     """
 
     seconds: Mapping[str, float]
     resident: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
     transient: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
+    idle_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -37,9 +40,16 @@ class CostBreakdown:
         """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
+    def times(self, factor: float) -> CostBreakdown:
+        """The cost of `factor` repetitions: seconds are multiplied, bytes are not."""
+        seconds = {cause: factor * s for cause, s in self.seconds.items()}
+        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s)
+
     def lines(self) -> list[str]:
         """One line per cause, and the sums."""
         seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
+        if self.idle_s:
+            seconds.append(f"{self.idle_s:10.2f} s   of these for idle slots and unequal replicas")
         kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
         brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]
         return [*seconds, f"{self.total_s:10.2f} s   predicted in all", *kept, *brief]

@@ -87,14 +87,21 @@ class GenerationSimulator:
         devices = strategy.num_devices
         slots = generation.slots
         trace = (self._replayed if replay else self._trace)(devices, p_g, t_g, slots, greedy)
+        replicas = devices // (p_g * t_g)
+        decoding = self._decoding_s(model, p_g, t_g, trace, replicas)
+        used = min(slots, self._samples_per_replica(devices, p_g, t_g, greedy))
+        full = trace.without_idle_slots(used, self._work.tokens_per_dispatch)
+        busy_s = sum(self._decoding_s(model, p_g, t_g, full, replicas).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
             "prefill": self._prefill_s(model, devices, p_g),
-            **self._decoding_s(model, p_g, t_g, trace),
+            **decoding,
         }
         cache = slots * self.slot_bytes(model, p_g, t_g)
         weights = self.weight_bytes(model, p_g, t_g)
-        return CostBreakdown(seconds, {}, {"weights of generation": weights, "cache": cache})
+        transient = {"weights of generation": weights, "cache": cache}
+        idle_s = max(0.0, sum(decoding.values()) - busy_s)
+        return CostBreakdown(seconds, {}, transient, idle_s)
 
     def best_seconds(
         self,
@@ -123,13 +130,10 @@ class GenerationSimulator:
         fitting = int(max(0.0, left) // self.slot_bytes(model, p_g, t_g))
         slots = slot_counts(min(samples, self._work.max_slots, fitting))
         prefill = self._prefill_s(model, devices, p_g)
+        traces = (self._trace(devices, p_g, t_g, n, greedy) for n in slots)
+        replicas = devices // (p_g * t_g)
         found = [
-            sum(
-                self._decoding_s(
-                    model, p_g, t_g, self._trace(devices, p_g, t_g, n, greedy)
-                ).values()
-            )
-            for n in slots
+            sum(self._decoding_s(model, p_g, t_g, trace, replicas).values()) for trace in traces
         ]
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.
@@ -181,6 +185,7 @@ class GenerationSimulator:
             samples,
             min(slots, samples),
             work.tokens_per_dispatch,
+            devices // (p_g * t_g),
         )
 
     def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
@@ -193,18 +198,23 @@ class GenerationSimulator:
             replicas=devices // (p_g * t_g),
             slots=slots,
             tokens_per_dispatch=work.tokens_per_dispatch,
+            prefill_prompts=work.prefill_prompts,
         )
 
     def _prefill_s(self, model: ModelConfig, devices: int, p_g: int) -> float:
-        """Seconds of prefilling each prompt once, spread over all devices, with a pipeline bubble."""
+        """Seconds of prefilling each prompt once, spread over all devices, with a pipeline bubble.
+
+        Each prefill batch calls two programs: prefill, and the insertion into the slots.
+        """
         lengths = self._work.prompt_lengths
         attention = mean_attention_flops(model, lengths.mean, lengths.mean_square)
         flops = lengths.mean * model_numbers(model).token_flops + attention
         prompts = math.ceil(self._work.prompts * self._work.sampled_per_kept)
-        return prompts * flops / devices / self._flops * (2 * p_g - 1) / p_g
+        calls = 2 * math.ceil(prompts / self._work.prefill_prompts) * self._assume.call_s
+        return calls + prompts * flops / devices / self._flops * (2 * p_g - 1) / p_g
 
     def _decoding_s(
-        self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace
+        self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace, replicas: int
     ) -> dict[str, float]:
         """Seconds of all decoding steps, by cause.
 
@@ -228,18 +238,21 @@ class GenerationSimulator:
             "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
-            "a step anyway": float(trace.steps.sum()) * self._step_s,
-            "dispatches": trace.dispatches * assume.dispatch_s,
+            "overhead of each step": float(trace.steps.sum()) * self._step_s,
+            "host between dispatches": self._host_s(trace, replicas),
         }
-        if assume.slot_host_s:
-            visits = float((trace.steps * trace.slots).sum()) / self._work.tokens_per_dispatch
-            found["host, for each slot"] = visits * assume.slot_host_s
         if t_g > 1:
             size = slots * numbers.width * assume.compute_bytes
-            one = self._collectives.layer_reduce_s(1.0, t_g, 1) - assume.collective_latency_s
-            each = assume.collective_latency_s + size * one
+            each = self._collectives.reduce_s(size, t_g, 1)
             found["tensor all-reduces"] = 2 * numbers.layers / p_g * float((times * each).sum())
         if p_g > 1:
             hop = self._collectives.pass_on_s(0.0, t_g)
             found["between stages"] = float(times.sum()) * hop
         return found
+
+    def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
+        """Seconds of the host in all dispatches: a program call each, and its work for every slot."""
+        assume = self._assume
+        visits = float((trace.steps * trace.slots).sum()) / self._work.tokens_per_dispatch
+        each_slot = assume.slot_host_s + replicas * assume.host_s
+        return trace.dispatches * assume.call_s + visits * each_slot

@@ -82,6 +82,7 @@ class PassSimulator:
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
+            "program call": self._assume.call_s,
         }
         return CostBreakdown(
             seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
@@ -107,6 +108,7 @@ class PassSimulator:
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (tensor | data).items()},
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
+            "program call": assume.call_s,
         }
         resident = self._weights(model, strategy, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
@@ -143,8 +145,15 @@ class PassSimulator:
         """Seconds of matmuls and attention; with few tokens those of reading the weights."""
         numbers, work = model_numbers(model), self._work
         sequences = flushes.tokens / work.mean_tokens
-        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
-        flops = flushes.tokens * numbers.token_flops + sequences * attention
+        attention = sequences * mean_attention_flops(
+            model, work.mean_tokens, work.mean_square_tokens
+        )
+        if not self._assume.skips_segments:
+            # All pairs of a row up to each token: more than twice as many with several texts in a row.
+            tokens = max(float(work.microbatch_tokens), work.mean_tokens)
+            rows = flushes.tokens / tokens
+            attention = max(attention, rows * mean_attention_flops(model, tokens, tokens**2))
+        flops = flushes.tokens * numbers.token_flops + attention
         read = numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)
@@ -157,7 +166,7 @@ class PassSimulator:
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
         reduces = 2 * passes * numbers.layers / strategy.p * microbatches
-        one = self._collectives.layer_reduce_s(size, strategy.t, 1)
+        one = self._collectives.reduce_s(size, strategy.t, 1)
         found = {"tensor all-reduces": reduces * one}
         if strategy.p > 1:
             ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
@@ -179,14 +188,17 @@ class PassSimulator:
         assume, shared = self._assume, self._collectives
         values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
         stride = strategy.p * strategy.t
-        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride)
+        # The weights of a layer are one gather, and their gradients one sum.
+        calls = model_numbers(model).layers / strategy.p + 1
+        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
             sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
             size = values * assume.reduced_bytes
             replicas = strategy.d // strategy.fsdp
-            scatter = shared.gather_s(size, strategy.fsdp, stride)
-            rest = shared.reduce_s(size / strategy.fsdp, replicas, stride * strategy.fsdp)
+            scatter = shared.gather_s(size, strategy.fsdp, stride, calls=calls)
+            apart = stride * strategy.fsdp
+            rest = shared.reduce_s(size / strategy.fsdp, replicas, apart, calls=calls)
             found["gradients summed"] = flushes.count * scatter + sums * rest
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found

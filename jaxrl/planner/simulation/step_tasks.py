@@ -30,7 +30,7 @@ class RoleTasks:
       name: name of the role.
       trains: whether it is trained, and so has an optimiser state.
       generates: whether it samples.
-      forwards: number of forward passes over the sequences in preparation.
+      forwards: number of forward passes over the sequences in preparation; may be a fraction.
       greedy: whether its work includes greedy answers.
       optional: whether the dataflow can run without a model for it.
     """
@@ -38,31 +38,43 @@ class RoleTasks:
     name: str
     trains: bool = False
     generates: bool = False
-    forwards: int = 1
+    forwards: float = 1.0
     greedy: bool = False
     optional: bool = False
 
 
-def _tasks(flow: Dataflow) -> tuple[RoleTasks, ...]:
-    """The tasks of a dataflow's roles: critics learn, and whatever else is frozen reads once."""
+def role_tasks(
+    flow: Dataflow, roles: Sequence[str] = (), *, own_forwards: float = 1.0
+) -> tuple[RoleTasks, ...]:
+    """The tasks of a dataflow's roles: critics learn, and whatever else is frozen reads once.
+
+    Args:
+      flow: dataflow.
+      roles: roles of a run; empty takes those that the dataflow declares.
+      own_forwards: share of the sequences whose old log-probabilities the actor computes in preparation; its
+        update computes the others.
+    """
 
     def of(role: str) -> RoleTasks:
         if role == "actor":
-            return RoleTasks(role, trains=True, generates=True, greedy=flow.greedy_baseline)
+            greedy = flow.greedy_baseline
+            return RoleTasks(
+                role, trains=True, generates=True, forwards=own_forwards, greedy=greedy
+            )
         row = ROLES[role]
         # A reward model scores the greedy answers too.
         greedy = flow.greedy_baseline and role == "reward"
         optional = row.where_used or role in _UNKNOWN_COSTS
         return RoleTasks(role, trains=row.trains, greedy=greedy, optional=optional)
 
-    return tuple(of(role) for role in flow.roles)
+    return tuple(of(role) for role in roles or flow.roles)
 
 
 # A search may leave them out, though a run does not.
 _UNKNOWN_COSTS = ("cost", "cost_critic")
 
 TASKS: Mapping[str, tuple[RoleTasks, ...]] = {
-    name: _tasks(flow) for name, flow in DATAFLOWS.items()
+    name: role_tasks(flow) for name, flow in DATAFLOWS.items()
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,6 +15,9 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 
 _QUANTILES = 16_384
+_MIN_SIGMA = 0.05
+MAX_SIGMA = 5.0
+"""Largest spread of the logarithm of lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +27,16 @@ class LengthDistribution:
     Attributes:
       mean: mean length, truncated texts included.
       longest: maximum length; longer texts are truncated, and memory is reserved for it.
-      kind: "constant", or "log-normal" with the spread of many reasoning policies.
-      sigma: standard deviation of the logarithm before truncation.
+      kind: "constant", "log-normal" with the spread of many reasoning policies, or "measured".
+      sigma: standard deviation of the logarithm before truncation, of a log-normal.
+      values: measured lengths, ascending; empty for other kinds.
     """
 
     mean: Annotated[float, positive()]
     longest: Annotated[int, token_count(1)]
-    kind: Literal["constant", "log-normal"] = "constant"
-    sigma: Annotated[float, positive(at_most=5)] = 0.95
+    kind: Literal["constant", "log-normal", "measured"] = "constant"
+    sigma: Annotated[float, positive(at_most=MAX_SIGMA)] = 0.95
+    values: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
         check_fields(self)
@@ -45,22 +51,88 @@ class LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return LengthDistribution(tokens, tokens)
 
+    @staticmethod
+    def measured(lengths: Sequence[int] | np.ndarray, longest: int) -> LengthDistribution:
+        """Lengths that were measured: int [N], N >= 1, in any order; `longest` is the limit of the run."""
+        ascending = np.sort(np.minimum(np.maximum(lengths, 1), longest))
+        if len(ascending) > _QUANTILES:
+            # Equally spaced, both ends included.
+            ascending = ascending[
+                np.linspace(0, len(ascending) - 1, _QUANTILES).round().astype(int)
+            ]
+        values = tuple(ascending.tolist())
+        return LengthDistribution(float(ascending.mean()), longest, "measured", values=values)
+
+    @staticmethod
+    def with_cut_off(mean: float, longest: int, cut_off: float) -> LengthDistribution:
+        """The log-normal with this mean and this share of truncated texts.
+
+        Args:
+          mean: mean length, truncated texts included.
+          longest: length at which texts are truncated.
+          cut_off: share of truncated texts, between 0 and 1.
+
+        Raises:
+          UserError: no log-normal has both.
+        """
+        low, high = _MIN_SIGMA, MAX_SIGMA
+        for _ in range(40):
+            middle = (low + high) / 2
+            found = LengthDistribution(mean, longest, "log-normal", middle)
+            low, high = (middle, high) if found.cut_off < cut_off else (low, middle)
+        found = LengthDistribution(mean, longest, "log-normal", high)
+        if abs(found.cut_off - cut_off) > max(0.002, cut_off / 20):
+            raise UserError(
+                f"no spread of lengths has a mean of {mean:,.0f} tokens with {cut_off:.1%} cut off at "
+                f"{longest:,}; with this mean choose a share nearer to {found.cut_off:.1%}"
+            )
+        return found
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all texts have the same length."""
+        return self.kind == "constant"
+
+    @functools.cached_property
+    def deviation(self) -> float:
+        """Standard deviation of the lengths."""
+        return float(self._sample.std())
+
+    @functools.cached_property
+    def cut_off(self) -> float:
+        """Share of texts with the maximum length: those that were truncated."""
+        return float((self._sample >= self.longest).mean())
+
     def quantiles(self, count: int) -> np.ndarray:
         """`count` representative lengths, ascending: int64 [count]; the last is the longest possible."""
         if self.kind == "constant":
             return np.full(count, round(self.mean), np.int64)
-        places = (np.arange(count) + 0.5) / count * (_QUANTILES - 1)
-        z = np.interp(places, np.arange(_QUANTILES), _normals())
-        found = np.clip(np.round(self._median * np.exp(self.sigma * z)), 1, self.longest)
-        found = found.astype(np.int64)
+        sample = self._sample
+        places = ((np.arange(count) + 0.5) / count * len(sample)).astype(np.int64)
+        found = np.round(sample[places]).astype(np.int64)
         # A batch ends only with its longest sample, on whichever replica that is.
-        found[-1] = self.longest
+        found[-1] = self.longest if self.kind == "log-normal" else sample[-1]
         return found
 
     @functools.cached_property
     def mean_square(self) -> float:
         """Mean of the squared lengths, which the cost of attention is proportional to."""
         return float(np.mean(self.quantiles(4096).astype(float) ** 2))
+
+    @functools.cached_property
+    def mean_in_flight(self) -> float:
+        """Mean length so far of a text in flight: E[L^2] / 2 E[L], as long texts are in flight for longer."""
+        sample = self._sample
+        return float((sample**2).mean() / (2 * sample.mean()))
+
+    @functools.cached_property
+    def _sample(self) -> np.ndarray:
+        """Representative lengths, ascending: float64."""
+        if self.kind == "constant":
+            return np.array([self.mean])
+        if self.kind == "measured":
+            return np.array(self.values, float)
+        return np.clip(self._median * np.exp(self.sigma * _normals()), 1, self.longest)
 
     @functools.cached_property
     def _median(self) -> float:
@@ -97,6 +169,7 @@ class Workload:
         replicas and stages; 0 gives one row to each of them.
       pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
+      prefill_prompts: prompts of a prefill batch of the engine.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
     """
 
@@ -111,6 +184,7 @@ class Workload:
     microbatch_rows: Annotated[int, count(0)] = 0
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
+    prefill_prompts: Annotated[int, count(1)] = 32
     max_slots: Annotated[int, count(1)] = 1024
 
     def __post_init__(self):

@@ -27,7 +27,7 @@ LAYOUTS = [
     (Strategy(1, 2, 4, 4), 2),
 ]
 # A byte takes as long as it is large.
-RATES = Assumptions(link_rate=1.0, collective_latency_s=0.0)
+RATES = Assumptions(link_rate=1.0, latency_scale=0.0)
 
 
 def predicted(strategy: Strategy, t_g: int) -> float:

@@ -16,24 +16,24 @@ from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import write_accelerator
-from jaxrl.planner.search.mapping import ColocatedSet, Mapping, RoleMapping
+from jaxrl.planner.search.mapping import ColocatedSet, Mapping
 from jaxrl.planner.search.mapping_choice import (
-    assumptions_of,
     propose,
     search_for,
     setting_lines,
     with_mapping,
     with_searched_layout,
-    workload_of,
 )
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_simulator import RoleMapping
 from jaxrl.planner.simulation.workload import (
     GenerationStrategy,
     LengthDistribution,
     Strategy,
     Workload,
 )
+from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.cross_checks import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
@@ -84,7 +84,7 @@ def test_a_proposal_is_printed_as_settings():
     config = recipe_file("dapo_qwen7b")
     _, proposed = propose(config, Cluster.parse("a100:2x8"))
     lines = setting_lines(config, proposed)
-    assert "config.mesh.train = '1-2-8'" in lines and "config.train.rows = 8" in lines
+    assert "config.mesh.train = '1-4-4'" in lines and "config.train.rows = 4" in lines
     assert setting_lines(config, config) == []
 
 
@@ -106,8 +106,10 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     # By itself the reference of this recipe would have sixteen times the actor's rows.
     found = search_for(recipe_file("ppo_llama8b"), Cluster.parse("h100:16x8"))
     config = with_mapping(recipe_file("ppo_llama8b"), found)
-    work = dataclasses.replace(workload_of(config), microbatch_rows=config.train.rows)
-    passes = PassSimulator(Cluster.parse("h100:16x8"), work, assumptions_of(config))
+    work = load_of(config).work
+    assert work.microbatch_rows == config.train.rows
+    cluster = Cluster.parse("h100:16x8")
+    passes = PassSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
     tasks = {task.role: task for task in found.breakdown[2].tasks}
     models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
@@ -123,11 +125,21 @@ def test_the_search_assumes_what_the_recipe_says():
         rollout=dataclasses.replace(config.rollout, kv_dtype="int8"),
         optim=dataclasses.replace(config.optim, moments="bfloat16"),
     )
-    found = assumptions_of(narrow)
+    found = assumptions_of(narrow, accelerator("h100"))
     assert (found.dtype, found.compute_bytes, found.cache_bytes) == ("bfloat16", 2, 1)
     assert (found.moments_bytes, found.remat) == (4, "full")
     assert found.logits_tokens == config.train.logprob_chunk_tokens
-    assert assumptions_of(config).compute_bytes == 4
+    assert assumptions_of(config, accelerator("h100")).compute_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "skips"),
+    [("h100", "bfloat16", False), ("h100", "float32", True), ("v5p", "bfloat16", False)],
+)
+def test_pairs_of_packed_texts_are_those_that_the_devices_kernel_computes(kind, dtype, skips):
+    config = recipe()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))
+    assert assumptions_of(config, accelerator(kind)).skips_segments == skips
 
 
 def mapping_of(strategies, devices=8, generation=(1, 2)):

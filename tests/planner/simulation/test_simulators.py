@@ -18,9 +18,11 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.link_latency import protocols_of
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
@@ -43,9 +45,10 @@ PLAIN = Assumptions(
     overlap=0.0,
     memory_share=1.0,
     scratch_gb=0.0,
-    collective_latency_s=0.0,
+    latency_scale=0.0,
     hosts_step_s=0.0,
-    dispatch_s=0.0,
+    call_s=0.0,
+    host_s=0.0,
 )
 # Reading weights takes no time beside 1 TFLOP/s.
 CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4))
@@ -89,6 +92,19 @@ def test_compute_is_what_the_model_asks_for():
         assert again == pytest.approx(whole / 3 / 1e12 / strategy.num_devices)
         forward = passes().inference(MODEL, strategy)
         assert forward.seconds["compute"] == pytest.approx(again)
+
+
+def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
+    # 16 texts of 256 tokens in 8 rows of 512: each row has 512 x 513 / 2 pairs, not twice 256 x 257 / 2.
+    rows = dataclasses.replace(PLAIN, skips_segments=False)
+    one, two = (passes(a).inference(MODEL, Strategy(1, 1, 1)).seconds for a in (PLAIN, rows))
+    pairs = 8 * (512 * 513 / 2 - 2 * 256 * 257 / 2)
+    more = pairs * model_numbers(MODEL).pair_flops / 1e12
+    assert two["compute"] - one["compute"] == pytest.approx(more)
+    # A text of its own row has no other pairs.
+    alone = dataclasses.replace(WORK, microbatch_tokens=128)
+    one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, rows))
+    assert one.total_s == two.total_s
 
 
 def test_without_remat_nothing_is_computed_again():
@@ -196,6 +212,73 @@ def test_the_real_rules_accept_every_strategy(name, devices):
         shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
 
 
+# Latencies and fixed costs
+
+H100 = Cluster.parse("h100:16x8")
+V5P = Cluster.parse("v5p:4x4x8")
+FULL = dataclasses.replace(PLAIN, latency_scale=1.0)
+
+
+def test_small_reductions_take_the_protocol_with_the_lowest_latency():
+    # NCCL's LL: 6.6 us, and 2 x 7 hops of .6 us; half of 450 GB/s for data.
+    reduced = Collectives(H100, FULL).reduce_s(1e3, 8, 1)
+    assert reduced == pytest.approx(6.6e-6 + 14 * 0.6e-6 + 2 * 7 / 8 * 1e3 / 225e9)
+    # A TPU's ring goes both ways: 8 hops of 1 us, and 5 us before the first.
+    assert Collectives(V5P, FULL).reduce_s(0.0, 8, 1) == pytest.approx(13e-6)
+    # Large arrays go by Simple, at the whole rate: 8.4 us, 14 hops of 3.4.
+    large = Collectives(H100, FULL).reduce_s(1e9, 8, 1)
+    assert large == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 1e9 / 450e9)
+    # Arrays of several sizes at once.
+    both = Collectives(H100, FULL).reduce_s(np.array([1e3, 1e9]), 8, 1)
+    assert both.tolist() == pytest.approx([reduced, large])
+
+
+def test_hops_between_hosts_cost_more():
+    # 32 devices of four hosts: 28 hops inside and 3 between; 16 replicas eight apart: 15 between hosts.
+    latency = {
+        (32, 1): 6.6e-6 + 28 * 0.6e-6 + 3 * 2.7e-6,
+        (16, 8): 6.6e-6 + 15 * 2.7e-6,
+        (8, 1): 6.6e-6 + 7 * 0.6e-6,
+    }
+    for (members, stride), seconds in latency.items():
+        assert Collectives(H100, FULL).gather_s(0.0, members, stride) == pytest.approx(seconds)
+        ten = Collectives(H100, FULL).gather_s(0.0, members, stride, calls=10)
+        assert ten == pytest.approx(10 * seconds)
+    assert Collectives(H100, FULL).gather_s(1e9, 1, 8) == 0
+
+
+def test_gathers_and_gradient_sums_have_a_latency_per_layer():
+    none, all_of_it = (passes(a).training(MODEL, Strategy(1, 1, 2, 2)) for a in (PLAIN, FULL))
+    # Four microbatches, two gathers of four layers and the embedding; one hop of NVLink.
+    start = min(p.start_s + p.near_s for p in protocols_of(CLUSTER.accelerator))
+    for cause, gathers in (("weights gathered", 2), ("gradients summed", 1)):
+        more = all_of_it.seconds[cause] - none.seconds[cause]
+        assert 4 * gathers * 5 * start <= more <= 4 * gathers * 5 * 20e-6
+
+
+def test_every_program_call_costs_the_host():
+    work = dataclasses.replace(WORK, prefill_prompts=8)
+    calls = dataclasses.replace(PLAIN, call_s=1.0)
+    one = Strategy(1, 1, 1)
+    for assume, times in ((PLAIN, 0), (calls, 1)):
+        assert passes(assume).training(MODEL, one).seconds["program call"] == times
+        assert passes(assume).inference(MODEL, one).seconds["program call"] == times
+    slots = GenerationStrategy(1, 1, 16)
+    free, paid = (generator(a, work).generation(MODEL, one, slots).seconds for a in (PLAIN, calls))
+    # 128 tokens in dispatches of 64; 16 prompts in batches of 8, which two programs prefill and insert.
+    assert paid["host between dispatches"] - free["host between dispatches"] == 2
+    assert paid["prefill"] - free["prefill"] == pytest.approx(4)
+
+
+def test_the_host_looks_at_the_slots_of_all_replicas():
+    hosts = dataclasses.replace(PLAIN, host_s=1.0)
+    # Four replicas of four slots, two dispatches.
+    found = generator(hosts).generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4))
+    assert found.seconds["host between dispatches"] == pytest.approx(2 * 16)
+    # The measurement that it comes from: 0.8 ms for 4,096 slots.
+    assert Assumptions().host_s * 4096 == pytest.approx(0.8e-3)
+
+
 # Generation
 
 
@@ -288,7 +371,8 @@ def test_terms_are_positive_and_longer_responses_slower(p_g, t_g):
     strategy, chosen = Strategy(2, 2, 4), GenerationStrategy(p_g, t_g, 3)
     short, long = (
         generator(
-            Assumptions(), toy_work(response_lengths=LengthDistribution(mean, 256, "log-normal"))
+            Assumptions(),
+            toy_work(prompts=64, response_lengths=LengthDistribution(mean, 256, "log-normal")),
         ).generation(MODEL, strategy, chosen)
         for mean in (60, 120)
     )
@@ -332,16 +416,45 @@ def test_every_token_is_decoded_once(samples, slots, kind):
 @pytest.mark.parametrize("kind", ["constant", "log-normal"])
 def test_the_short_way_is_close_to_the_engines_scheduler(kind):
     lengths = LengthDistribution(96, 256, kind)
-    quick = quick_trace(64.0, lengths, 48, 8, 4)
+    quick = quick_trace(64.0, lengths, 48, 8, 4, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
     replayed = replayed_trace(
         64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
     )
-    assert replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
-    # Dispatches and the slowest of four replicas cost something.
-    assert quick.steps.sum() <= replayed.steps.sum() <= 1.35 * quick.steps.sum()
+    assert 4 * replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
+    # Dispatches cost something, and with so few samples much depends on the order.
+    assert 0.95 * quick.steps.sum() <= replayed.steps.sum() <= 1.2 * quick.steps.sum()
     total = (quick.steps * quick.cached).sum(), (replayed.steps * replayed.cached).sum()
-    assert 0.9 * total[0] <= total[1] <= 1.35 * total[0]
+    assert 0.9 * total[0] <= total[1] <= 1.2 * total[0]
+    for trace in (quick, replayed):
+        assert (trace.steps * trace.cached).sum() >= trace.mean_cached * trace.steps.sum() * 0.999
+
+
+@pytest.mark.parametrize(("slots", "replicas"), [(24, 8), (64, 4), (300, 16)])
+def test_a_step_waits_for_the_busiest_replica(slots, replicas):
+    lengths = LengthDistribution(400, 2048, "log-normal")
+    samples = 6 * slots
+    quick = quick_trace(64.0, lengths, samples, slots, 16, replicas)
+    each = np.random.default_rng(1).permutation(lengths.quantiles(replicas * samples))
+    replayed = replayed_trace(
+        64.0, each, samples_per_prompt=1, replicas=replicas, slots=slots, tokens_per_dispatch=16
+    )
+    assert quick.steps.sum() == pytest.approx(replayed.steps.sum(), rel=0.08)
+    reads = [(trace.steps * trace.cached).sum() for trace in (quick, replayed)]
+    assert reads[0] == pytest.approx(reads[1], rel=0.08)
+    # One replica alone reads less than the busiest of several.
+    alone = quick_trace(64.0, lengths, samples, slots, 16)
+    assert (alone.steps * alone.cached).sum() < reads[0]
+
+
+def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
+    lengths = LengthDistribution(96, 256, "log-normal")
+    trace = quick_trace(64.0, lengths, 48, 8, 4)
+    full = trace.without_idle_slots(8, 4)
+    tokens = lengths.quantiles(48).sum()
+    assert full.steps.sum() * 8 == pytest.approx(tokens)
+    assert full.steps.sum() < trace.steps.sum() and full.dispatches < trace.dispatches
+    assert full.cached * full.steps == pytest.approx((trace.cached * trace.steps).sum())
 
 
 def test_a_replay_of_one_replica_by_hand():
@@ -363,6 +476,34 @@ def test_lengths_have_their_mean_and_longest():
     assert found[-1] == 20_480 and (np.diff(found) >= 0).all()
     assert np.median(found) == pytest.approx(2630, rel=0.05)
     assert LengthDistribution.exactly(7).quantiles(3).tolist() == [7, 7, 7]
+
+
+def test_measured_lengths_are_the_lengths():
+    found = LengthDistribution.measured([5, 900, 1, 30], 100)
+    assert found.quantiles(4).tolist() == [1, 5, 30, 100]
+    assert found.quantiles(2).tolist() == [5, 100]
+    assert (found.mean, found.longest, found.cut_off) == (34, 100, 0.25)
+    assert found.deviation == pytest.approx(np.std([1, 5, 30, 100]))
+    # More lengths than are kept: still with their mean, the shortest and the longest.
+    many = np.random.default_rng(0).integers(1, 1000, 100_000)
+    found = LengthDistribution.measured(many, 2000)
+    assert found.mean == pytest.approx(many.mean(), rel=0.01)
+    assert found.quantiles(10_000)[[0, -1]].tolist() == [many.min(), many.max()]
+
+
+@pytest.mark.parametrize("cut_off", [0.001, 0.02, 0.1])
+def test_mean_and_cut_off_give_the_spread(cut_off):
+    found = LengthDistribution.with_cut_off(4096, 20_480, cut_off)
+    assert found.cut_off == pytest.approx(cut_off, abs=0.002)
+    assert found.quantiles(4096).mean() == pytest.approx(4096, rel=0.02)
+    with pytest.raises(UserError, match="no spread of lengths has a mean of 100 tokens"):
+        LengthDistribution.with_cut_off(100, 20_480, 0.5)
+
+
+def test_a_text_in_flight_is_longer_than_half_of_the_mean():
+    assert LengthDistribution.exactly(100).mean_in_flight == 50
+    # (10^2 + 30^2) / (2 x 40) x (1/2) / (1/2)
+    assert LengthDistribution.measured([10, 30], 100).mean_in_flight == 12.5
 
 
 @hypothesis.given(st.integers(1, 300), st.integers(1, 300))

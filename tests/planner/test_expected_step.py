@@ -1,0 +1,159 @@
+"""The expected seconds of a step: the same in plans and in the search, above their lower bounds."""
+
+import dataclasses
+import io
+import pathlib
+
+import pytest
+from plans import tiny_config
+from rich.console import Console
+from toy_clusters import toy
+
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.models.shapes import model_shapes
+from jaxrl.planner import plan_tables
+from jaxrl.planner.expected_step import expected_step, tasks_of_run
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
+from jaxrl.planner.search.mapping_choice import propose
+from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
+from jaxrl.planner.step_load import assumptions_of, load_of
+from jaxrl.planner.step_times import StepTimes
+from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.trainer.algorithm import algorithm_of
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+PODS = {
+    "v5p-128": ("v5p:4x4x8", 16),
+    "v6e-256": ("v6e:16x16", 32),
+    "h100-128": ("h100:16x8", 16),
+    "h200-64": ("h200:8x8", 8),
+}
+TOY = Cluster(toy(per_host=8), (1, 8))
+
+
+def recipe(name: str, **changes: str) -> Config:
+    return load_config(Config, str(CONFIGS / name), changes)
+
+
+def planned_of(config: Config):
+    return planned_roles(config, algorithm_of(config), abstract_meshes(config))
+
+
+def times_of(config: Config, cluster: Cluster) -> StepTimes:
+    times = trace_plan(config, cluster).times
+    assert times is not None
+    return times
+
+
+@pytest.mark.parametrize("layout", PODS)
+def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
+    topology, d = PODS[layout]
+    config, cluster = recipe(f"dapo_qwen32b.py:{layout}"), Cluster.parse(topology)
+    load, planned = load_of(config), planned_of(config)
+    plan = expected_step(planned, cluster, load)
+    # What the search ranks by: the quick trace, and the rows of a microbatch that follow from the layout.
+    slots = GenerationStrategy(1, 8, planned.engine.config.slots // d)
+    roles = {"actor": RoleMapping("actor", 0, Strategy(1, 8, d, d), slots)}
+    work = dataclasses.replace(load.work, microbatch_rows=0)
+    simulator = StepSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
+    tasks = tasks_of_run(planned.algorithm, config)
+    search = simulator.step(tasks, planned.models.by_role, roles)
+    for ours, theirs in zip(plan, search, strict=True):
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.05), ours.name
+
+
+def test_a_proposal_has_the_seconds_of_its_plan():
+    cluster = Cluster.parse("h100:2x8")
+    found, proposed = propose(recipe("ppo_llama8b.py"), cluster)
+    times = times_of(proposed, cluster)
+    assert found.seconds == pytest.approx(times.step_s)
+    for stage in found.breakdown:
+        assert stage.seconds == pytest.approx(times.stage_s(stage.name))
+
+
+def test_the_lower_bound_is_below_the_expectation_in_every_phase():
+    times = times_of(recipe("dapo_qwen32b.py:h100-128"), Cluster.parse("h100:16x8"))
+    for task in times.tasks:
+        assert 0 < task.at_least_s < task.expected.total_s
+    (sampling,) = times.of_stage("generation")
+    assert sampling.bound == "memory"
+    assert {"weights read", "cache read", "tensor all-reduces"} <= sampling.expected.seconds.keys()
+    assert 0 < sampling.expected.idle_s < sampling.expected.total_s
+    # Long answers are in flight for longer than short ones: 4,096 tokens on average, not half of them.
+    assert times.load.work.response_lengths.mean_in_flight == pytest.approx(4090, rel=0.02)
+
+
+def test_the_first_minibatch_takes_its_log_probabilities_from_the_update():
+    config = recipe("dapo_qwen32b.py:h100-128")
+    (actor,) = tasks_of_run(algorithm_of(config), config)
+    assert actor.forwards == 15 / 16
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"), [(False, 10 + 3 + 4), (True, 10)], ids=["in turn", "one step off"]
+)
+def test_sampling_for_the_next_step_overlaps_with_learning(overlap, expected):
+    times = times_of(tiny_config(), TOY)
+    seconds = {"generation": 10.0, "preparation": 3.0, "training": 4.0}
+    tasks = tuple(
+        dataclasses.replace(
+            task,
+            expected=dataclasses.replace(task.expected, seconds={"all": seconds[task.stage]}),
+        )
+        for task in times.tasks
+    )
+    assert dataclasses.replace(times, tasks=tasks, overlaps=overlap).step_s == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("grpo_tiny.py", {("generation", "actor"), ("training", "actor")}),
+        ("ppo_tiny.py", {("preparation", "critic"), ("training", "critic")}),
+    ],
+)
+def test_every_role_has_its_seconds(name, roles):
+    config = recipe(name, **{"mesh.simulated_devices": "0", "mesh.train": "1-1-1"})
+    times = times_of(config, Cluster(toy(per_host=1), (1, 1)))
+    found = {(task.stage, task.role) for task in times.tasks}
+    assert roles <= found
+    assert all(task.expected.total_s > 0 for task in times.tasks)
+
+
+def test_a_sampler_on_its_own_devices_is_simulated_there():
+    model = model_shapes("qwen2.5-0.5b")
+    placement = {
+        "learn": {"roles": ("actor",), "train": "1-2-2", "generate": "1-2-1-2"},
+        "sample": {"roles": ("rollout",), "train": "1-2-2", "generate": "1-2-1-2", "fsdp": 1},
+    }
+    config = dataclasses.replace(tiny_config(model), placement=placement)
+    times = times_of(config, TOY)
+    (sampling,) = times.of_stage("generation")
+    assert (sampling.role, sampling.pool) == ("rollout", 1)
+    assert sampling.expected.seconds["resharding"] == 0
+    assert 0 < sampling.at_least_s < sampling.expected.total_s
+
+
+def test_the_table_has_phases_causes_and_both_predictions():
+    out = io.StringIO()
+    plan_tables.show(trace_plan(tiny_config(), TOY), Console(file=out))
+    text = out.getvalue()
+    assert text.isascii() and text.count("expected, PREDICTED") == 1
+    for words in (
+        "generation",
+        "tensor all-reduces",
+        "idle slots",
+        "at least",
+        "a step",
+        "cut off at",
+    ):
+        assert words in text
+
+
+def test_a_cluster_of_another_size_is_refused():
+    with pytest.raises(UserError, match=r"toy:2x8 has 16 devices, layout .* needs 8"):
+        trace_plan(tiny_config(), Cluster(toy(per_host=8), (2, 8)))
