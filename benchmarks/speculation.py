@@ -1,8 +1,9 @@
 """How much faster speculation samples, over all tokens and over the last tenth of a batch.
 
-    python benchmarks/speculation.py [--rounds 3] [--drafted 4] [--task table|story] [--tokens 500]
+    python benchmarks/speculation.py [--rounds 3] [--drafted 4] [--task copy|table|story] [--tokens 500]
                                      [--temperature 0.5]
 
+    copy     "Repeat this list ..."                      answers repeat the prompt
     table    "Write the multiplication table of 7 ..."   answers repeat themselves
     story    "Write a short story about a lighthouse"    answers do not
 
@@ -40,7 +41,12 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.speculation import AnswerTexts
 
+_LISTS = [
+    "\n".join(f"{i}. {name} sold {i * n % 90 + 10} boxes in {town}." for i in range(1, 16))
+    for n, name, town in ((37, "Anna", "Rome"), (53, "Ben", "Oslo"))
+]
 TASKS = {
+    "copy": [f"Repeat this list word for word:\n{text}" for text in _LISTS],
     "table": [
         f"Write the multiplication table of {n}, from {n} x 1 to {n} x 30, one line each."
         for n in (7, 12)
@@ -88,9 +94,9 @@ class Bench:
     def config(self, drafted):
         return EngineConfig(
             slots=len(self.prompts) * SAMPLES,
-            smallest_bucket=2,
+            smallest_bucket=4,
             prefill_prompts=len(self.prompts),
-            max_prompt_tokens=64,
+            max_prompt_tokens=max(map(len, self.prompts)),
             max_response_tokens=self.args.tokens,
             stop_ids=tuple(self.tokenizer.stop_ids),
             speculate=drafted,
@@ -186,7 +192,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafted", type=int, default=4)
-    parser.add_argument("--task", choices=TASKS, default="table")
+    parser.add_argument("--task", choices=TASKS, default="copy")
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--temperature", type=float, default=0.5)
     args = parser.parse_args()

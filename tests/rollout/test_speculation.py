@@ -247,13 +247,13 @@ def test_pauses_grow_until_speculation_gains():
         return next(i for i in itertools.count() if acceptance.wants())
 
     assert acceptance.wants()
-    assert [pause() for _ in range(6)] == [8, 16, 32, 64, 128, 128]
+    assert [pause() for _ in range(6)] == [16, 32, 64, 128, 256, 256]
     acceptance.add(100.0)
     assert acceptance.credit == 16 and acceptance.wants()
     # A few bad dispatches are borne.
     acceptance.add(-10.0)
     assert acceptance.wants()
-    assert pause() == 8
+    assert pause() == 16
 
 
 def test_answers_are_kept_by_prompt_newest_last(monkeypatch):
