@@ -65,8 +65,8 @@ def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
 def enough_tokens(rows_per_shard: int, platform: str | None) -> float:
     """The tokens that a row must keep in a round of 5 tokens for speculation to pay.
 
-    It is the cost of a round in steps of one token. On a busy CPU it was 1.5 to 3.2 with one row and 2.4 to 3.4
-    with 8, where matmuls are limited by arithmetic. On accelerators it is not measured yet.
+    It is the cost of a round in steps of one token. On a busy CPU it was 1.5 to 3.2 with one row and 2.4 to
+    3.4 with 8, where matmuls are limited by arithmetic. On accelerators it is not measured yet.
     """
     return 2 + 0.1 * rows_per_shard if platform in (None, "cpu") else 1.3
 
