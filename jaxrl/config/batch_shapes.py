@@ -47,6 +47,7 @@ def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConf
         # The judge's answers are short, and its slots are few.
         cache="contiguous",
         cache_tokens=0,
+        speculate=0,
     )
     return EngineConfig(
         **settings,

@@ -79,6 +79,11 @@ class Policy(Protocol):
         """Whether the current weights are in the generation layout."""
         ...
 
+    @property
+    def sampling_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last sampling that has ended."""
+        ...
+
     def for_sampling(self) -> None:
         """Reshards the weights to the generation layout."""
         ...
@@ -192,7 +197,8 @@ class Sampling:
         with self._generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self._generation.timer.step)
             completions = self._generation.generate(batch, beside)
-        return self._rewards(completions, beside)
+            metrics = self._generation.actor.sampling_metrics
+        return _with_metrics(self._rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Expected lengths, and the position in the prompts."""
@@ -202,6 +208,10 @@ class Sampling:
         """Continues from a record."""
         prompts.restore(record["prompts"])
         self._generation.restore(record)
+
+
+def _with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
+    return dataclasses.replace(sampled, metrics={**sampled.metrics, **metrics})
 
 
 class GreedySampling:
@@ -244,9 +254,10 @@ class OneStepAhead:
         with generation.timer.phase("gen", shown="generate", may_stop=True):
             current = self._ahead or self._start(prompts)
             completions = current.result()
+            metrics = generation.actor.sampling_metrics
             self._ahead = self._start(prompts)
             generation.learn_lengths(completions)
-        return self._rewards(completions)
+        return _with_metrics(self._rewards(completions), metrics)
 
     def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
         """Starts sampling in the background with the current weights."""
@@ -333,7 +344,9 @@ class PartialSampling:
         self._unfinished = rollout.unfinished
         stale = sum(int((version < step).sum()) for version in rollout.versions)
         sampled = self._rewards(rollout.completions, beside)
-        return dataclasses.replace(sampled, counts={**counts, "rollout/stale_tokens": stale})
+        counts["rollout/stale_tokens"] = stale
+        sampled = dataclasses.replace(sampled, counts=counts)
+        return _with_metrics(sampled, generation.actor.sampling_metrics)
 
     def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
         """Draws groups for free places, but not more samples than a generation batch has."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -185,6 +185,11 @@ class Actor(Learner):
         """Continues unfinished groups, and may leave some; arguments as for `RolloutBackend.resume`."""
         self._prepare_sampling()
         return self.backend.resume(prompts, options, **further)
+
+    @property
+    def sampling_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last sampling that has ended; see `RolloutBackend.metrics`."""
+        return self.backend.metrics
 
     def start_generating(
         self,

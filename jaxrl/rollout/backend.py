@@ -15,7 +15,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -86,6 +86,11 @@ class RolloutBackend(Protocol):
     @property
     def weights_dtype(self) -> str:
         """The 8-bit type of the weights of projections, see `weight_types`; "" if it is `dtype`."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last call of `generate` or `resume`, by name; may be empty."""
         ...
 
     def load(self, params: Params) -> None:

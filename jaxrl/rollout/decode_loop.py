@@ -15,7 +15,7 @@ A dispatch takes these steps, in this order:
               grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
               extend      appends the environment's answer to the sequences of answered samples
               admit       moves samples from the queue into free slots: prefill if needed, then insert
-              generate    starts to decode up to W tokens in every slot
+              generate    starts to decode up to W tokens in every slot, or speculates in a few
     finish    collect     cuts at stop strings, calls the environment, frees the slots of ended samples
 
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.devices import platform_of
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.decoded_log import DecodedLog
@@ -47,6 +48,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
+from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
 from jaxrl.rollout.stop_strings import StopSearch, tokens_to_search
 
 
@@ -144,6 +146,7 @@ class DecodeLoop:
         version: int = 0,
         streams: bool = False,
         lock: Any = None,
+        texts: AnswerTexts | None = None,
     ):
         """Makes an empty loop. Device memory is first taken by `dispatch`.
 
@@ -154,12 +157,17 @@ class DecodeLoop:
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           lock: context manager that is held during each dispatch, if another thread uses the same devices;
             None if no other thread does.
+          texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
         self._stops = stops
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
+        self._texts = AnswerTexts(0) if texts is None else texts
+        self._acceptance, self._speculates = Acceptance(), False
+        self._enough = 1.0
+        self._counts: collections.Counter[str] = collections.Counter()
         self.clear()
 
     def clear(self) -> None:
@@ -239,9 +247,30 @@ class DecodeLoop:
         self._extend_answered()
         for admission in admissions:
             self._admit(admission)
-        self._slots.generate(scheduler.enough_active)
+        self._decode()
         self._log.settle()
         self._begun = True
+
+    def _decode(self) -> None:
+        """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
+        scheduler, rows = self._scheduler, None
+        if self._engine.config.speculate:
+            rows = rows_of(scheduler.busy_slots, scheduler.num_slots, self._engine.shards)
+        self._speculates = rows is not None and self._acceptance.wants()
+        if rows is None or not self._speculates:
+            self._slots.generate(scheduler.enough_active)
+            return
+        prompt_ids: list[int | None] = [None] * len(rows.slot_m)
+        for row, slot in rows.slots.items():
+            prompt_ids[row] = scheduler.owner(slot).prompt_id
+        self._enough = enough_tokens(rows.per_shard, platform_of(self._engine.mesh))
+        self._slots.speculate(
+            rows,
+            self._texts.references(prompt_ids),
+            enough=self._enough,
+            credit=self._acceptance.credit * len(rows.slots),
+            least_active=scheduler.enough_active,
+        )
 
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
@@ -254,6 +283,14 @@ class DecodeLoop:
             return []
         self._begun = False
         return self._collect(*self._slots.decoded())
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
+        counts = self._counts
+        metrics = {"rollout/speculated_fraction": counts["in rounds"] / max(1, counts["tokens"])}
+        if counts["rounds"]:
+            metrics["rollout/tokens_per_round"] = counts["in rounds"] / counts["rounds"]
+        return metrics
 
     def leave(self) -> None:
         """Gives the running samples the tokens that they have so far. The loop is not used after this."""
@@ -363,6 +400,12 @@ class DecodeLoop:
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
+        tokens = int(decoded.count.sum())
+        self._counts["tokens"] += tokens
+        if self._speculates:
+            rounds = self._slots.rounds()
+            self._acceptance.add((tokens - self._enough * rounds) / len(busy))
+            self._counts.update({"in rounds": tokens, "rounds": rounds})
         cuts = self._cuts(busy, decoded)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
         ends = {
@@ -372,6 +415,10 @@ class DecodeLoop:
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
         ended = [slot for slot, end in ends.items() if end is not None]
+        if self._speculates:
+            # The log takes slots that decode on to have equally many tokens.
+            for slot in np.setdiff1d(busy, over).tolist():
+                self._give_tokens(slot)
         reported = busy.tolist() if self._streams else ended
         results = []
         for slot in reported:
@@ -440,6 +487,8 @@ class DecodeLoop:
         self._length_n[slot] = task.num_tokens
         task.sample.finished = end not in (None, End.PAUSED)
         task.sample.truncated = end is End.FULL
+        if task.sample.finished and self._engine.config.speculate:
+            self._texts.add(task.prompt_id, task.sample.tokens)
         return end
 
     def _stop(self, sample: Sample, newest: int, cut: int | None) -> End | None:

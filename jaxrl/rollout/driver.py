@@ -13,7 +13,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.types import Completions, Prompts
 
@@ -66,6 +67,11 @@ class EngineBackend:
         return self.engine.config.weights_dtype
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last call; none by default."""
+        return {}
+
+    @property
     def params(self) -> Params:
         """The loaded weights."""
         assert self._params is not None, "load() comes first"
@@ -89,6 +95,18 @@ class EngineBackend:
 
 class OfflineBackend(EngineBackend):
     """Samples with our engine; `backend.RolloutBackend` documents the methods."""
+
+    def __init__(self, engine: Engine, decode_texts: DecodeTexts):
+        """Args: as for `EngineBackend`."""
+        super().__init__(engine, decode_texts)
+        # Answers of all calls: a prompt of an earlier epoch has some.
+        self._texts = AnswerTexts(engine.config.max_response_tokens)
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """With `speculate`: tokens that a round keeps, and the fraction of tokens decoded in rounds."""
+        return self._metrics
 
     def generate(
         self,
@@ -150,7 +168,13 @@ class OfflineBackend(EngineBackend):
 
         `first` has the samples of `groups` that are unfinished, in the order in which they start.
         """
-        loop = DecodeLoop(self.engine, self.params, self._stops, version=options.step)
+        loop = DecodeLoop(
+            self.engine,
+            self.params,
+            self._stops,
+            version=options.step,
+            texts=self._texts,
+        )
         max_tokens = self.engine.config.max_response_tokens
 
         def start_more() -> bool:
@@ -175,6 +199,8 @@ class OfflineBackend(EngineBackend):
             finished = [n for n in dict.fromkeys(s.prompt for s in ended) if groups.finished(n)]
         groups.hand_out(finished, on_group)
         loop.leave()
+        if self.engine.config.speculate:
+            self._metrics = loop.metrics()
 
 
 def _decode_text(decode_texts: DecodeTexts, tokens: np.ndarray) -> str:

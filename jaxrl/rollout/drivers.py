@@ -41,6 +41,7 @@ class Driver:
 
 PARTIAL, ENVIRONMENT = "rollout.partial", "rollout.environment"
 PAGED = "rollout.cache='paged'"
+SPECULATE = "rollout.speculate"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"
 
 
@@ -61,7 +62,9 @@ def _jetstream(
 DRIVERS = {
     "offline": Driver(_offline),
     "jetstream": Driver(
-        _jetstream, frozenset({PARTIAL, ENVIRONMENT, PAGED, SEVERAL_PROCESSES}), package="jetstream"
+        _jetstream,
+        frozenset({PARTIAL, ENVIRONMENT, PAGED, SPECULATE, SEVERAL_PROCESSES}),
+        package="jetstream",
     ),
 }
 
@@ -89,7 +92,8 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
     Args:
       name: name of the driver.
-      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT`, `PAGED` and `SEVERAL_PROCESSES`.
+      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT`, `PAGED`, `SPECULATE` and
+        `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(

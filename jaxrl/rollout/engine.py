@@ -7,6 +7,7 @@ n slots of capacity C. The programs:
     extend     Prefix + tokens -> Prefix           long prompts, environments    prefill_programs.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
+    speculate  the same, of a few slots            instead of generate           speculate_program.py
     extract    slots of a state -> Prefix          before extend                 slot_programs.py
     resize     state -> state of n' slots, C'      as work comes and goes        slot_programs.py
     release    stops slots                         at stop strings               slot_programs.py
@@ -65,6 +66,7 @@ from jaxrl.rollout.prefill_programs import PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_layout import SlotLayout
 from jaxrl.rollout.slot_programs import SlotPrograms
+from jaxrl.rollout.speculate_program import SpeculateProgram
 
 
 class Engine:
@@ -130,6 +132,7 @@ class Engine:
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
+        speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, config.speculate)
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1))
         # XLA may leave out roundings to bfloat16 inside a fusion, and which ones depends on the mesh.
         exact = {"xla_allow_excess_precision": False} if config.deterministic else {}
@@ -137,6 +140,7 @@ class Engine:
         self.extend = jax.jit(prefill.extend, donate_argnames="prefix", compiler_options=exact)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
         self.generate = jax.jit(decoding.generate, donate_argnames="state", compiler_options=exact)
+        self.speculate = jax.jit(speculation.speculate, donate_argnames="state")
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")

@@ -9,6 +9,7 @@ for all slots, and join the cache at the end. So the loop never scatters into th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxrl.models.cache.interface import Cache, DecodeStep
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.logprobs import log_softmax_entropy
-from jaxrl.rollout.decode_state import DecodedTokens, DecodeState
+from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms
 
@@ -119,7 +120,16 @@ class GenerateProgram:
             self.compute,
         )
         logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
-        token_n, logprob_n, entropy_n = self._sample(logits_nV, state, progress)
+
+        def seen():
+            decoded_1W = jnp.arange(decoded.token.shape[1])[None] < i
+            vocab_size = logits_nV.shape[-1]
+            decoded_nW = jnp.where(decoded_1W, decoded.token, vocab_size)
+            return seen_tokens(vocab_size, state.context, decoded_nW)
+
+        token_n, logprob_n, entropy_n = sample(
+            logits_nV, state, state.count + i, self.stop_ids, seen
+        )
         stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32))
         stopped_n |= state.count + i + 1 >= state.limit
 
@@ -140,40 +150,51 @@ class GenerateProgram:
             ),
         )
 
-    def _sample(
-        self, logits_nV: jax.Array, state: DecodeState, progress: DecodeProgress
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Draws one token per slot.
 
-        Returns:
-          int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution,
-          before truncation.
-        """
-        vocab_size = logits_nV.shape[-1]
-        greedy_n = state.temperature == 0
-        position_n = state.count + progress.i
-        scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
-        choice_nV = penalize(
-            scaled_nV, state.truncation, lambda: seen_tokens(vocab_size, state, progress)
-        )
-        choice_nV = forbid(choice_nV, state.truncation, position_n, self.stop_ids)
-        noise_nV = gumbel_noise(state.key, position_n, vocab_size)
-        noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
-        token_n = draw(choice_nV, noise_nV, state.truncation)
-        logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
-        return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
+def sample(
+    logits_nV: jax.Array,
+    state: DecodeState,
+    position_n: jax.Array,
+    stop_ids: tuple[int, ...],
+    seen: Callable[[], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws one token per slot.
+
+    Args:
+      logits_nV: logits of the next token.
+      state: sampling keys, temperatures and truncations of the slots; nothing else of it is read.
+      position_n: int32, number of response tokens before the next one.
+      stop_ids: token ids that end a response.
+      seen: function that returns bool [n, V], the tokens that a repetition penalty applies to.
+
+    Returns:
+      int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution,
+      before truncation.
+    """
+    greedy_n = state.temperature == 0
+    scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
+    choice_nV = penalize(scaled_nV, state.truncation, seen)
+    choice_nV = forbid(choice_nV, state.truncation, position_n, stop_ids)
+    noise_nV = gumbel_noise(state.key, position_n, logits_nV.shape[-1])
+    noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
+    token_n = draw(choice_nV, noise_nV, state.truncation)
+    logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
+    return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
 
 
-def seen_tokens(vocab_size: int, state: DecodeState, progress: DecodeProgress) -> jax.Array:
-    """Bool [n, V], whether the token occurs in the slot's sequence so far."""
-    context = state.context
-    slot_n1 = jnp.arange(state.num_slots)[:, None]
+def seen_tokens(vocab_size: int, context: Prefix, decoded_nW: jax.Array) -> jax.Array:
+    """Bool [n, V], whether the token occurs in the slot's sequence so far.
+
+    Args:
+      vocab_size: V.
+      context: sequences of the slots.
+      decoded_nW: int32, tokens decoded since; `vocab_size` for none.
+    """
+    slot_n1 = jnp.arange(len(context.token))[:, None]
     index_1C = jnp.arange(context.capacity)[None]
     # Unused entries get an index outside of the vocabulary; JAX drops such updates.
     past_nC = jnp.where(index_1C < context.length[:, None], context.history, vocab_size)
-    decoded_1W = jnp.arange(progress.decoded.token.shape[1])[None] < progress.i
-    decoded_nW = jnp.where(decoded_1W, progress.decoded.token, vocab_size)
-    seen_nV = jnp.zeros((state.num_slots, vocab_size), bool)
+    seen_nV = jnp.zeros((len(context.token), vocab_size), bool)
     for tokens in (past_nC, decoded_nW, context.token[:, None]):
         seen_nV = seen_nV.at[slot_n1, tokens].set(True, mode="drop")
     return seen_nV

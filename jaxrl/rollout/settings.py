@@ -46,6 +46,8 @@ class EngineSettings:
         in every slot.
       deterministic: whether samples are the same on every mesh, in bfloat16 too. Sums that devices share are
         made in a fixed order, which takes more communication.
+      speculate: number of tokens drafted from earlier text and verified in one forward pass, while few
+        samples are left and enough drafts are right; 0 does not draft. Samples stay the same up to rounding.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -59,9 +61,21 @@ class EngineSettings:
     cache: Literal["contiguous", "paged"] = "contiguous"
     cache_tokens: Annotated[int, at_least(0)] = 0
     deterministic: bool = False
+    speculate: Annotated[int, between(0, 64)] = 0
 
     def __post_init__(self):
         check_fields(self)
+        if self.speculate >= self.tokens_per_dispatch:
+            raise ValueError(
+                f"speculate {self.speculate} decodes up to {self.speculate + 1} tokens in a round, and "
+                f"tokens_per_dispatch {self.tokens_per_dispatch} has no room for a round; raise it to "
+                f"{4 * self.speculate} or more, or lower speculate"
+            )
+        if self.speculate and self.deterministic:
+            raise ValueError(
+                f"speculate {self.speculate} changes the rounding of logits, so samples would depend on when "
+                "it drafts; set speculate to 0, or deterministic to False"
+            )
         if self.cache_tokens and self.cache != "paged":
             raise ValueError(
                 f"cache_tokens {self.cache_tokens} is the size of a paged cache, and cache is "

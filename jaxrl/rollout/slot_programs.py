@@ -3,6 +3,7 @@
 idle                  -> state      n idle slots of capacity C
 insert    prefix      -> state      starts samples in slots
 extract   state       -> prefix     copies sequences out of slots
+taken     state       -> state      copies some slots, put_back returns them
 resize    state       -> state      other numbers n and C, the sequences in use kept
 release   state       -> state      stops slots
 append    new tokens  -> prefix     writes tokens behind those of a sequence
@@ -110,15 +111,24 @@ class SlotPrograms:
           slot_P: int32 [P], the same number of slots from every shard, each counted within its shard.
           length_P, token_P: length and last token of each resulting sequence, as in `Prefix`.
         """
-
-        def take(context: Prefix, slot_P):
-            taken = slot_moves.taken(_without_cache(context), PREFIX_AXES, slot_P)
-            return dataclasses.replace(taken, cache=self.cache.take(context.cache, slot_P))
-
-        # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
-        taken = jax.eval_shape(take, state.context, slot_P)
-        context = self.layout.on_own_slots(take, state.context, slot_P, result=taken)
+        context = self._take(state.context, slot_P)
         return dataclasses.replace(context, length=length_P, token=token_P)
+
+    def taken(self, state: DecodeState, slot_m: jax.Array) -> DecodeState:
+        """A state of the given slots alone, with a contiguous cache.
+
+        Args:
+          state: state of the slots; not consumed.
+          slot_m: int32 [m], the same number of slots from every shard, each counted within its shard; -1
+            makes an idle slot.
+        """
+        used_m = slot_m >= 0
+        taken = self._take(state, jnp.where(used_m, slot_m, 0))
+        return self.layout.place(taken.replace(active=taken.active & used_m))
+
+    def put_back(self, state: DecodeState, source_n: jax.Array, taken: DecodeState) -> DecodeState:
+        """Replaces slot i by slot `source_n[i]` of `taken`, counted within its shard, unless it is -1."""
+        return self.layout.on_own_slots(self._copied, state, source_n, taken)
 
     def resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:
         """Moves the sequences in use to a state with another number of slots or capacity.
@@ -160,6 +170,21 @@ class SlotPrograms:
     def widen(self, prefix: Prefix, *, capacity: int) -> Prefix:
         """Runs `with_capacity` as a separate program."""
         return self.layout.place(self.with_capacity(prefix, capacity))
+
+    def _take(self, tree: Any, slot_m: jax.Array) -> Any:
+        """Takes slots out of a state or its context, on their own shards."""
+
+        def take(tree: Any, slot_m):
+            if isinstance(tree, DecodeState):
+                rest = tree.replace(context=None)
+                taken = slot_moves.taken(rest, slots_first(rest), slot_m)
+                return taken.replace(context=take(tree.context, slot_m))
+            taken = slot_moves.taken(_without_cache(tree), PREFIX_AXES, slot_m)
+            return dataclasses.replace(taken, cache=self.cache.take(tree.cache, slot_m))
+
+        # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
+        taken = jax.eval_shape(take, tree, slot_m)
+        return self.layout.on_own_slots(take, tree, slot_m, result=taken)
 
     def _copied(self, tree: Any, source_n: jax.Array, other: Any) -> Any:
         """A copy in which slot i is slot source_n[i] of `other`, or unchanged if source_n[i] is negative."""

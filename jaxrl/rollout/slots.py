@@ -27,6 +27,7 @@ from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, P
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.slot_pages import SlotPages
+from jaxrl.rollout.speculation import Rows
 
 # Number of settings, and of scalars, cached on the devices. Most requests differ only in prompts and seeds.
 _KEPT_SETTINGS = 64
@@ -195,6 +196,7 @@ class Slots:
     def clear(self) -> None:
         """Drops all slots and frees their memory."""
         self._state: DecodeState | None = None
+        self._rounds: jax.Array | None = None
         self.pages: SlotPages | None = None
         if self.engine.pages is not None:
             self.pages = SlotPages(
@@ -318,6 +320,33 @@ class Slots:
         state = self._taken_state()
         with self._lock:
             self._state = self.engine.generate(self._params, state, self._scalar(least_active))
+
+    def speculate(
+        self,
+        rows: Rows,
+        reference_mS: np.ndarray,
+        *,
+        enough: float,
+        credit: float,
+        least_active: int,
+    ) -> None:
+        """Starts to decode up to W tokens in the slots of `rows`; `decoded` waits for them.
+
+        Args:
+          rows: rows of the dispatch.
+          reference_mS: int32, other answers to the prompt of each row.
+          enough, credit, least_active: see `SpeculateProgram.speculate`.
+        """
+        state = self._taken_state()
+        with self._lock:
+            limits = np.float32(enough), np.float32(credit)
+            given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS, *limits)
+            least = self._scalar(least_active)
+            self._state, self._rounds = self.engine.speculate(self._params, state, *given, least)
+
+    def rounds(self) -> int:
+        """The number of rounds of all rows in the last `speculate`."""
+        return int(fetch(self._rounds))
 
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""

@@ -62,6 +62,10 @@ class ServeConfig(EngineSettings):
             raise UserError(
                 "JetStream's gRPC service has no paged cache; add --http_only, or leave out --cache"
             )
+        if self.speculate and self.grpc:
+            raise UserError(
+                "JetStream's gRPC service does not speculate; add --http_only, or leave out --speculate"
+            )
 
     @property
     def model_name(self) -> str:

@@ -9,7 +9,7 @@ N prompts   G samples per prompt   R tokens of a response   W tokens per dispatc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,6 +72,11 @@ class ArithmeticBackend:
     def load(self, params: Params) -> None:
         """Stores the weights."""
         self.weights = params
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Has none."""
+        return {}
 
     def unload(self) -> Params | None:
         """Returns the weights and forgets them."""

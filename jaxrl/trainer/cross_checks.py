@@ -131,6 +131,7 @@ def _driver(config: Config) -> None:
         drivers.PARTIAL: config.rollout.partial,
         drivers.ENVIRONMENT: config.rollout.environment,
         drivers.PAGED: config.rollout.cache == "paged",
+        drivers.SPECULATE: config.rollout.speculate,
         drivers.SEVERAL_PROCESSES: config.hosts.num_processes > 1,
     }
     drivers.check_driver(

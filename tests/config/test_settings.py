@@ -223,6 +223,7 @@ MEANT = {
             "rollout.min_response_tokens",
             "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
+            "rollout.speculate",
             "rollout.top_k",
             "run.rollouts_every",
             "run.rollouts_prompts",

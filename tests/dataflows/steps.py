@@ -48,6 +48,10 @@ class SamplingPolicy:
     def can_sample(self) -> bool:
         return self.loaded == self.version
 
+    @property
+    def sampling_metrics(self):
+        return self.backend.metrics
+
     def for_sampling(self) -> None:
         self.loaded = self.version
 

@@ -1,0 +1,285 @@
+"""Speculation gives the samples of plain decoding, whatever the drafts are."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from byte_engine import CONFIG, MODEL, OPTIONS, decode, weights
+from closeness import assert_close
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout import speculation
+from jaxrl.rollout.decode_state import Prefix
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.drivers import SPECULATE, check_driver
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.slots import Slots
+from jaxrl.rollout.speculate_program import draft
+from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
+from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.types import Completions, Prompts
+
+BASE = dataclasses.replace(
+    CONFIG,
+    slots=8,
+    max_response_tokens=40,
+    tokens_per_dispatch=8,
+    # Enough that greedy answers, which repeat themselves, end there too.
+    stop_ids=(257, 65, *range(250, 256)),
+)
+LAYOUTS = {
+    "one device": ("1-1-1",),
+    "replicas and heads": ("1-4-2", "1-2-2-2", 2),
+    "replicas": ("1-1-8",),
+    "stages": ("2-2-2", "2-2-1-2", 1),
+}
+WINDOWS = dataclasses.replace(MODEL, sliding_window=7, layer_pattern=("sliding", "full"))
+
+
+@functools.cache
+def backend_of(layout=("1-1-1",), *, model=MODEL, **changes) -> OfflineBackend:
+    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
+    parallel = ParallelLayout.from_config(LayoutConfig(**names))
+    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
+    graph, shapes, axes = decoder_graph(model)
+    engine = Engine(model, graph, mesh, dataclasses.replace(BASE, **changes))
+    backend = OfflineBackend(engine, decode)
+    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
+    return backend
+
+
+def prompts_of(seed: int, count: int = 5) -> Prompts:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 25, count)
+    tokens = tuple(rng.integers(3, 240, n).astype(np.int32) for n in lengths)
+    blank = ("",) * count
+    return Prompts(np.arange(count), tokens, blank, blank, blank)
+
+
+def assert_same_samples(a: Completions, b: Completions):
+    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
+    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
+    for field in ("rollout_logprob", "entropy", "mask"):
+        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
+            assert_close(x, y, err_msg=field, scale=1)
+
+
+@pytest.fixture
+def counts(monkeypatch) -> collections.Counter:
+    """Speculates whenever there are few rows; counts tokens and rounds."""
+    found = collections.Counter()
+    rounds = Slots.rounds
+
+    def counted(self):
+        found["rounds"] += rounds(self)
+        found["tokens"] += int(self.decoded()[1].count.sum())
+        return rounds(self)
+
+    monkeypatch.setattr(Slots, "rounds", counted)
+    monkeypatch.setattr(Acceptance, "wants", lambda self: True)
+    monkeypatch.setattr(Acceptance, "add", lambda self, gain: None)
+    return found
+
+
+def check_twice(backend: OfflineBackend, options, seed: int, counts, want: Completions):
+    """First with drafts that are mostly wrong, then with the answers themselves as drafts."""
+    prompts = prompts_of(seed)
+    assert_same_samples(backend.generate(prompts, options), want)
+    assert counts["rounds"]
+    counts.clear()
+    assert_same_samples(backend.generate(prompts, options), want)
+    # A draft needs some equal tokens before it, and ends with the answer.
+    assert counts["tokens"] > 2.5 * counts["rounds"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_samples_are_those_of_plain_decoding(layout, cache, temperature, counts):
+    """Some answers end at a stop id within a draft, others at the limit."""
+    options = OPTIONS.replace(num_samples=3, temperature=temperature)
+    want = backend_of().generate(prompts_of(1), options)
+    assert not counts
+    lengths = [len(tokens) for tokens in want.tokens]
+    assert want.truncated_B.any() and min(lengths) < 20
+    check_twice(backend_of(layout, cache=cache, speculate=4), options, 1, counts, want)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"truncation": truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.5)},
+        {"truncation": truncation_of(top_k=9, top_p=0.9, min_p=0.01, min_tokens=6)},
+        {"stop_strings": ("A", "\\x04")},
+    ],
+    ids=["repetition penalty", "truncation", "stop strings"],
+)
+def test_limits_on_tokens_hold_for_drafts(settings, counts):
+    """A penalty sees drafted tokens too."""
+    options = OPTIONS.replace(num_samples=3, temperature=0.7, **settings)
+    plain = OPTIONS.replace(num_samples=3, temperature=0.7)
+    changes = {"stop_ids": (257,)}
+    want = backend_of(**changes).generate(prompts_of(1), options)
+    other = backend_of(**changes).generate(prompts_of(1), plain)
+    assert [len(t) for t in want.tokens] != [
+        len(t) for t in other.tokens
+    ] or want.texts != other.texts
+    check_twice(backend_of(speculate=4, **changes), options, 1, counts, want)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"unroll": 1}, {"unroll": 2}], ids=["one stack", "layer by layer"]
+)
+def test_windows(changes, counts):
+    options = OPTIONS.replace(num_samples=3, temperature=1.0)
+    want = backend_of(model=WINDOWS).generate(prompts_of(1), options)
+    check_twice(backend_of(model=WINDOWS, speculate=4, **changes), options, 1, counts, want)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 3),
+    budget=st.integers(3, 40),
+    drafted=st.sampled_from([1, 3, 7]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    cache=st.sampled_from(["contiguous", "paged"]),
+)
+def test_resumed_samples_are_the_same(seed, budget, drafted, temperature, cache):
+    """Samples that a budget leaves unfinished continue, with whatever acceptance decides."""
+    backend = backend_of(cache=cache, speculate=drafted)
+    options = OPTIONS.replace(num_samples=3, temperature=temperature)
+    want = backend_of().generate(prompts_of(seed), options)
+    given = options.replace(budget_tokens=budget)
+    rest, parts = backend.resume(prompts_of(seed), given), []
+    while len(rest.unfinished.prompts):
+        parts.append(rest.completions)
+        given = given.replace(step=given.step + 1)
+        rest = backend.resume(prompts_of(seed).take([]), given, unfinished=rest.unfinished)
+    whole = Completions.concatenate([*parts, rest.completions])
+    order = np.argsort(whole.prompts.ids_N)
+    assert_same_samples(whole.take(order), want)
+
+
+def test_an_environment_answers_speculated_turns(counts):
+    """Its answers are cached behind the tokens that were kept, over those of wrong drafts."""
+
+    def answer(turn):
+        return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
+
+    options = OPTIONS.replace(num_samples=3, temperature=1.0, environment=answer)
+    want = backend_of().generate(prompts_of(1), options)
+    assert any((mask == 0).any() for mask in want.mask)
+    check_twice(backend_of(speculate=4), options, 1, counts, want)
+
+
+def test_few_rounds_are_made_while_drafts_are_wrong():
+    backend = backend_of(speculate=4, max_response_tokens=200, stop_ids=())
+    options = OPTIONS.replace(num_samples=1, temperature=1.0)
+    backend.generate(prompts_of(1), options)
+    wrong = dict(backend.metrics)
+    assert 1 <= wrong["rollout/tokens_per_round"] < 1.5
+    assert wrong["rollout/speculated_fraction"] < 0.1
+    # The same answers again are drafted from the first ones.
+    backend.generate(prompts_of(1), options)
+    assert backend.metrics["rollout/tokens_per_round"] > 4
+    assert backend.metrics["rollout/speculated_fraction"] > 0.5
+    assert backend_of().metrics == {}
+
+
+def test_siblings_that_have_ended_are_drafted_from(counts):
+    """At temperature 0 the samples of a prompt are the same; those that start late copy the first."""
+    backend = backend_of(speculate=4, slots=2, smallest_bucket=2)
+    backend.generate(prompts_of(1), OPTIONS.replace(num_samples=4, temperature=0.0))
+    assert counts["tokens"] > 2.5 * counts["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "want"),
+    [
+        # The end, 3 4, occurred before 5 6.
+        ([3, 4, 5, 6, 3, 4], [], [5, 6, 3]),
+        # A period of two goes on.
+        ([9, 3, 4, 3, 4], [], [3, 4, 3]),
+        # Two equal tokens in the reference count more than one in the own text.
+        ([4, 8, 3, 4], [3, 4, 7, 7, 7], [7, 7, 7]),
+        # The last of equal places counts, and no text is continued across a gap.
+        ([3], [3, 5, 5, -1, 3, 6, 6, -1], [6, 6, 0]),
+        # The last token of a reference has nothing behind it.
+        ([3], [3, 5, -1, 9, 3], [5, 0, 9]),
+    ],
+)
+def test_drafts_follow_the_longest_agreement(own, reference, want):
+    history = np.zeros((1, 12), np.int32)
+    history[0, : len(own) - 1] = own[:-1]
+    context = Prefix(None, jnp.array(history), jnp.array([len(own) - 1]), jnp.array(own[-1:]))
+    reference_mS = jnp.array([reference], jnp.int32).reshape(1, -1)
+    assert draft(context, reference_mS, 3).tolist() == [want]
+
+
+def test_rows_are_the_slots_in_use_of_each_shard():
+    rows = rows_of(np.array([1, 4, 5, 7]), 8, 2)
+    assert rows.per_shard == 4
+    assert rows.slot_m.tolist() == [1, -1, -1, -1, 0, 1, 3, -1]
+    assert rows.source_n.tolist() == [-1, 0, -1, -1, 0, 1, -1, 2]
+    assert rows.slots == {0: 1, 4: 4, 5: 5, 6: 7}
+    assert rows_of(np.arange(9), 16, 1) is None
+    assert rows_of(np.arange(9), 18, 2) is None
+    assert rows_of(np.arange(16), 16, 2).per_shard == 8
+
+
+def test_pauses_grow_until_speculation_gains():
+    acceptance = Acceptance()
+
+    def pause() -> int:
+        acceptance.add(-acceptance.credit)
+        return next(i for i in itertools.count() if acceptance.wants())
+
+    assert acceptance.wants()
+    assert [pause() for _ in range(6)] == [16, 32, 64, 128, 256, 256]
+    acceptance.add(100.0)
+    assert acceptance.credit == 16 and acceptance.wants()
+    # A few bad dispatches are borne.
+    acceptance.add(-10.0)
+    assert acceptance.wants()
+    assert pause() == 16
+
+
+def test_answers_are_kept_by_prompt_newest_last(monkeypatch):
+    texts = AnswerTexts(2)
+    for first in (10, 20, 30, 40):
+        texts.add(7, np.array([first, first + 1], np.int32))
+    gap = -1
+    # Eight tokens hold two answers of two tokens with gaps, and a third without one behind it.
+    assert texts.references([7, None, 8]).tolist() == [
+        [20, 21, gap, 30, 31, gap, 40, 41],
+        [gap] * 8,
+        [gap] * 8,
+    ]
+    monkeypatch.setattr(speculation, "_MOST_KEPT", 7)
+    texts.add(8, np.array([5, 6], np.int32))
+    assert texts.references([7, 8])[:, :2].tolist() == [[gap, gap], [5, 6]]
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(
+        ValueError, match=r"speculate 8 decodes up to 9 tokens.*tokens_per_dispatch 8"
+    ):
+        dataclasses.replace(BASE, speculate=8)
+    with pytest.raises(ValueError, match="speculate 4 changes the rounding"):
+        dataclasses.replace(BASE, speculate=4, deterministic=True)
+    with pytest.raises(UserError, match=r"cannot do rollout\.speculate"):
+        check_driver("jetstream", frozenset({SPECULATE}))
+    with pytest.raises(UserError, match="does not speculate"):
+        ServeConfig(model="x", speculate=4, grpc=True)
