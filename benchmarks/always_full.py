@@ -20,7 +20,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -86,6 +86,7 @@ class FixedPolicy:
     """Samples with weights that never change."""
 
     can_sample = True
+    sampling_metrics: ClassVar[dict[str, float]] = {}
 
     def __init__(self, backend: RolloutBackend):
         self._backend = backend
