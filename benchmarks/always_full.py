@@ -20,7 +20,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,10 +86,14 @@ class FixedPolicy:
     """Samples with weights that never change."""
 
     can_sample = True
-    sampling_metrics: ClassVar[dict[str, float]] = {}
 
     def __init__(self, backend: RolloutBackend):
         self._backend = backend
+
+    @property
+    def sampling_metrics(self) -> Mapping[str, float]:
+        """See `RolloutBackend.metrics`."""
+        return self._backend.metrics
 
     def for_sampling(self) -> None:
         """The backend has the weights."""
