@@ -90,6 +90,11 @@ class FixedPolicy:
     def __init__(self, backend: RolloutBackend):
         self._backend = backend
 
+    @property
+    def sampling_metrics(self) -> Mapping[str, float]:
+        """See `RolloutBackend.metrics`."""
+        return self._backend.metrics
+
     def for_sampling(self) -> None:
         """The backend has the weights."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -102,6 +102,7 @@ class FixedPolicy:
     """Samples with weights that never change."""
 
     can_sample = True
+    sampling_metrics: ClassVar[dict[str, float]] = {}
 
     def __init__(self, backend: OfflineBackend):
         self.resume, self.generate = backend.resume, backend.generate
