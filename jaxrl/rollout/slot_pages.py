@@ -149,6 +149,7 @@ class SlotPages:
         Returns:
           Slots whose samples have lost their pages because there were too few, the newest first.
         """
+        self.pool.settle()
         dropped = []
         while True:
             slots = np.flatnonzero(self._busy_n)
@@ -183,6 +184,10 @@ class SlotPages:
         response_n = np.maximum(self._cached_n + 1 - self._prompt_n, 0)
         self._lengths.add_decoded(response_n, count_n)
         self._cached_n += count_n
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Lets later samples share what is cached of a busy slot's sequence, int32 [T]; `end` comes next."""
+        self.pool.remember(slot, tokens[: self._cached_n[slot]])
 
     def end(self, slots: list[int]) -> None:
         """Frees slots whose samples are finished, and learns from their lengths."""
