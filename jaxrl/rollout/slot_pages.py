@@ -160,7 +160,8 @@ class SlotPages:
             if not len(short):
                 self.pool.grow(slots, wanted)
                 self._expect()
-                return dropped
+                # Over all shards, so that the oldest of them is the first to start again.
+                return sorted(dropped, key=lambda slot: -self._order_n[slot])
             for shard in short.tolist():
                 of_shard = [slot for slot in slots.tolist() if self.pool.shard_of(slot) == shard]
                 newest = max(of_shard, key=lambda slot: self._order_n[slot])

@@ -110,7 +110,7 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
 def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
     """Three turns; each prompt is the turn before, its answer, and a question."""
     loop = loop_of(engine_of(layout, prefill_chunk_tokens=chunk, **PAGED), reuse_prefixes=True)
-    prompt = words(0, 21)
+    prompt, full = words(0, 21), 0
     for turn in range(3):
         task = task_of(prompt)
         run(loop, task)
