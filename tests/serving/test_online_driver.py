@@ -25,6 +25,7 @@ from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
 from jaxrl.serving.online_driver import OnlineDriver, Request
 from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
+from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 
 MODEL = ModelConfig(
@@ -267,6 +268,29 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
                 assert got.tokens(k) == want.tokens(k)
                 assert_close(got.logprob(k), want.logprob(k), scale=1)
     assert seen == [(54, 48), (34, 32)]
+
+
+def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
+    """A prompt that began like the one before would leave the larger program uncompiled."""
+    whole, known = [], []
+    prefill, reused = Slots.prefill, Slots._reused
+
+    def watched_prefill(self, sequences):
+        whole.extend(map(len, sequences))
+        return prefill(self, sequences)
+
+    def watched_reused(self, P, beginnings):
+        known.extend(len(each.tokens) for each in beginnings.values())
+        return reused(self, P, beginnings)
+
+    monkeypatch.setattr(Slots, "prefill", watched_prefill)
+    monkeypatch.setattr(Slots, "_reused", watched_reused)
+    engine = build_engine(cache="paged", max_prompt_tokens=100)
+    assert engine.prompt_sizes == (64, 96, 140)
+    with OnlineDriver(engine, weights(), spell) as driver:
+        _warm_up(driver, engine)
+    # One token is no page.
+    assert whole == [1, 1, 64, 96, 100] and known == [64, 96, 100]
 
 
 def test_text_comes_dispatch_by_dispatch(driver):
