@@ -33,7 +33,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
-from jaxrl.rollout.slots import DrawSettings, Extension, SlotAssignment, Slots
+from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
 from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
 from jaxrl.rollout.stop_strings import StopSearch, tokens_to_search
 
@@ -145,6 +145,7 @@ class DecodeLoop:
         *,
         version: int = 0,
         streams: bool = False,
+        reuse_prefixes: bool = False,
         lock: Any = None,
         texts: AnswerTexts | None = None,
     ):
@@ -155,12 +156,15 @@ class DecodeLoop:
           stops: search for stop strings. It gets faster with use, so several loops should share one.
           version: version of the weights; recorded with every token.
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
+          reuse_prefixes: whether a sample that begins like an earlier one prefills the rest only. Needs a
+            paged cache, without which it has no effect, and changes the rounding of the logits.
           lock: context manager that is held during each dispatch, if another thread uses the same devices;
             None if no other thread does.
           texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
         self._stops = stops
+        self._reuses = reuse_prefixes
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
@@ -181,7 +185,8 @@ class DecodeLoop:
             shards=self._engine.shards,
             may_start=_always if self._pages is None else functools.partial(_take, self._pages),
         )
-        self._prefix: Prefix | None = None
+        # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
+        self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
         self._extensions: dict[SampleTask, Extension] = {}
         self._begun = False
         self._forget_slots(0)
@@ -238,15 +243,16 @@ class DecodeLoop:
         if moves is not None:
             self._move(moves)
         self._grow_pages()
-        admissions = list(iter(scheduler.admit, None))
-        starting = [slot for admission in admissions for slot, _, _ in admission.slots]
+        # Later admissions may take the memory of known beginnings, so these are looked up one by one.
+        admissions = [(each, self._known(each)) for each in iter(scheduler.admit, None)]
+        starting = [slot for admission, _ in admissions for slot, _, _ in admission.slots]
         for slot in starting:
             self._length_n[slot] = scheduler.owner(slot).num_tokens
         longest = int(self._length_n[scheduler.busy_slots].max())
         self._slots.make_room(scheduler.num_slots, moves, longest)
         self._extend_answered()
-        for admission in admissions:
-            self._admit(admission)
+        for admission, known in admissions:
+            self._admit(admission, known)
         self._decode()
         self._log.settle()
         self._begun = True
@@ -333,12 +339,32 @@ class DecodeLoop:
 
     # Into slots
 
-    def _admit(self, admission: Admission) -> None:
+    def _known(self, admission: Admission) -> dict[int, KnownBeginning]:
+        """The batch indices of a new prefill batch whose sequences begin with known pages."""
+        if not (self._reuses and self._pages and admission.needs_prefill):
+            return {}
+        found = {}
+        for index, start in enumerate(admission.sources):
+            shard, pages = self._pages.pool.written_pages(start.tokens[:-1])
+            if pages:
+                found[index] = KnownBeginning(shard, pages, start.tokens)
+        return found
+
+    def _admit(self, admission: Admission, known: Mapping[int, KnownBeginning]) -> None:
         """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
-            self._prefix = self._slots.prefill([start.tokens for start in admission.sources])
-        assert self._prefix is not None, "the first admission needs a prefill"
-        self._insert(self._prefix, admission.slots)
+            self._prefixes = [
+                (prefix, {index: row for row, index in index_of.items()})
+                for prefix, index_of in self._slots.reuse(known)
+            ]
+            whole = [i for i in range(len(admission.sources)) if i not in known]
+            if whole:
+                prefix = self._slots.prefill([admission.sources[i].tokens for i in whole])
+                self._prefixes.append((prefix, {index: row for row, index in enumerate(whole)}))
+        for prefix, row_of in self._prefixes:
+            starts = [(slot, row_of[i], task) for slot, i, task in admission.slots if i in row_of]
+            if starts:
+                self._insert(prefix, starts)
 
     def _insert(self, prefix: Prefix, starts: Iterable[tuple[int, int, SampleTask]]) -> None:
         """Puts samples into slots; samples with equal settings are inserted in one call.
@@ -435,6 +461,10 @@ class DecodeLoop:
         if self._pages is None:
             return
         finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
+        if self._reuses:
+            for slot, task in zip(ended, tasks, strict=True):
+                prompt = task.start.tokens[: task.prompt_tokens]
+                self._pages.remember(slot, np.concatenate([prompt, task.sample.tokens]))
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 

@@ -9,6 +9,7 @@ n slots of capacity C. The programs:
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
     speculate  the same, of a few slots            instead of generate           speculate_program.py
     extract    slots of a state -> Prefix          before extend                 slot_programs.py
+    reuse      pages of a state -> Prefix          for known beginnings          slot_programs.py
     resize     state -> state of n' slots, C'      as work comes and goes        slot_programs.py
     release    stops slots                         at stop strings               slot_programs.py
 
@@ -143,6 +144,7 @@ class Engine:
         self.speculate = jax.jit(speculation.speculate, donate_argnames="state")
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
+        self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
 

@@ -6,7 +6,12 @@ write anything to it.
 
     start     a sample enters a slot: pages for its tokens; full pages with the same beginning are shared
     grow      before a dispatch: pages for the tokens that it may add
+    remember  before a sample leaves its slot: later samples may share the full pages of its whole sequence
     release   a sample leaves its slot: pages that no other slot holds are free again
+
+A free page whose tokens are known is kept until its memory is needed, the least recently used first. So a
+sample shares the beginnings of samples that have ended, too. A pool lives as long as the weights that its
+pages were made with: `Slots` makes a new one.
 
 Example: pages of 4 tokens, one shard, three samples that start from the same ten tokens, of which the last is
 not cached yet. Pages 1 and 2 are shared. Each sample has a copy of the third page, to which it will append.
@@ -21,6 +26,8 @@ not cached yet. Pages 1 and 2 are shared. Each sample has a copy of the third pa
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -30,7 +37,7 @@ class PagePool:
     Attributes:
       page_tokens: number of tokens of a page.
       table_nP: int32 [n, P], the pages of each slot, numbered within its shard; 0 where it has none.
-      num_free_S: int [S], number of free pages of each shard.
+      num_free_S: int [S], number of free pages of each shard, with those that are kept.
       shared_n: int32 [n], number of leading pages of each slot that already hold their tokens.
     """
 
@@ -53,15 +60,20 @@ class PagePool:
         self._shard_n = np.arange(num_slots) // (num_slots // shards)
         self._held_n = np.zeros(num_slots, np.int32)
         self._users_SN = np.zeros((shards, num_pages), np.int32)
-        # The first `count` entries of a row are the free pages of a shard; the last of them is taken next.
+        # The first `_num_empty_S` entries of a row are the free pages of a shard with unknown content; the
+        # last of them is taken next. The other free pages are kept, the least recently used first.
         self._free_SN = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (shards, 1))
-        self.num_free_S = np.full(shards, num_pages - 1)
+        self._num_empty_S = np.full(shards, num_pages - 1)
+        self._kept: list[dict[int, None]] = [{} for _ in range(shards)]
+        self.num_free_S = self._num_empty_S.copy()
         # A shared page by what it holds: its shard, the identity of the page before it, and its own tokens.
         # An identity is never used again, so the key of a page whose predecessor is gone matches nothing.
         self._page_of: dict[tuple[int, int, bytes], int] = {}
         self._key_of: dict[tuple[int, int], tuple[int, int, bytes]] = {}
         self._identity_SN = np.zeros((shards, num_pages), np.int64)
-        self._num_identities = 0
+        self._place_SN = np.zeros((shards, num_pages), np.int32)
+        # Pages with later identities may not have been written yet.
+        self._num_identities = self._last_written = 0
 
     @property
     def num_pages(self) -> int:
@@ -83,7 +95,8 @@ class PagePool:
 
     def pages_to_start(self, shard: int, tokens: np.ndarray, room: int) -> int:
         """The number of free pages that `start` would take on a shard."""
-        return self.pages_for(room) - len(self._known_pages(shard, tokens))
+        known = self._known_pages(shard, tokens)
+        return self.pages_for(room) - int((self._users_SN[shard, known] > 0).sum())
 
     def start(self, slot: int, tokens: np.ndarray, room: int) -> None:
         """Gives pages to an idle slot. Full pages with the same tokens since the beginning are shared.
@@ -97,10 +110,37 @@ class PagePool:
         shard = self.shard_of(slot)
         known = self._known_pages(shard, tokens)
         self.table_nP[slot, : len(known)] = known
+        for page in known:
+            if not self._users_SN[shard, page]:
+                del self._kept[shard][page]
+                self.num_free_S[shard] -= 1
         self._users_SN[shard, known] += 1
         self._held_n[slot] = self.shared_n[slot] = len(known)
         self.grow(np.array([slot]), np.array([room]))
-        self._make_known(slot, tokens, len(known))
+        self._make_known(slot, tokens)
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Lets later samples share the full pages of a slot.
+
+        Args:
+          slot: index of the slot.
+          tokens: int32 [T], the beginning of its sequence; the devices have cached all of it.
+        """
+        self._make_known(slot, tokens)
+
+    def settle(self) -> None:
+        """Notes that all pages known by now are written: what has started so far was dispatched."""
+        self._last_written = self._num_identities
+
+    def written_pages(self, tokens: np.ndarray) -> tuple[int, list[int]]:
+        """The shard that holds most of the beginning of `tokens` in written pages, and these pages."""
+        found = []
+        for shard in range(len(self.num_free_S)):
+            known = self._known_pages(shard, tokens)
+            identities = self._identity_SN[shard, known]
+            found.append(known[: int((identities <= self._last_written).sum())])
+        best = max(range(len(found)), key=lambda shard: (len(found[shard]), -shard))
+        return best, found[best]
 
     def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The number of pages that each shard lacks to `grow` the slots, int [S]; 0 if there are enough."""
@@ -123,12 +163,14 @@ class PagePool:
             return
         shard_k = self._shard_n[slot_k]
         taken_S = np.bincount(shard_k, minlength=len(self.num_free_S))
+        self._empty(taken_S - self._num_empty_S)
         # Slots are ascending, and so are their shards: number the new pages within slot and shard.
         in_shard_k = np.arange(len(slot_k)) - (np.cumsum(taken_S) - taken_S)[shard_k]
         in_slot_k = np.arange(len(slot_k)) - np.repeat(np.cumsum(missing) - missing, missing)
-        page_k = self._free_SN[shard_k, self.num_free_S[shard_k] - 1 - in_shard_k]
+        page_k = self._free_SN[shard_k, self._num_empty_S[shard_k] - 1 - in_shard_k]
         self.table_nP[slot_k, self._held_n[slot_k] + in_slot_k] = page_k
         self._users_SN[shard_k, page_k] = 1
+        self._num_empty_S -= taken_S
         self.num_free_S -= taken_S
         self._held_n[slots] += missing
 
@@ -147,15 +189,36 @@ class PagePool:
         shard_f, page_f = np.divmod(freed, self._users_SN.shape[1])
         unused_f = self._users_SN[shard_f, page_f] == 0
         shard_f, page_f = shard_f[unused_f], page_f[unused_f]
-        freed_S = np.bincount(shard_f, minlength=len(self.num_free_S))
-        in_shard_f = np.arange(len(shard_f)) - (np.cumsum(freed_S) - freed_S)[shard_f]
-        self._free_SN[shard_f, self.num_free_S[shard_f] + in_shard_f] = page_f
-        self.num_free_S += freed_S
-        for page in zip(shard_f.tolist(), page_f.tolist(), strict=True):
-            if (key := self._key_of.pop(page, None)) is not None:
-                del self._page_of[key]
+        self.num_free_S += np.bincount(shard_f, minlength=len(self.num_free_S))
+        known_f = np.fromiter(
+            (page in self._key_of for page in zip(shard_f.tolist(), page_f.tolist(), strict=True)),
+            bool,
+        )
+        self._put_back(shard_f[~known_f], page_f[~known_f])
+        shard_f, page_f = shard_f[known_f], page_f[known_f]
+        # Ends before beginnings: what follows a page is of no use without it.
+        order_f = np.lexsort((page_f, -self._place_SN[shard_f, page_f]))
+        for shard, page in zip(shard_f[order_f].tolist(), page_f[order_f].tolist(), strict=True):
+            self._kept[shard][page] = None
         self.table_nP[slots] = 0
         self._held_n[slots] = self.shared_n[slots] = 0
+
+    def _put_back(self, shard_f: np.ndarray, page_f: np.ndarray) -> None:
+        """Adds pages of which nothing is known; shards ascending."""
+        freed_S = np.bincount(shard_f, minlength=len(self.num_free_S))
+        in_shard_f = np.arange(len(shard_f)) - (np.cumsum(freed_S) - freed_S)[shard_f]
+        self._free_SN[shard_f, self._num_empty_S[shard_f] + in_shard_f] = page_f
+        self._num_empty_S += freed_S
+
+    def _empty(self, missing_S: np.ndarray) -> None:
+        """Forgets as many kept pages of each shard, the least recently used first."""
+        for shard in np.flatnonzero(missing_S > 0).tolist():
+            kept = self._kept[shard]
+            pages = list(itertools.islice(kept, int(missing_S[shard])))
+            for page in pages:
+                del kept[page]
+                del self._page_of[self._key_of.pop((shard, page))]
+            self._put_back(np.full(len(pages), shard), np.array(pages))
 
     def _known_pages(self, shard: int, tokens: np.ndarray) -> list[int]:
         """The pages of a shard that hold the beginning of `tokens`; only full pages."""
@@ -168,16 +231,19 @@ class PagePool:
             before = int(self._identity_SN[shard, page])
         return pages
 
-    def _make_known(self, slot: int, tokens: np.ndarray, num_known: int) -> None:
-        """Lets later samples share the full pages of a slot, except the first `num_known`."""
+    def _make_known(self, slot: int, tokens: np.ndarray) -> None:
+        """Lets later samples share the full pages of a slot, unless other pages hold the same."""
         shard, before = self.shard_of(slot), 0
         for i, part in enumerate(self._full_pages(tokens)):
-            page = int(self.table_nP[slot, i])
-            if i >= num_known:
-                key = (shard, before, part)
+            key = (shard, before, part)
+            page = self._page_of.get(key)
+            if page is None:
+                page = int(self.table_nP[slot, i])
+                assert (shard, page) not in self._key_of, "a page holds one thing"
                 self._page_of[key], self._key_of[shard, page] = page, key
                 self._num_identities += 1
                 self._identity_SN[shard, page] = self._num_identities
+                self._place_SN[shard, page] = i
             before = int(self._identity_SN[shard, page])
 
     def _full_pages(self, tokens: np.ndarray) -> list[bytes]:

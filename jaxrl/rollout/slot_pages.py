@@ -149,6 +149,7 @@ class SlotPages:
         Returns:
           Slots whose samples have lost their pages because there were too few, the newest first.
         """
+        self.pool.settle()
         dropped = []
         while True:
             slots = np.flatnonzero(self._busy_n)
@@ -159,7 +160,8 @@ class SlotPages:
             if not len(short):
                 self.pool.grow(slots, wanted)
                 self._expect()
-                return dropped
+                # Over all shards, so that the oldest of them is the first to start again.
+                return sorted(dropped, key=lambda slot: -self._order_n[slot])
             for shard in short.tolist():
                 of_shard = [slot for slot in slots.tolist() if self.pool.shard_of(slot) == shard]
                 newest = max(of_shard, key=lambda slot: self._order_n[slot])
@@ -183,6 +185,10 @@ class SlotPages:
         response_n = np.maximum(self._cached_n + 1 - self._prompt_n, 0)
         self._lengths.add_decoded(response_n, count_n)
         self._cached_n += count_n
+
+    def remember(self, slot: int, tokens: np.ndarray) -> None:
+        """Lets later samples share what is cached of a busy slot's sequence, int32 [T]; `end` comes next."""
+        self.pool.remember(slot, tokens[: self._cached_n[slot]])
 
     def end(self, slots: list[int]) -> None:
         """Frees slots whose samples are finished, and learns from their lengths."""

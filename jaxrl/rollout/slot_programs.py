@@ -4,6 +4,7 @@ idle                  -> state      n idle slots of capacity C
 insert    prefix      -> state      starts samples in slots
 extract   state       -> prefix     copies sequences out of slots
 taken     state       -> state      copies some slots, put_back returns them
+reuse     state       -> prefix     copies beginnings of sequences out of pages
 resize    state       -> state      other numbers n and C, the sequences in use kept
 release   state       -> state      stops slots
 append    new tokens  -> prefix     writes tokens behind those of a sequence
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.interface import Cache, CacheKind
+from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
 from jaxrl.rollout.slot_layout import PREFIX_AXES, NewTokens, SlotLayout, slots_first
@@ -129,6 +131,33 @@ class SlotPrograms:
     def put_back(self, state: DecodeState, source_n: jax.Array, taken: DecodeState) -> DecodeState:
         """Replaces slot i by slot `source_n[i]` of `taken`, counted within its shard, unless it is -1."""
         return self.layout.on_own_slots(self._copied, state, source_n, taken)
+
+    def reuse(
+        self,
+        state: DecodeState,
+        table_Pp: jax.Array,
+        history_PC: jax.Array,
+        length_P: jax.Array,
+        token_P: jax.Array,
+    ) -> Prefix:
+        """Copies beginnings of sequences out of the pages of a paged cache, to extend and insert them.
+
+        Args:
+          state: state of the slots; not consumed.
+          table_Pp: int32 [P, p], pages of each sequence, the same number of sequences from every shard, each
+            numbered within its shard; 0 behind the last.
+          history_PC, length_P, token_P: tokens, length and last token of each resulting sequence, as in
+            `Prefix`.
+        """
+        assert isinstance(self.cache, PagedCache), "only pages can be shared"
+        cache = self.cache
+
+        def take(context: Prefix, table_Pp, *rest):
+            return Prefix(cache.take_pages(context.cache, table_Pp), *rest)
+
+        given = (table_Pp, history_PC, length_P, token_P)
+        taken = jax.eval_shape(take, state.context, *given)
+        return self.layout.on_own_slots(take, state.context, *given, result=taken)
 
     def resize(self, state: DecodeState, slot_n: jax.Array, *, capacity: int) -> DecodeState:
         """Moves the sequences in use to a state with another number of slots or capacity.

@@ -82,6 +82,20 @@ class Extension(NamedTuple):
     tokens: np.ndarray
 
 
+class KnownBeginning(NamedTuple):
+    """A sequence that begins with pages that hold their tokens.
+
+    Attributes:
+      shard: shard of the pages.
+      pages: numbers of the pages within their shard; they hold less than the sequence.
+      tokens: int32 [T], the whole sequence.
+    """
+
+    shard: int
+    pages: list[int]
+    tokens: np.ndarray
+
+
 # The fields of `DrawSettings` on the devices, in the form that `Engine.insert` takes.
 DeviceSettings: TypeAlias = tuple[Any, ...]
 
@@ -275,27 +289,75 @@ class Slots:
         """
         if not extensions:
             return
-        engine, state = self.engine, self._state
+        state = self._state
         assert state is not None, "there are no slots"
-        per_shard = engine.batch_sizes[-1] // engine.shards
-        slots_per_shard = state.num_slots // engine.shards
-        # `extract` takes the same number of sequences from every shard.
-        waiting: list[list[int]] = [[] for _ in range(engine.shards)]
-        for slot in extensions:
-            waiting[slot // slots_per_shard].append(slot)
-        while any(waiting):
-            slot_of = {
-                shard * per_shard + i: slot
-                for shard, slots in enumerate(waiting)
-                for i, slot in enumerate(slots[:per_shard])
-            }
-            waiting = [slots[per_shard:] for slots in waiting]
-            yield self._extended(slot_of, extensions), slot_of
+        slots_per_shard = state.num_slots // self.engine.shards
+        shard_of = {slot: slot // slots_per_shard for slot in extensions}
+        for P, slot_of in self._batches(shard_of):
+            yield self._extended(P, slot_of, extensions), slot_of
 
-    def _extended(self, slot_of: dict[int, int], extensions: Mapping[int, Extension]) -> Prefix:
+    def _batches(self, shard_of: Mapping[int, int]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Prefixes of the same number of sequences from every shard.
+
+        Args:
+          shard_of: shard of each item.
+
+        Yields:
+          The number of sequences of a prefix, and the item of each of its batch indices in use.
+        """
+        shards = self.engine.shards
+        waiting: list[list[int]] = [[] for _ in range(shards)]
+        for item, shard in shard_of.items():
+            waiting[shard].append(item)
+        while any(waiting):
+            most = shards * max(len(items) for items in waiting)
+            P = round_up(self.engine.batch_sizes, min(most, self.engine.batch_sizes[-1]))
+            per_shard = P // shards
+            yield (
+                P,
+                {
+                    shard * per_shard + i: item
+                    for shard, items in enumerate(waiting)
+                    for i, item in enumerate(items[:per_shard])
+                },
+            )
+            waiting = [items[per_shard:] for items in waiting]
+
+    def reuse(self, known: Mapping[int, KnownBeginning]) -> Iterator[tuple[Prefix, dict[int, int]]]:
+        """Prefills sequences of which the pages hold the beginning; the model runs only the rest.
+
+        Args:
+          known: the sequences, by any number.
+
+        Yields:
+          A prefix, and the number of the sequence of each of its batch indices in use.
+        """
+        for P, number_of in self._batches({i: each.shard for i, each in known.items()}):
+            yield self._reused(P, {row: known[i] for row, i in number_of.items()}), number_of
+
+    def _reused(self, P: int, known: Mapping[int, KnownBeginning]) -> Prefix:
+        engine, state = self.engine, self._state
+        assert state is not None and engine.pages is not None, "there are no pages"
+        page = engine.pages.page_tokens
+        longest = max(len(each.tokens) for each in known.values())
+        pages = -(-round_up(engine.prefix_sizes, longest) // page)
+        table_Pp, history_PC = np.zeros((P, pages), np.int32), np.zeros((P, pages * page), np.int32)
+        length_P, token_P = np.zeros(P, np.int32), np.zeros(P, np.int32)
+        rests = [np.zeros(0, np.int32)] * P
+        for row, (_, held, tokens) in known.items():
+            length = len(held) * page
+            table_Pp[row, : len(held)], history_PC[row, :length] = held, tokens[:length]
+            length_P[row], token_P[row] = length, tokens[length]
+            rests[row] = tokens[length + 1 :]
+        with self._lock:
+            given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
+            return _extended(engine, self._params, engine.reuse(state, *given), rests)
+
+    def _extended(
+        self, P: int, slot_of: dict[int, int], extensions: Mapping[int, Extension]
+    ) -> Prefix:
         engine, state = self.engine, self._state
         assert state is not None, "there are no slots"
-        P = engine.batch_sizes[-1]
         slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
         parts = [np.zeros(0, np.int32)] * P
         for index, slot in slot_of.items():

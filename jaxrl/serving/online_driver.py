@@ -141,8 +141,15 @@ class OnlineDriver:
         self._closing = False
         self._stopping = False
         # Used only by the driver's thread.
-        stops = StopSearch(decode_text)
-        self._loop = DecodeLoop(engine, params, stops, streams=True, lock=lock)
+        self._loop = DecodeLoop(
+            engine,
+            params,
+            StopSearch(decode_text),
+            streams=True,
+            # Reuse rounds differently, and what is known depends on earlier requests.
+            reuse_prefixes=not engine.config.deterministic,
+            lock=lock,
+        )
         self._in_loop: dict[SampleTask, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()

@@ -124,10 +124,12 @@ def _require_extras(config: ServeConfig) -> None:
 
 
 def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
-    """Draws one sample after a prompt of each size, so that the first requests compile nothing.
+    """Draws samples after a prompt of each size, so that the first requests compile nothing.
 
-    A cache that grows with its sequences has a program for each of its capacities too. These are for short
-    sequences only, and for few requests at once: the others compile when they are first needed.
+    In a paged cache each prompt is sent twice. The second finds the pages of the first, so the programs that
+    reuse pages are compiled, too. A cache that grows with its sequences has a program for each of its
+    capacities. These are for short sequences only, and for few requests at once: the others compile when they
+    are first needed.
 
     Raises:
       UserError: a sample cannot be drawn.
@@ -137,7 +139,9 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
     lengths = [1, *(min(size, engine.max_prefill_length) for size in sizes)]
     for done, length in enumerate(dict.fromkeys(lengths), start=1):
         began = time.monotonic()
-        _draw_one(driver, length)
+        # Other tokens than those of the prompts before, whose pages would be reused.
+        for _ in range(1 if engine.pages is None else 2):
+            _draw_one(driver, np.full(length, done, np.int32))
         if time.monotonic() - began > _SLOW_S:
             print(
                 f"compiled for prompts of up to {length} tokens, {done} of {len(lengths)}",
@@ -145,7 +149,7 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
             )
 
 
-def _draw_one(driver: OnlineDriver, prompt_tokens: int) -> None:
+def _draw_one(driver: OnlineDriver, prompt: np.ndarray) -> None:
     ended = threading.Event()
     failures: list[ServingError] = []
 
@@ -154,7 +158,7 @@ def _draw_one(driver: OnlineDriver, prompt_tokens: int) -> None:
             failures.append(event)
         ended.set()
 
-    driver.submit(Request(np.zeros(prompt_tokens, np.int32), 1, 1, seed=0), listen)
+    driver.submit(Request(prompt, 1, 1, seed=0), listen)
     ended.wait()
     if failures and isinstance(failures[0], NotFinite):
         raise UserError(f"a first sample could not be drawn: {failures[0]}")

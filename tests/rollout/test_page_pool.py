@@ -38,9 +38,9 @@ def test_the_example_of_the_docstring():
     assert pool.num_free_S[0] == 19 - 3 and pool.table_nP[2].tolist() == [1, 2, 5, 0, 0, 0]
     pool.release(np.array([2]))
     assert pool.num_free_S[0] == 19 and not pool.table_nP.any()
-    # Nothing is known of pages that have been freed.
+    # What free pages hold is known until they hold something else.
     pool.start(1, tokens(9), 9)
-    assert pool.shared_n.tolist() == [0, 0, 0]
+    assert pool.shared_n.tolist() == [0, 2, 0] and pool.num_free_S[0] == 19 - 3
 
 
 def test_only_equal_beginnings_on_the_same_shard_are_shared():
@@ -63,6 +63,42 @@ def test_a_page_that_follows_a_freed_one_is_not_taken_for_its_successor():
     pool.start(1, np.concatenate([tokens(4, 30), tokens(4, 40)]), 8)
     pool.start(2, np.concatenate([tokens(4, 30), tokens(4, 4)]), 8)
     assert pool.shared_n.tolist() == [0, 0, 1, 0]
+
+
+def test_the_least_recently_used_pages_are_forgotten_first_and_ends_before_beginnings():
+    pool = pool_of(slots=2, num_pages=7)
+    sequences = [tokens(8), tokens(8, 100)]
+    for sequence in sequences:
+        pool.start(0, sequence, 8)
+        pool.release(np.array([0]))
+    # The first is used once more.
+    pool.start(0, sequences[0], 8)
+    pool.release(np.array([0]))
+    pool.start(1, tokens(12, 50), 12)
+    pool.settle()
+    # Two pages were empty, and one comes from the second sequence.
+    assert [len(pool.written_pages(s)[1]) for s in sequences] == [2, 1]
+    pool.grow(np.array([1]), np.array([20]))
+    assert [len(pool.written_pages(s)[1]) for s in sequences] == [1, 0]
+
+
+def test_decoded_pages_are_known_to_all_shards_once_written():
+    pool = pool_of(slots=4, shards=2)
+    pool.start(2, tokens(6), 12)
+    pool.settle()
+    pool.grow(np.array([2]), np.array([16]))
+    pool.remember(2, tokens(13))
+    held = pool.table_nP[2, :3].tolist()
+    pool.release(np.array([2]))
+    # The first page was written before the call of `settle`, the others after it.
+    assert pool.written_pages(tokens(13)) == (1, held[:1])
+    pool.settle()
+    assert pool.written_pages(tokens(13)) == (1, held)
+    # On the other shard they cannot be shared, only copied.
+    assert pool.pages_to_start(0, tokens(13), 13) == 4
+    assert pool.pages_to_start(1, tokens(13), 13) == 4
+    pool.start(3, tokens(13), 13)
+    assert pool.shared_n[3] == 3 and pool.table_nP[3, :3].tolist() == held
 
 
 def test_too_few_pages_are_counted_and_never_taken():
@@ -133,6 +169,12 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
                 lengths |= dict(zip(slots.tolist(), grown.tolist(), strict=True))
         elif lengths:
             gone = luck.sample(sorted(lengths), luck.randint(1, len(lengths)))
+            for slot in gone:
+                if luck.random() < 0.5:
+                    held = lengths[slot] - luck.randint(0, lengths[slot])
+                    filled = np.full(lengths[slot], luck.randint(0, 1), np.int32)
+                    filled[: len(sequences[slot])] = sequences[slot]
+                    pool.remember(slot, filled[:held])
             pool.release(np.array(gone))
             for slot in gone:
                 del lengths[slot], sequences[slot]

@@ -41,6 +41,16 @@ def test_the_newest_sample_of_a_full_shard_gives_way():
     assert pages.take(0, again, 40, 16)
 
 
+def test_samples_of_several_shards_give_way_newest_first():
+    pages = pages_of(4, shards=2, slots=6)
+    pages._will_last = lambda *_: True
+    for slot in (0, 3, 1, 4):
+        assert pages.take(slot, tokens(9, 100 * slot), 40, 0)
+    pages.advance(np.full(6, W))
+    # Both shards are full, and the newest of each waits: slot 4 started after slot 1.
+    assert pages.grow() == [4, 1]
+
+
 def test_a_sample_near_its_limit_takes_no_page_beyond_it():
     pages = pages_of(4)
     assert pages.take(0, tokens(9, 0), 10, 0)

@@ -21,8 +21,11 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.slot_pages import SlotPages
+from jaxrl.rollout.slots import Slots
 from jaxrl.serving.online_driver import OnlineDriver, Request
 from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
+from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 
 MODEL = ModelConfig(
@@ -200,6 +203,94 @@ def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engin
                 assert listener.tokens(k) == alone[i].tokens(k)
                 assert_close(listener.logprob(k), alone[i].logprob(k), scale=1)
         assert driver.load == (0, 0)
+
+
+@pytest.mark.parametrize("train", ["1-1-1", "1-2-1"])
+def test_out_of_pages_the_newest_request_waits_and_none_is_lost(train, engine, monkeypatch):
+    """Samples start whenever there is a page, so that many give way, some of them several times."""
+    monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
+    requests = [request_of(seed=s, truncation=never_stopping()) for s in range(12)]
+    with OnlineDriver(engine, weights(), spell) as driver:
+        alone = [answer(driver, request) for request in requests]
+    grow, waiting, ended = SlotPages.grow, [], []
+
+    def watched(self):
+        dropped = grow(self)
+        for slot in dropped:
+            others = np.flatnonzero(self._busy_n)
+            others = others[self.pool._shard_n[others] == self.pool.shard_of(slot)]
+            assert (self._order_n[others] < self._order_n[slot]).all()
+        waiting.extend(dropped)
+        return dropped
+
+    monkeypatch.setattr(SlotPages, "grow", watched)
+    with OnlineDriver(build_engine(train, **FEW_PAGES), weights(), spell) as driver:
+        listeners = [Answer(request) for request in requests]
+        for i, listener in enumerate(listeners):
+            listener.ended.set = functools.partial(_noted, listener.ended.set, ended, i)
+        driver.submit_all(list(zip(requests, listeners, strict=True)))
+        for got, want in zip(listeners, alone, strict=True):
+            got.wait()
+            assert got.tokens() == want.tokens() and got.text() == want.text()
+            assert_close(got.logprob(), want.logprob(), scale=1)
+    assert len(waiting) > 5
+    # First come, first served, although all of them have the same length.
+    assert ended == sorted(ended)
+
+
+def _noted(then, ended: list[int], i: int) -> None:
+    ended.append(i)
+    then()
+
+
+def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
+    """The second turn of a chat, and another chat with the same beginning."""
+    seen = []
+    reused = Slots._reused
+
+    def watched(self, P, known):
+        seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
+        return reused(self, P, known)
+
+    monkeypatch.setattr(Slots, "_reused", watched)
+    changes = {"max_prompt_tokens": 80, "max_response_tokens": 40}
+    first = request_of(prompt=range(2, 14), truncation=never_stopping())
+    with (
+        OnlineDriver(build_engine(cache="paged", **changes), weights(), spell) as paged,
+        OnlineDriver(build_engine(**changes), weights(), spell) as contiguous,
+    ):
+        turn = answer(paged, first).tokens()
+        chat = request_of(prompt=(*range(2, 14), *turn, 3, 5), num_samples=2)
+        other = request_of(prompt=(*range(2, 14), *turn[:20], 4, 4))
+        for request in (chat, other):
+            got, want = answer(paged, request), answer(contiguous, request)
+            for k in range(request.num_samples):
+                assert got.tokens(k) == want.tokens(k)
+                assert_close(got.logprob(k), want.logprob(k), scale=1)
+    assert seen == [(54, 48), (34, 32)]
+
+
+def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
+    """A prompt that began like the one before would leave the larger program uncompiled."""
+    whole, known = [], []
+    prefill, reused = Slots.prefill, Slots._reused
+
+    def watched_prefill(self, sequences):
+        whole.extend(map(len, sequences))
+        return prefill(self, sequences)
+
+    def watched_reused(self, P, beginnings):
+        known.extend(len(each.tokens) for each in beginnings.values())
+        return reused(self, P, beginnings)
+
+    monkeypatch.setattr(Slots, "prefill", watched_prefill)
+    monkeypatch.setattr(Slots, "_reused", watched_reused)
+    engine = build_engine(cache="paged", max_prompt_tokens=100)
+    assert engine.prompt_sizes == (64, 96, 140)
+    with OnlineDriver(engine, weights(), spell) as driver:
+        _warm_up(driver, engine)
+    # One token is no page.
+    assert whole == [1, 1, 64, 96, 100] and known == [64, 96, 100]
 
 
 def test_text_comes_dispatch_by_dispatch(driver):

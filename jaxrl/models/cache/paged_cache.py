@@ -98,8 +98,11 @@ class PagedCache:
 
     def take(self, cache: PagedSlots, slots: jax.Array) -> Cache:
         """See `CacheKind.take`; the result is contiguous."""
-        axes = self.contiguous.axes(cache.pool)
-        return page_moves.gathered(cache.pool, axes, cache.table[slots])
+        return self.take_pages(cache, cache.table[slots])
+
+    def take_pages(self, cache: PagedSlots, table_Pp: jax.Array) -> Cache:
+        """Copies pages, int32 [P, p], one after another into a contiguous cache of P sequences."""
+        return page_moves.gathered(cache.pool, self.contiguous.axes(cache.pool), table_Pp)
 
     def copy(self, cache: PagedSlots, other: Cache, source_B: jax.Array) -> PagedSlots:
         """See `CacheKind.copy`; `other` is contiguous."""

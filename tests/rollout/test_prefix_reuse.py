@@ -1,0 +1,235 @@
+"""Samples that reuse the pages of earlier ones are those that prefill everything."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from byte_engine import CONFIG, MODEL, decode, weights
+from closeness import assert_close
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.slot_pages import SlotPages
+from jaxrl.rollout.slots import DrawSettings, Slots
+
+# Pages of 16 tokens.
+BASE = dataclasses.replace(
+    CONFIG,
+    max_prompt_tokens=80,
+    max_response_tokens=24,
+    slots=4,
+    smallest_bucket=4,
+    prefill_prompts=4,
+)
+PAGED = {"cache": "paged", "slots": 8}
+MESH = {"train": "1-4-2", "generate": "1-2-2-2", "fsdp": 2}
+SETTINGS = DrawSettings(seed=5, step=2, temperature=0.7)
+
+
+@functools.cache
+def engine_of(layout=(), **changes) -> Engine:
+    parallel = ParallelLayout.from_config(
+        LayoutConfig(**dict(layout or {"train": "1-1-1"}.items()))
+    )
+    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
+    config = dataclasses.replace(BASE, **changes)
+    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, config)
+
+
+def loop_of(engine: Engine, scale=1.0, **options) -> DecodeLoop:
+    _, shapes, axes = decoder_graph(MODEL)
+    scaled = jax.tree.map(lambda w: w * np.float32(scale), weights())
+    params = jax.device_put(scaled, shardings(axes, shapes, GENERATE_RULES, engine.mesh))
+    return DecodeLoop(engine, params, decode, **options)
+
+
+def task_of(prompt, index=0, max_tokens=24) -> SampleTask:
+    start = StartSequence(np.asarray(prompt, np.int32))
+    return SampleTask(Sample(0, index, SETTINGS.step), start, 3, SETTINGS, max_tokens)
+
+
+def run(loop: DecodeLoop, *tasks: SampleTask) -> None:
+    loop.add(tasks)
+    while loop.unfinished:
+        loop.dispatch()
+
+
+def words(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 240, count).astype(np.int32)
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], index: int, max_tokens: int, scale=1.0) -> Sample:
+    """The sample of a contiguous cache."""
+    task = task_of(prompt, index, max_tokens)
+    run(loop_of(engine_of(), scale), task)
+    return task.sample
+
+
+def assert_expected(task: SampleTask, scale=1.0) -> None:
+    prompt = tuple(task.start.tokens[: task.prompt_tokens].tolist())
+    want = expected(prompt, task.sample.index, task.max_tokens, scale)
+    assert task.sample.tokens.tolist() == want.tokens.tolist()
+    assert_close(task.sample.logprob, want.logprob, scale=1)
+    assert_close(task.sample.entropy, want.entropy, scale=1)
+
+
+@pytest.fixture
+def prefilled(monkeypatch) -> list[tuple[int, int]]:
+    """Tokens of each sequence prefilled for a paged cache, and how many of them came from pages."""
+    seen = []
+    prefill, reused = Slots.prefill, Slots._reused
+
+    def watched_prefill(self, sequences):
+        if self.pages is not None:
+            seen.extend((len(s), 0) for s in sequences)
+        return prefill(self, sequences)
+
+    def watched_reused(self, P, known):
+        seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
+        return reused(self, P, known)
+
+    monkeypatch.setattr(Slots, "prefill", watched_prefill)
+    monkeypatch.setattr(Slots, "_reused", watched_reused)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "layout", [(), tuple(MESH.items())], ids=["one device", "replicas and heads"]
+)
+@pytest.mark.parametrize("chunk", [0, 9])
+def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
+    """Three turns; each prompt is the turn before, its answer, and a question."""
+    loop = loop_of(engine_of(layout, prefill_chunk_tokens=chunk, **PAGED), reuse_prefixes=True)
+    prompt, full = words(0, 21), 0
+    for turn in range(3):
+        task = task_of(prompt)
+        run(loop, task)
+        assert_expected(task)
+        before, cached = len(prompt), len(prompt) + len(task.sample) - 1
+        prompt = np.concatenate([prompt, task.sample.tokens, words(turn + 1, 5)])[:80]
+        if turn:
+            assert prefilled[-1] == (before, full)
+        full = cached // 16 * 16
+    assert full >= 32 and len(prefilled) == 3
+
+
+def test_samples_of_a_prompt_share_one_reused_prefix(prefilled):
+    loop = loop_of(engine_of(**PAGED), reuse_prefixes=True)
+    shared = words(0, 50)
+    run(loop, task_of(shared))
+    # Four samples of each of three prompts; the second has another beginning, the third is known entirely.
+    prompts = [np.concatenate([shared[:40], words(1, 9)]), words(2, 50), shared[:49]]
+    tasks = []
+    for prompt in prompts:
+        first = task_of(prompt)
+        tasks.append(first)
+        tasks += [dataclasses.replace(first, sample=Sample(0, i, SETTINGS.step)) for i in (1, 2, 3)]
+    run(loop, *tasks)
+    for task in tasks:
+        assert_expected(task)
+    assert sorted(prefilled[1:]) == [(49, 32), (49, 48), (50, 0)]
+
+
+def test_without_the_option_everything_is_prefilled(prefilled):
+    loop = loop_of(engine_of(**PAGED))
+    for _ in range(2):
+        run(loop, task_of(words(0, 50)))
+    assert prefilled == [(50, 0)] * 2
+
+
+def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
+    """A loop keeps its weights, and its pages belong to it."""
+    for scale in (1.0, 1.3):
+        loop = loop_of(engine_of(**PAGED), scale, reuse_prefixes=True)
+        for _ in range(2):
+            task = task_of(words(0, 50))
+            run(loop, task)
+            assert_expected(task, scale)
+        loop.clear()
+        run(loop, task_of(words(0, 50)))
+    assert prefilled == [(50, 0), (50, 48), (50, 0)] * 2
+    first, second = (expected(tuple(words(0, 50).tolist()), 0, 24, s) for s in (1.0, 1.3))
+    assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_known_pages_give_way_to_samples(prefilled):
+    """Pages for one sample of full length: the second prompt needs those of the first."""
+    loop = loop_of(engine_of(cache_tokens=112, **PAGED), reuse_prefixes=True)
+    tasks = [task_of(words(seed, 80)) for seed in (0, 1, 0, 0)]
+    for task in tasks:
+        run(loop, task)
+        assert_expected(task)
+    assert [known < 32 for _, known in prefilled] == [True, True, True, False]
+
+
+def check_pages(loop: DecodeLoop) -> None:
+    """Every page is held, kept or empty, and only known pages are kept."""
+    pool = loop._slots.pages.pool
+    for shard, kept in enumerate(pool._kept):
+        empty = pool._free_SN[shard, : pool._num_empty_S[shard]].tolist()
+        held = set(pool.table_nP[pool.slots_of(shard)].reshape(-1).tolist()) - {0}
+        assert sorted([*empty, *kept, *held]) == list(range(1, pool.num_pages + 1))
+        assert len(empty) + len(kept) == pool.num_free_S[shard]
+        known = {page for s, page in pool._key_of if s == shard}
+        assert set(kept) <= known and not known & set(empty)
+    assert {key: page for page, key in pool._key_of.items()} == {
+        key: (key[0], page) for key, page in pool._page_of.items()
+    }
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    layout=st.sampled_from([(), tuple(MESH.items())]),
+    scarce=st.booleans(),
+)
+def test_random_requests_ends_and_preemptions(data, layout, scarce):
+    """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if scarce:
+            monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
+        shards = engine_of(layout, **PAGED).shards
+        engine = engine_of(layout, cache_tokens=160 * shards if scarce else 0, **PAGED)
+        loop = loop_of(engine, reuse_prefixes=True)
+        live: list[SampleTask] = []
+        done: list[SampleTask] = []
+
+        def dispatch():
+            ended = {result.task for result in loop.dispatch() if result.end is not None}
+            check_pages(loop)
+            done.extend(ended)
+            live[:] = [task for task in live if task not in ended]
+
+        for _ in range(data.draw(st.integers(2, 12))):
+            for _ in range(data.draw(st.integers(0, 4))):
+                shared = data.draw(st.sampled_from([0, 16, 33, 48]))
+                own = words(data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 15, 31])))
+                task = task_of(
+                    np.concatenate([words(0, shared), own]),
+                    data.draw(st.integers(0, 1)),
+                    data.draw(st.sampled_from([3, 24])),
+                )
+                loop.add([task])
+                live.append(task)
+            if live and data.draw(st.booleans()):
+                gone = live.pop(data.draw(st.integers(0, len(live) - 1)))
+                loop.drop([gone])
+                check_pages(loop)
+            dispatch()
+        while loop.unfinished:
+            dispatch()
+        assert not live
+        pool = loop._slots.pages.pool
+        assert set(pool.num_free_S.tolist()) == {pool.num_pages} and not pool.table_nP.any()
+        for task in done:
+            assert_expected(task)
