@@ -16,6 +16,7 @@ from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.attention import pick_implementation
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
@@ -62,12 +63,14 @@ class StepLoad:
       lengths: the lengths of `work`, with their source.
       greedy: whether each prompt also gets a greedy answer.
       truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
+      system: the system whose fixed costs the step has.
     """
 
     work: Workload
     lengths: StepLengths
     greedy: bool = False
     truncated: bool = False
+    system: System = OURS
 
     @property
     def prompts(self) -> int:
@@ -147,8 +150,8 @@ def assumed_lengths(
     return StepLengths(prompts, responses, "as given" if response_tokens else "assumed")
 
 
-def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
-    """The work of a step of a config; `lengths` are the assumed ones by default."""
+def load_of(config: Config, lengths: StepLengths | None = None, system: System = OURS) -> StepLoad:
+    """The work of a step of a config in a system; `lengths` are the assumed ones by default."""
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
     lengths = lengths or assumed_lengths(config)
     sampled = rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts
@@ -167,9 +170,8 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
         prefill_prompts=rollout.prefill_prompts,
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-    return StepLoad(
-        work, lengths, dataflow.greedy_baseline, truncated or rollout.repetition_penalty != 1
-    )
+    truncated = truncated or rollout.repetition_penalty != 1
+    return StepLoad(system.work(work), lengths, dataflow.greedy_baseline, truncated, system)
 
 
 def _platform(kind: Accelerator) -> str:
@@ -179,12 +181,13 @@ def _platform(kind: Accelerator) -> str:
     return "gpu" if any("NVIDIA" in name for name in kind.device_kinds) else "cpu"
 
 
-def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
+def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> Assumptions:
     """The assumptions of the simulation with the settings of a recipe; critics train like the actor.
 
     Args:
       config: config of the run.
       kind: kind of its devices.
+      system: the system whose fixed costs they have.
 
     Raises:
       UserError: the attention that the recipe names does not run on these devices.
@@ -197,7 +200,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         softcap=config.model.attention_softcap,
         tree=train.share_prompts is True,
     )
-    return Assumptions(
+    ours = Assumptions(
         skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
@@ -206,3 +209,4 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         remat="none" if train.remat == "none" else "full",
         logits_tokens=train.logprob_chunk_tokens,
     )
+    return system.assumptions(ours)

@@ -82,7 +82,7 @@ class PassSimulator:
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
-            "program call": self._assume.call_s,
+            "program call": self._assume.call_s + self._assume.pass_s,
         }
         return CostBreakdown(
             seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
@@ -108,7 +108,7 @@ class PassSimulator:
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (tensor | data).items()},
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
-            "program call": assume.call_s,
+            "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
         resident = self._weights(model, strategy, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
