@@ -168,6 +168,7 @@ def load_of(config: Config, lengths: StepLengths | None = None, system: System =
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
+        shares_prompts=config.train.shares_prompts,
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     truncated = truncated or rollout.repetition_penalty != 1

@@ -130,7 +130,7 @@ class PassSimulator:
         """The flushes of the busiest replica, in a pass that is divided into `parts` minibatches."""
         work = self._work
         each = math.ceil(math.ceil(sequences / parts) / strategy.d)
-        tokens = each * work.mean_tokens
+        tokens = each * work.packed_tokens
         rows = max(1, work.microbatch_rows // strategy.row_parts)
         size = min(max(rows * work.microbatch_tokens, work.mean_tokens), tokens)
         # With one microbatch a pipeline is no faster than one stage.
@@ -144,10 +144,12 @@ class PassSimulator:
     def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Seconds of matmuls and attention; with few tokens those of reading the weights."""
         numbers, work = model_numbers(model), self._work
-        sequences = flushes.tokens / work.mean_tokens
-        attention = sequences * mean_attention_flops(
-            model, work.mean_tokens, work.mean_square_tokens
-        )
+        prompt = work.prompt_lengths
+        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
+        # Attention inside a prompt is computed once for each copy.
+        once = mean_attention_flops(model, prompt.mean, prompt.mean_square)
+        attention -= (1 - work.prompt_copies) * once
+        attention *= flushes.tokens / work.packed_tokens
         if not self._assume.skips_segments:
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
             tokens = max(float(work.microbatch_tokens), work.mean_tokens)
