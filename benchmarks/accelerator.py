@@ -139,7 +139,7 @@ def versions(scale: Scale):
 
 @check("A")
 def roofs(scale: Scale):
-    """TFLOP/s of square products by type, GB/s of a copy (bytes read and written)."""
+    """TFLOP/s of square matmuls by type, GB/s of a copy (bytes read and written)."""
     n = 512 if scale.small else 8192
     for name, dtype, precision in (
         ("bfloat16", jnp.bfloat16, None),
@@ -149,10 +149,10 @@ def roofs(scale: Scale):
     ):
         a, b = (normal(i, n, n, dtype=dtype) for i in range(2))
         out = jnp.int32 if dtype == jnp.int8 else None
-        product = jax.jit(
+        matmul = jax.jit(
             functools.partial(jnp.matmul, precision=precision, preferred_element_type=out)
         )
-        yield {"product": name, "tflops": 2 * n**3 / seconds(product, a, b) / 1e12}
+        yield {"matmul": name, "tflops": 2 * n**3 / seconds(matmul, a, b) / 1e12}
     x = normal(0, 2**20 if scale.small else 2**29)
     copied = seconds(jax.jit(lambda x: x + 1), x)
     yield {"copy_gb_per_s": 2 * x.nbytes / copied / 1e9}
@@ -332,7 +332,7 @@ def same_tokens(scale: Scale):
 
 @check("A")
 def tf32(scale: Scale):
-    """The gap between sampler's and trainer's log-probabilities in float32, by precision of products."""
+    """The gap between sampler's and trainer's log-probabilities in float32, by precision of matmuls."""
     for precision in ("highest",) if scale.small else ("highest", "default"):
         with jax.default_matmul_precision(precision):
             actor = _sampler(TINY, "float32", slots=16, response=24)

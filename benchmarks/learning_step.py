@@ -2,7 +2,7 @@
 
     python benchmarks/learning_step.py [--only update packing memory compiling prompts unrolling] [--rounds 3]
 
-    update      seconds that its operations would take at the rate of its products, over seconds it takes
+    update      seconds that its operations would take at the rate of its matmuls, over seconds it takes
     packing     samples a second of packed rows over those of a row for each sample, lengths 20 : 1
     memory      peak of the update at 16k tokens and a vocabulary of 151,936, over one array of all logits
     compiling   seconds to trace and compile the update of 64 layers, over those of 4
@@ -191,19 +191,19 @@ def updating(
 
 
 def measure_update(rounds: int) -> Iterator[Figure]:
-    """The update against a chain of products of the sizes it has, forward and backward."""
+    """The update against a chain of matmuls of the sizes it has, forward and backward."""
     rows, tokens, layers = 8, 256, 6
     lengths = [tokens] * 64
     operations = float(training_flops(MODEL, np.array(lengths)).sum())
-    chain, operations_of_chain = product_chain(MODEL, rows * tokens, layers)
+    chain, operations_of_chain = matmul_chain(MODEL, rows * tokens, layers)
     options = {"rows": rows, "tokens": tokens}
-    taken = in_turns({"update": updating(MODEL, lengths, **options), "products": chain}, rounds)
+    taken = in_turns({"update": updating(MODEL, lengths, **options), "matmuls": chain}, rounds)
     scale = operations / operations_of_chain
-    ideal = Seconds(taken["products"].cpu * scale, taken["products"].clock * scale)
+    ideal = Seconds(taken["matmuls"].cpu * scale, taken["matmuls"].clock * scale)
     share = ideal.over(taken["update"])
     yield Figure(
-        "update, share of the products' rate",
-        f"{operations / 1e9:.0f} GFLOP in {taken['update'].clock:.2f} s; products at "
+        "update, share of the rate of matmuls",
+        f"{operations / 1e9:.0f} GFLOP in {taken['update'].clock:.2f} s; matmuls at "
         f"{operations_of_chain / taken['products'].clock / 1e9:.0f} GFLOP/s on the clock",
         share.cpu,
         share.clock,
@@ -211,7 +211,7 @@ def measure_update(rounds: int) -> Iterator[Figure]:
     )
 
 
-def product_chain(
+def matmul_chain(
     model: ModelConfig, num_tokens: int, layers: int
 ) -> tuple[Callable[[], jax.Array], float]:
     """Products of the model's sizes, one after another, with their gradients; and their operations.

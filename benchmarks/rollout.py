@@ -12,7 +12,7 @@ All systems are alive at once and take turns, so that all see one machine; the m
 Each round has prompts of its own. Before the first one the peers run once, which compiles what they compile;
 jaxrl runs every round once, since other lengths ask for programs of other sizes: what is timed is a run that
 has gone on for a while. A peer that is not installed is left out with a line that says so. The floor is what
-the matrix products and the reads of the cache would take by themselves, at the rates that this machine
+the matmuls and the reads of the cache would take by themselves, at the rates that this machine
 reaches in the same run.
 """
 
@@ -143,18 +143,18 @@ class System:
 
 
 def rates(shape, rows):
-    """(FLOP/s of the products, bytes/s read by attention) that this machine reaches now, on these shapes."""
+    """(FLOP/s of the matmuls, bytes/s read by attention) that this machine reaches now, on these shapes."""
     x, up, down = (
         jnp.ones((rows, shape.width)),
         jnp.ones((shape.width, shape.ffn)),
         jnp.ones((shape.ffn, shape.width)),
     )
-    products = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: (x @ up @ down) * 1e-6, x))
+    matmuls = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: (x @ up @ down) * 1e-6, x))
     flops = 40 * 4 * rows * shape.width * shape.ffn
     # More than any cache of the processor holds.
     big, weights = jnp.ones((64, 1 << 20)), jnp.ones(64)
     mixed = jax.jit(lambda big: weights @ big)
-    return flops / fastest(products, x), big.nbytes / fastest(mixed, big)
+    return flops / fastest(matmuls, x), big.nbytes / fastest(mixed, big)
 
 
 def fastest(function, *args):
@@ -236,7 +236,7 @@ def compare(title, shape, systems, args, console):
         system.close()
     console.print(table)
     console.print(
-        f"floor {ours['tokens'] / least:,.0f} tokens/s: {flop_rate / 1e9:.0f} GFLOP/s of products, "
+        f"floor {ours['tokens'] / least:,.0f} tokens/s: {flop_rate / 1e9:.0f} GFLOP/s of matmuls, "
         f"{byte_rate / 1e9:.1f} GB/s of reads; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
 

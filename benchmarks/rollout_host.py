@@ -17,7 +17,6 @@ the processor, so that other work on the machine does not count.
 
 import argparse
 import contextlib
-import dataclasses
 import resource
 import statistics
 import tempfile
@@ -32,12 +31,11 @@ import numpy as np
 from jaxrl.data.packing import PackedShape
 from jaxrl.roles.batches import pack_completions
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.buckets import bucket_sizes
-from jaxrl.rollout.decode_state import DecodedTokens
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import Slots
+from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
 
@@ -46,111 +44,6 @@ VOCABULARY, STOP = 32_000, 1
 PROMPT_TOKENS = 16
 # Mean response length; the longest have ten times as many. A reasoning model has about 4,000.
 MEAN_TOKENS = 2000
-
-
-@dataclasses.dataclass
-class FakeState:
-    """The slots of the fake engine, on the host.
-
-    Attributes:
-      left: int32 [n], tokens that each slot has still to decode.
-      active: bool [n].
-      decoded: tokens of the last dispatch.
-      capacity: tokens per slot.
-    """
-
-    left: np.ndarray
-    active: np.ndarray
-    decoded: DecodedTokens
-    capacity: int
-
-    @property
-    def num_slots(self) -> int:
-        """n."""
-        return len(self.active)
-
-
-class FakeEngine:
-    """The part of `Engine` that a backend uses, without a model: responses have lengths of their own."""
-
-    def __init__(self, config: EngineConfig, mean_tokens: int, seed: int):
-        self.config = config
-        self.mesh = jax.make_mesh((1,), ("data",))
-        self.shards = 1
-        self.pages = None
-        self.slot_sizes = bucket_sizes(config.slots, config.slots)
-        self.batch_sizes = (config.prefill_prompts,)
-        self.prompt_sizes = (config.max_prompt_tokens,)
-        longest = config.max_context_tokens + config.tokens_per_dispatch
-        self.prefix_sizes = self.cache_sizes = (longest,)
-        self._rng = np.random.default_rng(seed)
-        self._mean_tokens = mean_tokens
-        self._tokens = self._rng.integers(2, VOCABULARY, (config.slots, config.tokens_per_dispatch))
-        self._tokens = self._tokens.astype(np.int32)
-        self._floats = np.full(self._tokens.shape, -0.5, np.float32)
-        # Start and end of each `generate`, and how many slots were active.
-        self.calls: list[tuple[float, float, int]] = []
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The longest prompt."""
-        return self.config.max_prompt_tokens
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """The number of slots."""
-        return self.config.slots
-
-    def init_decode_state(self, num_slots: int, capacity: int) -> FakeState:
-        """Idle slots."""
-        zeros = np.zeros(num_slots, np.int32)
-        nothing = DecodedTokens(zeros, self._tokens, self._floats, self._floats)
-        return FakeState(zeros, np.zeros(num_slots, bool), nothing, capacity)
-
-    def prefill(self, params: Any, tokens: Any, lengths: Any) -> object:
-        """Nothing is computed."""
-        return object()
-
-    def insert(self, prefix: Any, state: FakeState, assignment: Any, *settings: Any) -> FakeState:
-        """Starts samples with lengths drawn at random."""
-        source = np.asarray(assignment.source)
-        limit, count = np.asarray(assignment.limit), np.asarray(assignment.count)
-        sigma = 0.9
-        drawn = self._rng.lognormal(np.log(self._mean_tokens) - sigma**2 / 2, sigma, len(source))
-        left = np.minimum(np.ceil(drawn).astype(np.int32), limit - count)
-        new = source >= 0
-        return dataclasses.replace(
-            state, left=np.where(new, left, state.left), active=state.active | new
-        )
-
-    def release(self, state: FakeState, keep: Any) -> FakeState:
-        """Stops slots."""
-        return dataclasses.replace(state, active=state.active & np.asarray(keep))
-
-    def resize(self, state: FakeState, slots: Any, capacity: int) -> FakeState:
-        """Moves slots."""
-        old = np.asarray(slots)
-        kept = old >= 0
-        return FakeState(
-            np.where(kept, state.left[old], 0), kept & state.active[old], state.decoded, capacity
-        )
-
-    def generate(self, params: Any, state: FakeState, least_active: Any) -> FakeState:
-        """Decodes until fewer slots than wanted are active, W tokens at most."""
-        begin = time.thread_time()
-        W, least = self.config.tokens_per_dispatch, int(least_active)
-        left = np.sort(np.where(state.active, state.left, 0))[::-1]
-        # Steps after which no more than `least` slots are active.
-        steps = W if least == 0 else min(W, max(1, int(left[least])))
-        count = np.where(state.active, np.minimum(state.left, steps), 0).astype(np.int32)
-        rest = state.left - count
-        n = state.num_slots
-        tokens, ended = self._tokens[:n].copy(), np.flatnonzero(state.active & (rest == 0))
-        tokens[ended, count[ended] - 1] = STOP
-        decoded = DecodedTokens(count, tokens, self._floats[:n], self._floats[:n])
-        state = FakeState(rest, state.active & (rest > 0), decoded, state.capacity)
-        self.calls.append((begin, time.thread_time(), int((count > 0).sum())))
-        return state
 
 
 def host_seconds(
@@ -164,8 +57,10 @@ def host_seconds(
         max_response_tokens=10 * mean_tokens,
         tokens_per_dispatch=tokens_per_dispatch,
         stop_ids=(STOP,),
+        # One program, as on accelerators.
+        smallest_bucket=slots,
     )
-    engine = FakeEngine(config, mean_tokens, seed=0)
+    engine = FakeEngine(config, lognormal_lengths(mean_tokens), vocabulary=VOCABULARY)
     asked = {"texts": 0, "tokens": 0}
 
     def decode_text(tokens: np.ndarray) -> str:
@@ -181,11 +76,12 @@ def host_seconds(
     fetches: list[tuple[float, float]] = []
     with timed_fetches(fetches):
         completions = backend.generate(prompts, options)
-    calls, fetched = np.array(engine.calls), np.array(fetches)
+    calls, fetched = np.array([call[:2] for call in engine.calls]), np.array(fetches)
+    active = np.array([call.active for call in engine.calls])
     times = HostTimes(
         waited=calls[1:, 0] - fetched[:-1, 1],
         overlapped=fetched[:-1, 0] - calls[:-1, 1],
-        busy=calls[1:, 2] > 0.8 * slots,
+        busy=active[1:] > 0.8 * slots,
     )
     return times, int(completions.lengths_B.sum()), asked
 

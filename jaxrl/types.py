@@ -68,7 +68,7 @@ class Prompts:
     def concatenate(parts: Sequence[Prompts]) -> Prompts:
         """All prompts of `parts`, in order."""
         return Prompts(
-            ids_N=np.concatenate([p.ids_N for p in parts]),
+            ids_N=np.concatenate([np.zeros(0, np.int64), *(p.ids_N for p in parts)]),
             tokens=_join([p.tokens for p in parts]),
             texts=_join([p.texts for p in parts]),
             answers=_join([p.answers for p in parts]),

@@ -86,13 +86,19 @@ class SequenceScores:
     """Scores of whole sequences by a reward or cost model."""
 
     def __init__(self, model: RewardModel, rows: RowLimits, *, most_sequences: int = 0):
-        """Args: the model, its rows, and a number of sequences up to which batches share one program."""
+        """Args: the model, its rows, and the most sequences to score at once; 0 for all of a batch."""
         self._model = model
         self._rows = rows
         self._most_sequences = most_sequences
 
     def __call__(self, completions: Completions) -> np.ndarray:
         """Scores of B responses, float32 [B]."""
+        N, G = len(completions.prompts), completions.num_samples
+        each = self._most_sequences // G or max(1, N)
+        parts = (range(n, min(n + each, N)) for n in range(0, max(1, N), each))
+        return np.concatenate([self._scores_of(completions.take(part)) for part in parts])
+
+    def _scores_of(self, completions: Completions) -> np.ndarray:
         # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
         sequences = max(self._most_sequences, len(completions))
         packed = pack_completions(completions, self._rows.shape(sequences, minibatches=1))

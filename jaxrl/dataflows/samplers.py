@@ -2,7 +2,8 @@
 
     Sampling            one generation batch; every response is finished
     OneStepAhead        samples the next batch while the step learns from the current one
-    PartialSampling     ends once there are enough groups; the next step continues unfinished ones
+    PartialSampling     draws prompts as slots fall free and ends once there are enough groups; the next step
+                        continues unfinished ones
     CurriculumSampling  wraps one of these and updates the pass rates of problems (`curriculum_sampling`)
     DynamicSampling     wraps one of these and samples until enough groups are mixed (`dynamic_sampling`)
 
@@ -24,7 +25,7 @@ from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
-from jaxrl.rollout.backend import OnGroup, SamplingOptions
+from jaxrl.rollout.backend import More, OnGroup, SamplingOptions
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -104,11 +105,11 @@ class Policy(Protocol):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        more: More | None,
         unfinished: UnfinishedGroups | None,
         on_group: OnGroup | None,
-        expected_tokens_N: np.ndarray | None,
     ) -> Rollout:
-        """Continues unfinished groups, and may leave some unfinished."""
+        """Continues unfinished groups, draws prompts as slots fall free, and may leave groups unfinished."""
         ...
 
 
@@ -269,59 +270,89 @@ class OneStepAhead:
 
 
 class PartialSampling:
-    """Ends sampling once a step has enough groups (as in DAPO's code and Kimi k1.5's partial rollouts).
+    """Keeps all slots busy: prompts are drawn as slots fall free, until a step has enough groups.
 
-    Unfinished groups keep their tokens and log-probabilities, and continue with the weights of the next step.
+        slot 0   [prompt 0 ][3      ][4    | step 2: 4 goes on ][7   ..
+        slot 1   [1  ][2         ][5       | 5 goes on     ][6     ..
+
+    The other groups keep their tokens and log-probabilities, and continue with the next weights (as in
+    DAPO's code, Kimi k1.5 and AReaL). A group with tokens that are too old is dropped.
     """
 
-    def __init__(self, generation: Generation, rewards: Rewards, *, prompts_per_batch: int):
-        """Args: `prompts_per_batch` is the number of prompts in flight, including unfinished ones."""
+    def __init__(
+        self,
+        generation: Generation,
+        rewards: Rewards,
+        *,
+        prompts_per_batch: int,
+        max_staleness: int,
+    ):
+        """Args.
+
+        generation, rewards: how responses are sampled and scored.
+        prompts_per_batch: number of groups of a generation batch, after which sampling ends in any case. If
+          there are slots, as many groups of samples decode at the same time, and not more.
+        max_staleness: largest number of steps between the weights that sampled a token and those that train
+          on it.
+        """
         self._generation = generation
         self._rewards = rewards
         self._prompts_per_batch = prompts_per_batch
+        self._max_staleness = max_staleness
         self._unfinished: UnfinishedGroups | None = None
+        # The step of the last generation batch; a step may have several.
+        self._last_step = -1
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The groups that are finished once there are enough, or all."""
-        generation = self._generation
-        step = generation.timer.step
-        unfinished = self._num_unfinished
-        batch = self._fill_up(prompts, unfinished)
+        """The groups that are finished once there are enough, or a generation batch of them."""
+        generation, step = self._generation, self._generation.timer.step
+        counts = self._drop_stale(step)
         beside = self._rewards.beside()
+        num_finished = 0
 
         def has_enough(group: Completions) -> bool:
+            nonlocal num_finished
             beside(group)
+            num_finished += 1
+            whole_batch = num_finished >= self._prompts_per_batch
             if enough is None:
                 # No decision depends on the verdict, so grading continues in the background.
-                return False
+                return whole_batch
             scored, asked = self._rewards.graded(beside.of(group)), enough
-            return hosts.on_first(lambda: asked(scored))
+            return hosts.on_first(lambda: asked(scored)) or whole_batch
 
         with generation.timer.phase("gen", shown="generate", may_stop=True):
-            check_same_prompts(batch, step)
             generation.load_weights()
             rollout = generation.actor.resume(
-                batch,
+                Prompts.concatenate([]),
                 generation.current(),
+                more=lambda places, unfinished: self._draw(prompts, places, unfinished),
                 unfinished=self._unfinished,
                 on_group=has_enough,
-                expected_tokens_N=generation.expected_tokens(batch),
             )
-            self._unfinished = rollout.unfinished
-            generation.learn_lengths(rollout.completions)
+        self._unfinished = rollout.unfinished
         stale = sum(int((version < step).sum()) for version in rollout.versions)
         sampled = self._rewards(rollout.completions, beside)
-        counts = {"rollout/unfinished_groups": unfinished, "rollout/stale_tokens": stale}
-        return dataclasses.replace(sampled, counts=counts)
+        return dataclasses.replace(sampled, counts={**counts, "rollout/stale_tokens": stale})
 
-    @property
-    def _num_unfinished(self) -> int:
-        return 0 if self._unfinished is None else len(self._unfinished.prompts)
+    def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
+        """Draws groups for free places, but not more samples than a generation batch has."""
+        G = self._generation.options.num_samples
+        places = min(places, self._prompts_per_batch * G - unfinished)
+        drawn = Prompts.concatenate([next(prompts) for _ in range(0, places, G)])
+        if len(drawn):
+            check_same_prompts(drawn, self._generation.timer.step)
+        return drawn
 
-    def _fill_up(self, prompts: PromptSource, unfinished: int) -> Prompts:
-        """Draws the prompts that complete a generation batch of unfinished groups, one at a time."""
-        wanted = max(1, self._prompts_per_batch - unfinished)
-        return Prompts.concatenate([next(prompts) for _ in range(wanted)])
+    def _drop_stale(self, step: int) -> dict[str, int]:
+        """Drops unfinished groups whose oldest token is past the limit; returns counts for the metrics."""
+        carried = dropped = 0
+        if self._unfinished is not None and step != self._last_step:
+            fresh = np.flatnonzero(step - self._unfinished.oldest_version_N <= self._max_staleness)
+            carried, dropped = len(fresh), len(self._unfinished.prompts) - len(fresh)
+            self._unfinished = self._unfinished.take(fresh)
+        self._last_step = step
+        return {"rollout/unfinished_groups": carried, "rollout/dropped_stale_groups": dropped}
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Unfinished groups, expected lengths, and the position in the prompts."""

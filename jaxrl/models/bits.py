@@ -6,10 +6,23 @@ which takes several times as long as the matmul with the slice. It copies intege
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def moved_as_bits(move: Callable[..., Any], *trees: Any) -> Any:
+    """The result of `move`, which only moves values; in a program for CPU it gets and returns bits.
+
+    Elsewhere it gets the arrays as they are: with bits XLA would copy a TPU's whole cache.
+    """
+
+    def move_bits(*trees: Any) -> Any:
+        return from_bits(move(*to_bits(trees)))
+
+    return jax.lax.platform_dependent(*trees, cpu=move_bits, default=move)
 
 
 def to_bits(tree: Any) -> Any:

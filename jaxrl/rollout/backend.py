@@ -2,7 +2,7 @@
 
     load       holds weights in the generation layout until `unload` returns them
     generate   prompts -> completions; every sample is finished
-    resume     prompts, unfinished groups -> finished groups, unfinished groups
+    resume     prompts, unfinished groups -> finished groups, unfinished groups; draws more prompts meanwhile
 
 A backend is built once per run from the model, its devices and the tokenizer. `SamplingOptions` are given
 with each call. `rollout.drivers` lists the backends. `jaxrl.testing` has a backend without a model.
@@ -36,6 +36,9 @@ DecodeText: TypeAlias = Callable[[np.ndarray], str]
 # Called with each finished group, as the completions of one prompt, while other groups are still sampled.
 # `resume` stops after the call that returns True and leaves the other groups unfinished.
 OnGroup: TypeAlias = Callable[[Completions], bool | None]
+# (places, unfinished) -> new prompts, possibly none. `places` is the number of samples that are missing to
+# keep all slots busy; `unfinished` is the number of samples that wait or decode.
+More: TypeAlias = Callable[[int, int], Prompts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +122,9 @@ class RolloutBackend(Protocol):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        more: More | None = None,
         unfinished: UnfinishedGroups | None = None,
         on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """Continues unfinished groups, samples `prompts`, and may leave groups unfinished.
 
@@ -130,9 +133,11 @@ class RolloutBackend(Protocol):
 
         Args:
           prompts, options: as in `generate`. A budget stops each sample after that many new tokens.
-          unfinished: unfinished groups of an earlier call; they start before `prompts`.
+          more: function that draws further prompts as slots fall free. It is called on this thread, in the
+            same dispatches and with the same numbers on every process. None draws no further prompts.
+          unfinished: unfinished groups of an earlier call. They start before all others, the group with the
+            oldest tokens first.
           on_group: as in `generate`, but sampling stops once it returns True.
-          expected_tokens_N: as in `generate`, for `prompts` only.
 
         Returns:
           The finished and the unfinished groups.

@@ -6,7 +6,7 @@
 The loop has no thread and no clock, and it does not know where samples come from. Three callers feed it:
 
     generate (rollout/driver.py)          adds the samples of a batch, dispatches until none is left
-    resume   (rollout/driver.py)          the same, but may stop early; its samples continue in a later loop
+    resume   (rollout/driver.py)          adds samples as slots fall free; unfinished ones continue later
     serving  (serving/online_driver.py)   adds samples as requests arrive, and drops cancelled ones
 
 A dispatch takes these steps, in this order:
@@ -188,6 +188,16 @@ class DecodeLoop:
     def unfinished(self) -> bool:
         """Whether any sample waits or decodes."""
         return self._scheduler.unfinished
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of samples that wait or decode."""
+        return self._scheduler.num_unfinished
+
+    @property
+    def places(self) -> int:
+        """The number of samples to add so that all slots are busy and stay so; see `Scheduler.places`."""
+        return self._scheduler.places
 
     def add(self, tasks: Iterable[SampleTask]) -> None:
         """Queues samples; they start in this order."""

@@ -1,8 +1,8 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
-It turns a batch into tasks of a `DecodeLoop`. The samples with the longest expected responses start first,
-and all samples of a prompt share one prefill. After each dispatch the groups that have just finished are
-handed out.
+It turns prompts into tasks of a `DecodeLoop`. `generate` samples one batch to its end, those with the longest
+expected responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy. All
+samples of a prompt share one prefill. After each dispatch the groups that have just finished are handed out.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions.
@@ -12,7 +12,7 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import (
     DecodeText,
+    More,
     OnGroup,
     SamplingOptions,
     check_lengths,
@@ -91,76 +92,106 @@ class OfflineBackend(EngineBackend):
             if on_group is not None:
                 on_group(group)
 
-        settings: Any = {"on_group": goes_on, "expected_tokens_N": expected_tokens_N}
-        return self.resume(prompts, options, **settings).completions
+        groups = SampleGroups(options, self._decode_text)
+        first = self._add(groups, prompts, expected_or_prompt_lengths(prompts, expected_tokens_N))
+        self._sample(groups, first, options, goes_on)
+        return groups.rollout().completions
 
     def resume(
         self,
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        more: More | None = None,
         unfinished: UnfinishedGroups | None = None,
         on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """Continues unfinished groups and samples `prompts` until `on_group` returns True.
+        """Continues unfinished groups and samples prompts until `on_group` returns True.
 
-        The prompt and the tokens of an unfinished sample are prefilled under the current weights. `on_group`
-        is called with the groups that a dispatch has finished while the next one runs, which also counts.
+        The prompt and the tokens of an unfinished sample are prefilled under the current weights. While the
+        devices decode, `on_group` is called with the groups that the dispatch before has finished, and then
+        `more` for samples that can take the next free slots.
         """
-        groups = SampleGroups(prompts, options, self._decode_text, unfinished)
-        new = groups.prompts.take(range(groups.num_resumed, len(groups)))
-        check_lengths(new, self.engine.max_prefill_length)
-        expected_N = expected_or_prompt_lengths(new, expected_tokens_N)
+        groups = SampleGroups(options, self._decode_text, unfinished)
+        first = _oldest_first(groups, unfinished) if unfinished is not None else []
+        first += self._add(groups, prompts, expected_or_prompt_lengths(prompts, None))
+        self._sample(groups, first, options, on_group, more)
+        return groups.rollout()
+
+    def _add(self, groups: SampleGroups, prompts: Prompts, expected_N: np.ndarray) -> list[Sample]:
+        """Adds groups; returns their samples in the order in which they start, the longest first."""
+        check_lengths(prompts, self.engine.max_prefill_length)
+        new = groups.add(prompts)
+        order = sorted(new, key=lambda n: -expected_N[n - new.start])
+        return [sample for n in order for sample in groups.group(n)]
+
+    def _sample(
+        self,
+        groups: SampleGroups,
+        first: Sequence[Sample],
+        options: SamplingOptions,
+        on_group: OnGroup | None,
+        more: More | None = None,
+    ) -> None:
+        """Samples until `on_group` returns True, or until nothing is left and `more` draws nothing.
+
+        `first` has the samples of `groups` that are unfinished, in the order in which they start.
+        """
         loop = DecodeLoop(self.engine, self.params, self._decode_text, version=options.step)
-        loop.add(_tasks(groups, options, expected_N, self.engine.config.max_response_tokens))
-        unfinished_of = [sum(not s.finished for s in groups.group(n)) for n in range(len(groups))]
+        max_tokens = self.engine.config.max_response_tokens
+
+        def start_more() -> bool:
+            """Fills free places; returns whether any sample waits or decodes."""
+            if more is not None and (places := loop.places):
+                new = more(places, loop.num_unfinished)
+                samples = self._add(groups, new, expected_or_prompt_lengths(new, None))
+                loop.add(_tasks(groups, samples, options, max_tokens))
+            return loop.unfinished
+
+        loop.add(_tasks(groups, first, options, max_tokens))
+        start_more()
         finished: list[int] = []
         enough = False
-        while loop.unfinished and not enough:
+        while not enough and (loop.unfinished or start_more()):
             loop.begin()
             # The text of the groups that have just finished is made while the devices decode on.
             enough = groups.hand_out(finished, on_group)
-            finished = []
-            for result in loop.finish():
-                if (sample := result.task.sample).finished:
-                    unfinished_of[sample.prompt] -= 1
-                    if not unfinished_of[sample.prompt]:
-                        finished.append(sample.prompt)
+            if not enough:
+                start_more()
+            ended = [sample for result in loop.finish() if (sample := result.task.sample).finished]
+            finished = [n for n in dict.fromkeys(s.prompt for s in ended) if groups.finished(n)]
         groups.hand_out(finished, on_group)
         loop.leave()
-        return groups.rollout()
+
+
+def _oldest_first(groups: SampleGroups, unfinished: UnfinishedGroups) -> list[Sample]:
+    """The unfinished samples of resumed groups: those of the group with the oldest tokens first.
+
+    Of equally old ones the longest start first, so that the sequences of a prefill have similar lengths.
+    """
+    oldest_N = unfinished.oldest_version_N
+    samples = [sample for sample in groups.samples if not sample.finished]
+    return sorted(samples, key=lambda s: (oldest_N[s.prompt], -len(s)))
 
 
 def _tasks(
-    groups: SampleGroups, options: SamplingOptions, expected_N: np.ndarray, max_tokens: int
+    groups: SampleGroups, samples: Iterable[Sample], options: SamplingOptions, max_tokens: int
 ) -> Iterator[SampleTask]:
-    """The tasks of all unfinished samples, in the order in which they start."""
+    """The tasks of samples, in their order."""
     # Samples without tokens of their own share the prefill of their prompt.
-    starts = [StartSequence(tokens) for tokens in groups.prompts.tokens]
-    for sample in _in_order(groups, expected_N):
-        start = starts[sample.prompt]
+    starts: dict[int, StartSequence] = {}
+    for sample in samples:
+        prompt = groups.prompt(sample.prompt)
+        start = starts.setdefault(sample.prompt, StartSequence(prompt.tokens[0]))
         if len(sample):
             start = StartSequence(np.concatenate([start.tokens, sample.tokens]))
         yield SampleTask(
             sample,
             start,
-            int(groups.prompts.ids_N[sample.prompt]),
+            int(prompt.ids_N[0]),
             DrawSettings(options.seed, sample.step, options.temperature, options.truncation),
             max_tokens,
             budget_tokens=options.budget_tokens,
             stop_strings=options.stop_strings,
             environment=options.environment,
         )
-
-
-def _in_order(groups: SampleGroups, expected_N: np.ndarray) -> list[Sample]:
-    """The unfinished samples: first those of resumed groups, then by expected length, longest first."""
-
-    def rank(sample: Sample):
-        if sample.prompt < groups.num_resumed:
-            return (0, -len(sample))
-        return (1, -expected_N[sample.prompt - groups.num_resumed])
-
-    # The sort is stable: samples of equal rank keep their order.
-    return sorted((s for s in groups.samples if not s.finished), key=rank)

@@ -58,8 +58,11 @@ class RolloutConfig(EngineSettings):
       environment: function that answers each finished turn, "path/to/file.py:function" or
         "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and returns token
         ids to append, or None to end the sample. "" means no environment.
-      partial: end a step as soon as its buffer of groups is full; unfinished samples continue in the next
-        step.
+      partial: keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its buffer of
+        groups is full, and unfinished samples continue in the next step. At most as many samples as a
+        generation batch has are decoded at the same time.
+      max_staleness: with `partial`, maximum number of steps between the weights that sampled a token and the
+        step that trains on it. An unfinished group with older tokens is dropped. For 0 turn `partial` off.
       driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
         one process only); or "package.module:function", a function that builds a backend.
     """
@@ -85,6 +88,7 @@ class RolloutConfig(EngineSettings):
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     environment: Annotated[str, PATH] = ""
     partial: bool = False
+    max_staleness: Annotated[int, between(1, 1000)] = 8
     driver: Annotated[str, PATH] = "offline"
 
     def __post_init__(self):

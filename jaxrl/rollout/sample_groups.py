@@ -1,6 +1,6 @@
 """The samples of a call to a backend, in groups: one group per prompt.
 
-Example, G = 2, one unfinished group of an earlier call and the prompts "p", "q":
+Example, G = 2, one unfinished group of an earlier call, then `add` with the prompts "p", "q":
 
     group 0   the unfinished group; its samples keep their tokens
     group 1   p: two samples without tokens
@@ -23,14 +23,11 @@ class SampleGroups:
     """Groups of samples; unfinished groups of an earlier call come first.
 
     Attributes:
-      prompts: N prompts, one per group.
       samples: N * G samples, group by group.
-      num_resumed: number of groups from an earlier call.
     """
 
     def __init__(
         self,
-        prompts: Prompts,
         options: SamplingOptions,
         decode_text: DecodeText,
         unfinished: UnfinishedGroups | None = None,
@@ -40,23 +37,32 @@ class SampleGroups:
         Raises:
           UserError: the unfinished groups have another number of samples.
         """
-        G = options.num_samples
-        resumed: list[Sample] = []
-        if unfinished is not None:
-            _check_size(unfinished, G)
-            prompts = Prompts.concatenate([unfinished.prompts, prompts])
-            resumed = [sample.at(sample.prompt) for sample in unfinished.samples]
-        self.num_resumed = len(resumed) // G
-        new = range(self.num_resumed, len(prompts))
-        self.prompts = prompts
-        self.samples = resumed + [Sample(n, k, options.step) for n in new for k in range(G)]
-        self._num_samples = G
+        self._num_samples = options.num_samples
+        self._step = options.step
         self._decode_text = decode_text
+        # One for each group, so that it takes the same time to add one to few groups or to many.
+        self._prompts: list[Prompts] = []
+        self.samples: list[Sample] = []
+        if unfinished is not None:
+            _check_size(unfinished, self._num_samples)
+            self._prompts += [unfinished.prompts.take([n]) for n in range(len(unfinished.prompts))]
+            self.samples += [sample.at(sample.prompt) for sample in unfinished.samples]
         # Decoding long responses to text is slow. The cache serves both `hand_out` and the result.
         self._completions: dict[int, Completions] = {}
 
+    def add(self, prompts: Prompts) -> range:
+        """Adds a group without tokens for each prompt; returns their indices."""
+        new = range(len(self), len(self) + len(prompts))
+        self._prompts += [prompts.take([n]) for n in range(len(prompts))]
+        self.samples += [Sample(n, k, self._step) for n in new for k in range(self._num_samples)]
+        return new
+
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self._prompts)
+
+    def prompt(self, n: int) -> Prompts:
+        """The prompt of group n."""
+        return self._prompts[n]
 
     def group(self, n: int) -> list[Sample]:
         """The samples of group n."""
@@ -81,7 +87,7 @@ class SampleGroups:
 
     def _completions_of(self, groups: Sequence[int]) -> Completions:
         samples = [sample for n in groups for sample in self.group(n)]
-        prompts = self.prompts.take(groups)
+        prompts = Prompts.concatenate([self._prompts[n] for n in groups])
         return completions_of(prompts, samples, self._num_samples, self._decode_text)
 
     def rollout(self) -> Rollout:
@@ -93,7 +99,7 @@ class SampleGroups:
             prompt_indices=tuple(done),
             versions=tuple(sample.version for n in done for sample in self.group(n)),
             unfinished=UnfinishedGroups(
-                self.prompts.take(left),
+                Prompts.concatenate([self._prompts[n] for n in left]),
                 self._num_samples,
                 tuple(sample.at(i) for i, n in enumerate(left) for sample in self.group(n)),
             ),

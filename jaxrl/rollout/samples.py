@@ -124,6 +124,11 @@ class Sample:
         """Int32 [R], policy version of each token: the training step of its weights."""
         return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The policy version of the first token; None without tokens."""
+        return self._pieces[0].version if self._pieces else None
+
     def _joined(self, of: Callable[[_DecodedTokens], np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
 
@@ -141,6 +146,19 @@ class UnfinishedGroups:
     prompts: Prompts
     num_samples: int
     samples: tuple[Sample, ...]
+
+    @property
+    def oldest_version_N(self) -> np.ndarray:
+        """The policy version of the oldest token of each group, int64; without tokens the largest number."""
+        none = np.iinfo(np.int64).max
+        oldest = [none if s.oldest_version is None else s.oldest_version for s in self.samples]
+        return np.array(oldest, np.int64).reshape(-1, self.num_samples).min(axis=1)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> UnfinishedGroups:
+        """The groups at `indices`, in that order."""
+        G = self.num_samples
+        samples = tuple(s.at(i) for i, n in enumerate(indices) for s in self.samples[n * G :][:G])
+        return UnfinishedGroups(self.prompts.take(indices), G, samples)
 
     def record(self) -> dict[str, Any]:
         """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint."""

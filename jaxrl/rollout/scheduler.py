@@ -91,7 +91,25 @@ class Scheduler:
     @property
     def unfinished(self) -> bool:
         """Whether anything is queued or running."""
-        return bool(self._queue or self._slot_of)
+        return self.num_unfinished > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of requests that are queued or running."""
+        return len(self._queue) + len(self._slot_of)
+
+    @property
+    def places(self) -> int:
+        """The number of requests to add so that all slots are in use and more wait; 0 if enough do.
+
+        A quarter of the slots should wait. An eighth may become idle before a dispatch ends. When these are
+        filled others must still wait, or the next dispatch would not end early (`enough_active`).
+        """
+        most = self._slot_sizes[-1]
+        # After an admission nothing waits while a slot is free, unless its shard has no memory.
+        no_memory = self._slot_of and self._queue
+        idle = 0 if no_memory else most - len(self._slot_of)
+        return max(0, idle + max(2, most // 4) - len(self._queue))
 
     @property
     def num_slots(self) -> int:

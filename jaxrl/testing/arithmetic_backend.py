@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.backend import DecodeText, OnGroup, SamplingOptions, check_lengths
+from jaxrl.rollout.backend import DecodeText, More, OnGroup, SamplingOptions, check_lengths
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
@@ -98,22 +98,30 @@ class ArithmeticBackend:
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        more: More | None = None,
         unfinished: UnfinishedGroups | None = None,
         on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
-        """See `RolloutBackend.resume`. `expected_tokens_N` has no effect."""
-        check_lengths(prompts, self._config.max_prompt_tokens)
+        """See `RolloutBackend.resume`."""
         if options.environment is not None or options.stop_strings:
             raise UserError(
                 "the arithmetic backend knows neither environments nor stop strings; leave them out"
             )
-        groups = SampleGroups(prompts, options, self._decode_text, unfinished)
-        self._decode(groups, options, on_group)
+        groups = SampleGroups(options, self._decode_text, unfinished)
+        self._start(groups, prompts)
+        self._decode(groups, options, more, on_group)
         return groups.rollout()
 
+    def _start(self, groups: SampleGroups, prompts: Prompts) -> None:
+        check_lengths(prompts, self._config.max_prompt_tokens)
+        groups.add(prompts)
+
     def _decode(
-        self, groups: SampleGroups, options: SamplingOptions, on_group: OnGroup | None
+        self,
+        groups: SampleGroups,
+        options: SamplingOptions,
+        more: More | None,
+        on_group: OnGroup | None,
     ) -> None:
         """Decodes W tokens per round for as many groups as fit into the slots.
 
@@ -121,17 +129,29 @@ class ArithmeticBackend:
         """
         W, G = self._config.tokens_per_dispatch, options.num_samples
         budget = options.budget_tokens or self._config.max_response_tokens
-        ends = {id(sample): len(sample) + budget for sample in groups.samples}
+        most = max(1, self._config.slots // G)
+        ends: dict[int, int] = {}
 
         def running(n: int) -> bool:
-            return any(not s.finished and len(s) < ends[id(s)] for s in groups.group(n))
+            group = groups.group(n)
+            limits = [ends.setdefault(id(s), len(s) + budget) for s in group]
+            return any(not s.finished and len(s) < e for s, e in zip(group, limits, strict=True))
 
-        while waiting := [n for n in range(len(groups)) if running(n)]:
-            now = waiting[: max(1, self._config.slots // G)]
+        def waiting() -> list[int]:
+            return [n for n in range(len(groups)) if running(n)]
+
+        while True:
+            live = waiting()
+            if more is not None and len(live) < most:
+                left = sum(not s.finished for n in live for s in groups.group(n))
+                self._start(groups, more((most - len(live)) * G, left))
+                live = waiting()
+            if not (now := live[:most]):
+                return
             for n in now:
                 for sample in groups.group(n):
                     count = min(W, ends[id(sample)] - len(sample))
-                    self._add(sample, groups.prompts.tokens[n], count, options.step)
+                    self._add(sample, groups.prompt(n).tokens[0], count, options.step)
             if groups.hand_out([n for n in now if groups.finished(n)], on_group):
                 return
 

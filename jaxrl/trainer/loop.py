@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
-import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lock import run_lock
 from jaxrl.tracking.loggers import LoggedRun
 from jaxrl.tracking.metrics import MetricsWriter
@@ -78,6 +77,40 @@ class TrainingStage(abc.ABC):
         """Releases everything the stage has started, even if `begin` was never called."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a stage saves, logs and evaluates.
+
+    Attributes:
+      num_steps: number of steps of the stage.
+      save_every: number of steps between checkpoints. The last step has one too.
+      log_every: number of steps between rows of metrics. The last step has one too.
+      evaluate_every: number of steps between evaluations; one more runs before the first step and one after
+        the last. 0 disables evaluation.
+    """
+
+    num_steps: int
+    save_every: int
+    log_every: int = 1
+    evaluate_every: int = 0
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps."""
+        return self.ends(step) or step % self.save_every == 0
+
+    def logs(self, step: int) -> bool:
+        """Whether a row of metrics is due after `step` steps."""
+        return self.ends(step) or step % self.log_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due after `step` steps."""
+        return self.evaluate_every > 0 and (self.ends(step) or step % self.evaluate_every == 0)
+
+    def ends(self, step: int) -> bool:
+        """Whether all steps are done after `step` steps."""
+        return step >= self.num_steps
+
+
 class Loop:
     """The loop of a training stage, "sft" or "rl", in its own folder. Use it as a context manager.
 
@@ -92,63 +125,43 @@ class Loop:
     def __init__(
         self,
         title: str,
-        folder: pathlib.Path,
+        folder: StageFolder,
+        schedule: Schedule,
         *,
-        num_steps: int,
-        save_every: int,
-        log_every: int,
-        evaluate_every: int = 0,
-        keep_checkpoints: int,
-        divergence: DivergenceConfig,
-        may_restart: bool = False,
-        accepts_lost_rows: bool = False,
+        checkpoints: StageCheckpoints,
+        open_log: Callable[[int | None], MetricsWriter],
         num_devices: int,
         waits: bool = True,
         stop: StopSignal,
         ownership: contextlib.AbstractContextManager[Any] | None = None,
         on_begin: Callable[[], None] = lambda: None,
-        loggers: Sequence[str] = (),
-        logged_run: LoggedRun = LoggedRun(),  # noqa: B008, frozen
     ):
         """Writes nothing; writing starts in `run`.
 
         Args:
           title: display name of the stage.
           folder: folder of the stage.
-          num_steps, save_every, log_every, keep_checkpoints: as in the config.
-          evaluate_every: number of steps between evaluations; one more runs before the first step and one
-            after the last. 0 disables evaluation.
-          divergence: settings of the divergence detector, which keeps an additional checkpoint.
-          may_restart: whether a stage without a usable checkpoint starts again, with its old folder moved
-            aside.
-          accepts_lost_rows: whether to continue if rows of the metrics are damaged.
+          schedule: when the stage saves, logs and evaluates.
+          checkpoints: checkpoints of the stage. The loop closes them.
+          open_log: function of the step of the restored checkpoint (None for a new stage) that opens the log.
           num_devices: number of devices of the run.
           waits: whether a phase waits for its arrays, so that its time is complete.
           stop: signals to the run.
           ownership: lock of the folder, held from before the first write; None if the run already holds it.
           on_begin: called once the stage can no longer be refused.
-          loggers: entries of `run.loggers`.
-          logged_run: what the loggers show of the run besides its metrics.
         """
         self.step = 0
-        self.folder = StageFolder(folder)
+        self.folder = folder
         self._first_row = True
         self._title = title
-        self._num_steps = num_steps
-        self._save_every = save_every
-        self._log_every = log_every
-        self._evaluate_every = evaluate_every
-        self._accepts_lost_rows = accepts_lost_rows
+        self._schedule = schedule
+        self._checkpoints = checkpoints
+        self._open_metrics = open_log
         self._num_devices = num_devices
         self._waits = waits
         self._stop = stop
         self._ownership = ownership
         self._on_begin = on_begin
-        self._loggers = loggers
-        self._logged_run = logged_run
-        self._checkpoints = StageCheckpoints(
-            self.folder, keep=keep_checkpoints, divergence=divergence, may_restart=may_restart
-        )
         self._timers = Timers()
         self._exit = contextlib.ExitStack()
         self._writer: MetricsWriter | None = None
@@ -173,7 +186,7 @@ class Loop:
                 return
             stage.begin(record)
             is_new = self._begin(stage)
-            if is_new and self._evaluate_every:
+            if is_new and self._schedule.evaluate_every:
                 self._log_start(stage.evaluate("before"))
             try:
                 while not self._finished:
@@ -189,15 +202,15 @@ class Loop:
 
     def _one_step(self, stage: TrainingStage) -> dict[str, float]:
         metrics = stage.step()
-        last = self.step + 1 == self._num_steps
-        if self._evaluate_every and (last or (self.step + 1) % self._evaluate_every == 0):
-            metrics |= stage.evaluate("after" if last else "during")
+        step = self.step + 1
+        if self._schedule.evaluates(step):
+            metrics |= stage.evaluate("after" if self._schedule.ends(step) else "during")
         return _floats(metrics)
 
     @property
     def _finished(self) -> bool:
         """Whether all steps are done."""
-        return self.step >= self._num_steps
+        return self._schedule.ends(self.step)
 
     # Timing of a step (StepTimer)
 
@@ -229,7 +242,7 @@ class Loop:
     def _resume(self, learners: Mapping[str, Learner]) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint into `learners`; returns its record, or None without one."""
         step = self._checkpoints.newest_intact()
-        finished = step is not None and step >= self._num_steps
+        finished = step is not None and self._schedule.ends(step)
         # A finished stage is only read, so any number of runs may use it at the same time.
         if self._ownership is not None and not finished:
             self._exit.enter_context(self._ownership)
@@ -259,7 +272,7 @@ class Loop:
         self._progress = self._exit.enter_context(
             Progress(
                 self._title,
-                self._num_steps,
+                self._schedule.num_steps,
                 console=None if hosts.is_first() else Console(quiet=True, force_interactive=False),
                 line_every_s=_LINE_EVERY_S,
             )
@@ -280,16 +293,8 @@ class Loop:
 
     def _open_log(self, resumed: bool) -> bool:
         """Opens the log; returns whether it is empty."""
-        resume_step = self.step if resumed else None
-        self._writer = self._exit.enter_context(
-            MetricsWriter(
-                self.folder.path,
-                resume_step=resume_step,
-                drops_damaged=self._accepts_lost_rows,
-                loggers=self._loggers,
-                run=self._logged_run,
-            )
-        )
+        writer = self._open_metrics(self.step if resumed else None)
+        self._writer = self._exit.enter_context(writer)
         return self._writer.checksum.num_rows == 0
 
     # The end of a step
@@ -317,7 +322,7 @@ class Loop:
         self, metrics: dict[str, float], stage: TrainingStage, *, stopping: bool
     ) -> None:
         """Writes the row of a finished step, and saves if due."""
-        saving = self._finished or self.step % self._save_every == 0 or stopping
+        saving = self._schedule.saves(self.step) or stopping
         if saving:
             # Before the row is written, so that the seconds of the save count for this step.
             with self._timers("save_checkpoint"):
@@ -326,7 +331,7 @@ class Loop:
         self._step_started_s = time.perf_counter()
         metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
         metrics |= timing_per_token(metrics) | work_rates(metrics)
-        if self._finished or self.step % self._log_every == 0:
+        if self._schedule.logs(self.step):
             self._write(metrics)
         self._checkpoints.note_finished(self.step, stage.learners)
         if saving:
@@ -401,41 +406,43 @@ class Loop:
 
 
 def open_loop(
-    run: RunContext,
-    title: str,
-    folder: StageFolder,
-    *,
-    num_steps: int,
-    save_every: int,
-    log_every: int = 1,
-    evaluate_every: int = 0,
-    stop: StopSignal,
+    run: RunContext, title: str, folder: StageFolder, schedule: Schedule, stop: StopSignal
 ) -> Loop:
     """Makes the loop of a stage in its folder, with the config's settings of saving and logging."""
     config = run.config
-    return Loop(
-        title,
-        folder.path,
-        num_steps=num_steps,
-        save_every=save_every,
-        log_every=log_every,
-        evaluate_every=evaluate_every,
-        keep_checkpoints=config.run.keep_checkpoints,
+    checkpoints = StageCheckpoints(
+        folder,
+        keep=config.run.keep_checkpoints,
         divergence=config.run.divergence,
         may_restart=config.run.resume == "or_restart",
-        accepts_lost_rows=config.run.resume == "accept_lost_rows",
+    )
+    logged = LoggedRun(
+        project=config.name,
+        name=f"{config.name}-seed{config.seed}-{folder.path.name}",
+        settings=flatten_config(config),
+    )
+
+    def open_log(resume_step: int | None) -> MetricsWriter:
+        return MetricsWriter(
+            folder.path,
+            resume_step=resume_step,
+            drops_damaged=config.run.resume == "accept_lost_rows",
+            loggers=config.run.loggers,
+            run=logged,
+        )
+
+    return Loop(
+        title,
+        folder,
+        schedule,
+        checkpoints=checkpoints,
+        open_log=open_log,
         num_devices=run.placement.num_devices,
         waits=len(run.placement.pools) == 1,
         stop=stop,
         # The run already holds its own folder. A warm-up shared by several runs has another owner.
         ownership=None if folder.run == config.run_folder else run_lock(folder.run.path),
         on_begin=functools.partial(keep_run_files, run),
-        loggers=config.run.loggers,
-        logged_run=LoggedRun(
-            project=config.name,
-            name=f"{config.name}-seed{config.seed}-{folder.path.name}",
-            settings=flatten_config(config),
-        ),
     )
 
 

@@ -34,7 +34,7 @@ from jaxrl.roles.pairs import (
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
-from jaxrl.trainer.loop import open_loop
+from jaxrl.trainer.loop import Schedule, open_loop
 from jaxrl.trainer.supervised import ExamplesStage, starting_params
 from jaxrl.trainer.weights import copied
 
@@ -230,16 +230,11 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
 
 
 def _open_loop(run: RunContext, stop: StopSignal):
-    options = run.config.preference
-    return open_loop(
-        run,
-        options.loss.upper().replace("_", " "),
-        run.config.run_folder.preference,
-        num_steps=run.config.run.num_steps,
-        save_every=run.config.run.save_every,
-        evaluate_every=run.config.evaluation.every if _evaluates(run) else 0,
-        stop=stop,
-    )
+    config = run.config
+    every = config.evaluation.every if _evaluates(run) else 0
+    schedule = Schedule(config.run.num_steps, config.run.save_every, evaluate_every=every)
+    title = config.preference.loss.upper().replace("_", " ")
+    return open_loop(run, title, config.run_folder.preference, schedule, stop)
 
 
 def _evaluates(run: RunContext) -> bool:

@@ -24,7 +24,7 @@ from jaxrl.roles.learner import Learner
 from jaxrl.tracking.kept_rollouts import KeptRollouts
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
-from jaxrl.trainer.loop import TrainingStage, open_loop
+from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
 from jaxrl.trainer.run_sampling import prompt_stream, sampler_of
@@ -42,15 +42,10 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
     """
     config = run.config
     roles = build_roles(config, run.meshes, run.models)
-    with open_loop(
-        run,
-        run.algorithm.dataflow.title,
-        config.run_folder.rl,
-        num_steps=config.run.num_steps,
-        save_every=config.run.save_every,
-        evaluate_every=config.evaluation.every if len(run.evaluation_prompts) else 0,
-        stop=stop,
-    ) as loop:
+    every = config.evaluation.every if len(run.evaluation_prompts) else 0
+    schedule = Schedule(config.run.num_steps, config.run.save_every, evaluate_every=every)
+    title = run.algorithm.dataflow.title
+    with open_loop(run, title, config.run_folder.rl, schedule, stop) as loop:
         loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
 
 

@@ -35,7 +35,7 @@ def prompt_stream(run: RunContext) -> PromptStream:
     return PromptStream(
         run.train_prompts,
         weights=[source.settings.weight for source in run.problems.train],
-        # Partial rollout requests batches of varying size.
+        # Partial rollout draws prompts one at a time, as slots fall free.
         prompts_per_batch=1 if rollout.partial else per_batch,
         seed=config.seed,
         curriculum=_curriculum(config),
@@ -55,8 +55,12 @@ def sampler_of(
     """
     options, dataflow = run.config.rollout, run.algorithm.dataflow
     if options.partial:
-        per_batch = options.generation_prompts
-        sampler: Sampler = PartialSampling(generation, rewards, prompts_per_batch=per_batch)
+        sampler: Sampler = PartialSampling(
+            generation,
+            rewards,
+            prompts_per_batch=options.generation_prompts,
+            max_staleness=options.max_staleness,
+        )
     elif run.config.algorithm.one_step_off:
         sampler = OneStepAhead(generation, rewards)
     else:

@@ -26,7 +26,7 @@ from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, supervised_stream
-from jaxrl.trainer.loop import TrainingStage, open_loop
+from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.weights import load_or_init
 from jaxrl.types import TrainBatch
 
@@ -55,15 +55,8 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     options = run.config.sft
     optim = options.optim.merged_into(run.config.optim)
     actor = run.roles.actor(optim=optim, samples=samples)
-    with open_loop(
-        run,
-        "SFT",
-        run.config.sft_folder,
-        num_steps=options.num_steps,
-        save_every=options.save_every,
-        log_every=options.log_every,
-        stop=stop,
-    ) as loop:
+    schedule = Schedule(options.num_steps, options.save_every, options.log_every)
+    with open_loop(run, "SFT", run.config.sft_folder, schedule, stop) as loop:
         loop.run(SupervisedStage(run, actor, loop))
     return actor
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.rewards.answer import Grade
+from jaxrl.rollout.samples import Rollout
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.types import Prompts
@@ -23,13 +24,19 @@ def make_backend(respond=None) -> ArithmeticBackend:
 
 
 class SamplingPolicy:
-    """What samplers need of an actor; notes with which version of its weights each prompt was sampled."""
+    """What samplers need of an actor.
+
+    Attributes:
+      sampled: (id, version of the weights, step) of each prompt that was drawn.
+      rollouts: results of `resume`.
+    """
 
     def __init__(self, backend: ArithmeticBackend):
         self.backend = backend
         self.version = 0
         self.loaded = -1
         self.sampled: list[tuple[int, int, int]] = []
+        self.rollouts: list[Rollout] = []
 
     def update(self) -> None:
         self.version += 1
@@ -55,9 +62,19 @@ class SamplingPolicy:
         future.set_result(self.generate(prompts, options, expected_tokens_N=expected_tokens_N))
         return future
 
-    def resume(self, prompts, options, *, unfinished, on_group, expected_tokens_N):
+    def resume(self, prompts, options, *, more, unfinished, on_group):
         self._note(prompts, options)
-        return self.backend.resume(prompts, options, unfinished=unfinished, on_group=on_group)
+
+        def noted(places, live):
+            drawn = more(places, live)
+            self._note(drawn, options)
+            return drawn
+
+        rollout = self.backend.resume(
+            prompts, options, more=noted, unfinished=unfinished, on_group=on_group
+        )
+        self.rollouts.append(rollout)
+        return rollout
 
 
 class NumberedPrompts:

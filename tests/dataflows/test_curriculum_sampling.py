@@ -73,7 +73,7 @@ SAMPLERS = [
     (OneStepAhead, {}),
     (Sampling, {"groups": 3}),
     (OneStepAhead, {"groups": 3}),
-    (PartialSampling, {"groups": 3, "per_batch": 1, "prompts_per_batch": 6}),
+    (PartialSampling, {"groups": 3, "per_batch": 1, "prompts_per_batch": 6, "max_staleness": 8}),
 ]
 
 

@@ -51,7 +51,7 @@ policy = SamplingPolicy(make_backend())
 generation = Generation(policy, options, timer)
 plain = Sampling(generation, rewards).sample(NumberedPrompts(6))
 of_plain = sorted(graded)
-partial = PartialSampling(generation, rewards, prompts_per_batch=6)
+partial = PartialSampling(generation, rewards, prompts_per_batch=6, max_staleness=8)
 some = partial.sample(NumberedPrompts(1), enough=lambda group: bool(group.correct_B.any()))
 again = rewards(plain.completions)
 try:

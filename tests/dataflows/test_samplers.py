@@ -179,32 +179,60 @@ def test_lengths_that_were_met_decide_who_starts_first():
 # Partial rollouts
 
 
+def ragged(prompt, index):
+    """Responses of 2 to 11 tokens."""
+    length = 1 + (3 * int(prompt[0]) + 5 * index) % 10
+    return np.array([2] * length + [STOP], np.int32)
+
+
+def partial_bench(respond=ragged, *, prompts_per_batch=4, max_staleness=8, **settings) -> Bench:
+    return Bench(
+        PartialSampling,
+        per_batch=1,
+        prompts_per_batch=prompts_per_batch,
+        max_staleness=max_staleness,
+        respond=respond,
+        **settings,
+    )
+
+
 def test_a_step_ends_when_there_is_enough_and_the_rest_goes_on():
-    bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+    bench = partial_bench()
     first = bench.step(enough=lambda group: True)
-    unfinished = 4 - len(ids_of(first))
-    assert first.counts == {"rollout/unfinished_groups": 0, "rollout/stale_tokens": 0}
+    assert first.counts == {
+        "rollout/unfinished_groups": 0,
+        "rollout/dropped_stale_groups": 0,
+        "rollout/stale_tokens": 0,
+    }
+    left = bench.policy.rollouts[-1].unfinished.prompts.ids_N.tolist()
+    assert sorted(ids_of(first) + left) == list(range(4)) and left
     second = bench.step(enough=lambda group: False)
-    assert second.counts["rollout/unfinished_groups"] == unfinished
-    # A generation batch is filled up with new prompts, and nothing is lost or done twice.
-    assert sorted(ids_of(first) + ids_of(second)) == list(range(4 + 4 - unfinished))
+    assert second.counts["rollout/unfinished_groups"] == len(left)
+    assert set(left) <= set(ids_of(second))
+    # Nothing is lost or done twice.
+    rest = bench.policy.rollouts[-1].unfinished.prompts.ids_N.tolist()
+    drawn = [n for n, _, _ in bench.policy.sampled]
+    assert sorted(ids_of(first) + ids_of(second) + rest) == drawn == list(range(len(drawn)))
 
 
-def test_a_finished_group_is_graded_once():
-    bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+def test_a_finished_group_is_graded_once_and_a_generation_batch_has_an_end():
+    bench = partial_bench()
     seen = []
     sampled = bench.step(enough=lambda group: seen.append(group) or False)
-    assert len(seen) == 4 and all(len(group) == 2 for group in seen)
-    assert bench.grader.calls == len(sampled.completions) == 8
+    assert len(seen) >= 4 and all(len(group) == 2 for group in seen)
+    assert bench.grader.calls == len(sampled.completions) == 2 * len(seen)
 
 
 def test_unfinished_groups_go_through_a_record():
     def cut_short(kind):
-        bench = Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+        bench = partial_bench()
         bench.step(enough=lambda group: True)
         return bench
 
-    bench, again = cut_short(0), Bench(PartialSampling, per_batch=1, prompts_per_batch=4)
+    bench, again = (
+        cut_short(0),
+        partial_bench(),
+    )
     again.sampler.restore(bench.sampler.record(bench.prompts), again.prompts)
     again.timer.step, again.policy.version = bench.timer.step, bench.policy.version
     ours, theirs = again.step(), bench.step()
@@ -230,11 +258,8 @@ def test_batches_are_taken_until_enough_groups_are_mixed():
 
 
 def test_partial_sampling_stops_once_the_step_is_full():
-    bench = Bench(
-        PartialSampling,
-        grader=CountingGrader(first_sample_of_even_prompts),
-        per_batch=1,
-        prompts_per_batch=6,
+    bench = partial_bench(
+        None, prompts_per_batch=6, grader=CountingGrader(first_sample_of_even_prompts)
     )
     sampled = bench.step(dynamic(bench, 3))
     assert len(ids_of(sampled)) == 3 and all(n % 2 == 0 for n in ids_of(sampled))

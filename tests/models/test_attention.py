@@ -319,6 +319,7 @@ def test_splash_compiles_ahead_of_time_for_a_tpu_mesh_in_linear_memory():
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "XLA_FLAGS": "",  # those of the tests are unknown to libtpu
     }
     done = subprocess.run(
         [sys.executable, "-c", COMPILE_FOR_TPU],

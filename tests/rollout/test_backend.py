@@ -89,6 +89,32 @@ def test_groups_are_handed_out_once_each_as_they_are_finished(backend):
     assert by_prompt(whole) == by_prompt(completions)
 
 
+def test_prompts_that_are_drawn_as_slots_fall_free_get_the_same_samples(backend):
+    whole = by_prompt(backend.generate(PROMPTS, OPTIONS))
+    left, asked = list(range(1, 4)), []
+
+    def more(places, unfinished):
+        asked.append((places, unfinished))
+        return PROMPTS.take([left.pop(0)] if left else [])
+
+    rollout = backend.resume(PROMPTS.take([0]), OPTIONS, more=more)
+    assert by_prompt(rollout.completions) == whole
+    assert not left and len(asked) > 3
+    # It is not asked while all slots are busy and enough samples wait.
+    assert all(0 < places <= 4 + 2 and unfinished <= 4 + 2 for places, unfinished in asked)
+    # What is drawn before there is enough goes on later, and what is not drawn is still there.
+    left[:] = [1, 2, 3]
+    part = backend.resume(PROMPTS.take([0]), OPTIONS, more=more, on_group=lambda group: True)
+    last = backend.resume(PROMPTS.take(left), OPTIONS, unfinished=part.unfinished)
+    assert by_prompt(part.completions) | by_prompt(last.completions) == whole
+
+
+def test_a_drawn_prompt_that_cannot_be_sampled_is_refused(backend):
+    long = Prompts(np.array([9]), (np.zeros(7, np.int32),), *(("",) for _ in range(3)))
+    with pytest.raises(UserError, match="prompt 9 has 7 tokens; the engine takes 1 to 6"):
+        backend.resume(PROMPTS.take([]), OPTIONS, more=lambda places, unfinished: long)
+
+
 @pytest.mark.parametrize("how", ["enough", "budget"])
 def test_what_is_left_goes_on_to_the_same_samples(backend, how):
     whole = by_prompt(backend.generate(PROMPTS, OPTIONS))

@@ -242,15 +242,15 @@ def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
 def test_the_longest_expected_start_first():
     started = []
 
-    def enough(group: Completions) -> bool:
+    def note(group: Completions) -> None:
         started.append(int(group.prompts.ids_N[0]))
-        return True
 
     # One slot after the other, and one token each, so that groups finish in the order of their start.
     engine = engine_of(slots=1, prefill_prompts=1, max_response_tokens=1)
     for expected, first in [(None, 3), (np.array([5, 9, 2, 1, 30]), 4)]:
-        backend_of(engine).resume(PROMPTS, OPTIONS, on_group=enough, expected_tokens_N=expected)
-        assert started.pop() == first
+        started.clear()
+        backend_of(engine).generate(PROMPTS, OPTIONS, on_group=note, expected_tokens_N=expected)
+        assert started[0] == first and len(started) == N
 
 
 # Stopping

@@ -139,6 +139,41 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
     assert (lopsided.num_slots, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
 
 
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 10))
+def test_requests_that_are_added_in_time_keep_all_slots_busy(slots, shards, seed):
+    """As many as there are places, while a dispatch runs that frees no more slots than it may."""
+    luck, num_slots, added = random.Random(seed), slots * shards, 0
+    scheduler = scheduler_of([], slots, 4, shards)
+    for _ in range(20):
+        for _ in range(scheduler.places):
+            scheduler.add(SampleRequest(added, added))
+            added += 1
+        assert scheduler.places == 0
+        if scheduler.resize() is not None:
+            list(iter(scheduler.admit, None))
+            continue
+        list(iter(scheduler.admit, None))
+        assert len(scheduler.running) == num_slots
+        # More wait, so the dispatch ends as soon as it is worth to fill slots.
+        least = num_slots - max(1, num_slots // 8)
+        assert scheduler.enough_active == (least if num_slots > 1 else 0)
+        scheduler.finish(luck.sample(range(num_slots), luck.randint(0, max(1, num_slots // 8))))
+
+
+def test_slots_without_memory_want_no_requests():
+    scheduler = Scheduler(
+        requests(5, 1), slot_sizes=(8,), prefill_batch=8, may_start=lambda slot, owner: slot < 3
+    )
+    # Before anything runs nobody knows: eight may start, and two wait.
+    assert scheduler.places == 5
+    scheduler.resize()
+    list(iter(scheduler.admit, None))
+    assert (len(scheduler.running), scheduler.num_unfinished, scheduler.places) == (3, 5, 0)
+    scheduler.finish([0])
+    list(iter(scheduler.admit, None))
+    assert (len(scheduler.running), scheduler.num_unfinished, scheduler.places) == (3, 4, 1)
+
+
 def test_ten_thousand_requests():
     admissions, finished = run(1250, 8, 32, 16, 4, random.Random(0))
     assert len(finished) == len(set(finished)) == 10_000

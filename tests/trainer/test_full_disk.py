@@ -75,7 +75,7 @@ def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, capfd):
     def metrics(step):
         return {f"metric/{i}": step / (i + 1) for i in range(40)}
 
-    options = {"metrics": metrics, "num_steps": 40, "save_every": 3, "keep_checkpoints": 2}
+    options = {"metrics": metrics, "num_steps": 40, "save_every": 3, "keep": 2}
     run(disk.path.parent / "whole", counter=Wide(), **options)
     disk.resize(size)
     capfd.readouterr()

@@ -16,9 +16,10 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.divergence import DivergenceConfig
 from jaxrl.tracking.lost_rows import lost_rows
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.metrics import MetricsWriter, read_metrics
 from jaxrl.tracking.run_folder import StageFolder
-from jaxrl.trainer.loop import Loop, TrainingStage
+from jaxrl.tracking.stage_checkpoints import StageCheckpoints
+from jaxrl.trainer.loop import Loop, Schedule, TrainingStage
 
 # A machine may be busy, and what is over time ends this process.
 PATIENCE_S = 10_000
@@ -80,18 +81,27 @@ class Counting(TrainingStage):
         return {"at": self._loop.step}
 
 
-def open_loop(folder, stop, **options) -> Loop:
-    defaults = {
-        "num_steps": 6,
-        "save_every": 2,
-        "log_every": 1,
-        "evaluate_every": 100,
-        "keep_checkpoints": 1,
-        "divergence": DivergenceConfig(),
-        "num_devices": 1,
-        "stop": stop,
-    }
-    return Loop("COUNT", folder, **(defaults | options))
+def open_loop(
+    folder,
+    stop,
+    *,
+    num_steps=6,
+    save_every=2,
+    keep=1,
+    may_restart=False,
+    accepts_lost_rows=False,
+    **options,
+) -> Loop:
+    stage = StageFolder(folder)
+    schedule = Schedule(num_steps, save_every, evaluate_every=100)
+    divergence = DivergenceConfig()
+    checkpoints = StageCheckpoints(stage, keep=keep, divergence=divergence, may_restart=may_restart)
+
+    def open_log(step):
+        return MetricsWriter(folder, resume_step=step, drops_damaged=accepts_lost_rows)
+
+    parts = {"checkpoints": checkpoints, "open_log": open_log, "num_devices": 1, "stop": stop}
+    return Loop("COUNT", stage, schedule, **parts, **options)
 
 
 def run(

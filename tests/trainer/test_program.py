@@ -612,25 +612,41 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path, problems, whole):
 # Generation across steps
 
 
-def partial_config(folder, problems, whole, **changes) -> Config:
-    rollout = dataclasses.replace(whole.rollout, partial=True, slots=16)
-    return warm(make_config(folder, problems, rollout=rollout, **changes), whole)
+def partial_config(folder, problems, whole, *, num_steps, **changes) -> Config:
+    rollout = dataclasses.replace(whole.rollout, partial=True, **changes)
+    config = make_config(folder, problems, rollout=rollout, num_steps=num_steps)
+    return warm(config, whole)
 
 
+# With few prompts per step and one token per dispatch the longest samples take more than two steps.
+MANY_STEPS = {
+    "num_prompts": 4,
+    "tokens_per_dispatch": 1,
+    "max_staleness": 1,
+    "temperature": 1.5,
+    "max_response_tokens": 24,
+}
+
+
+@pytest.mark.parametrize("changes", [{"slots": 16}, MANY_STEPS], ids=["few slots", "many steps"])
 def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
-    tmp_path, problems, whole
+    tmp_path, problems, whole, changes
 ):
-    config = partial_config(tmp_path / "whole", problems, whole, num_steps=3)
-    program.train(config, devices=one_device())
+    def train(folder, *, num_steps):
+        config = partial_config(tmp_path / folder, problems, whole, num_steps=num_steps, **changes)
+        program.train(config, devices=one_device())
+        return config
+
+    config = train("whole", num_steps=4)
     rows = curve(config)[1:]
     assert rows[0]["rollout/unfinished_groups"] == rows[0]["rollout/stale_tokens"] == 0
     assert any(row["rollout/unfinished_groups"] > 0 for row in rows)
     assert any(row["rollout/stale_tokens"] > 0 for row in rows)
-    stopped = partial_config(tmp_path / "again", problems, whole, num_steps=2)
-    program.train(stopped, devices=one_device())
-    again = partial_config(tmp_path / "again", problems, whole, num_steps=3)
-    program.train(again, devices=one_device())
-    assert curve(again) == curve(config)
+    dropped = any(row["rollout/dropped_stale_groups"] > 0 for row in rows)
+    assert dropped == ("max_staleness" in changes)
+    train("again", num_steps=2)
+    again = train("again", num_steps=4)
+    assert curve(again) == curve(config) and rollouts(again) == rollouts(config)
 
 
 def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whole):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.bits import from_bits, to_bits
+from jaxrl.models.bits import moved_as_bits
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +110,8 @@ def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
     def put(old, new, axes):
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
 
-    return from_bits(jax.tree.map(put, to_bits(cache), to_bits(new), cache_axes(cache)))
+    axes = cache_axes(cache)
+    return moved_as_bits(lambda cache, new: jax.tree.map(put, cache, new, axes), cache, new)
 
 
 def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:

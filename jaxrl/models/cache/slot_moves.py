@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.bits import from_bits, to_bits
+from jaxrl.models.bits import moved_as_bits
 
 
 def taken(tree: Any, axes: Any, slots_n: jax.Array) -> Any:
@@ -45,9 +45,8 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
     Capacities may differ, but the tokens must fit. The cost grows with the number of replaced slots.
     """
     order_n = jnp.argsort(source_n < 0, stable=True)
-    tree, other = to_bits((tree, other))
 
-    def copy(j, tree):
+    def copy(j, trees):
         slot = order_n[j]
 
         def one(leaf, new, names):
@@ -58,9 +57,10 @@ def copied(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
             new = jax.lax.dynamic_slice(new, _at(batch, source_n[slot], leaf.ndim), sizes)
             return jax.lax.dynamic_update_slice(leaf, new, _at(batch, slot, leaf.ndim))
 
-        return jax.tree.map(one, tree, other, axes)
+        tree, other = trees
+        return jax.tree.map(one, tree, other, axes), other
 
-    return from_bits(jax.lax.fori_loop(0, (source_n >= 0).sum(), copy, tree))
+    return _each(copy, (source_n >= 0).sum(), tree, other)
 
 
 def _at(dim: int, index: jax.Array, ndim: int) -> list[Any]:
@@ -75,9 +75,8 @@ def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Arra
     """
     # Slot by slot: for a scatter XLA would copy the whole tree into another memory layout.
     order_n = jnp.argsort(~live_n, stable=True)
-    tree, new = to_bits((tree, new))
 
-    def write(j, tree):
+    def write(j, trees):
         slot = order_n[j]
 
         def one(leaf, new, names):
@@ -86,6 +85,12 @@ def written(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Arra
             start = [{batch: slot, length: start_n[slot]}.get(d, 0) for d in range(leaf.ndim)]
             return jax.lax.dynamic_update_slice(leaf, new, start)
 
-        return jax.tree.map(one, tree, new, axes)
+        tree, new = trees
+        return jax.tree.map(one, tree, new, axes), new
 
-    return from_bits(jax.lax.fori_loop(0, live_n.sum(), write, tree))
+    return _each(write, live_n.sum(), tree, new)
+
+
+def _each(move: Any, times: jax.Array, tree: Any, other: Any) -> Any:
+    """Applies `move(j, (tree, other))` for j < times; returns the new `tree`."""
+    return moved_as_bits(lambda *trees: jax.lax.fori_loop(0, times, move, trees)[0], tree, other)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import num_processes
 from jaxrl.rollout.backend import (
+    More,
     OnGroup,
     SamplingOptions,
     check_lengths,
@@ -98,7 +99,8 @@ class JetStreamBackend(EngineBackend):
         check_lengths(prompts, self.engine.max_prefill_length)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
-        groups = SampleGroups(prompts, options, self._decode_text)
+        groups = SampleGroups(options, self._decode_text)
+        groups.add(prompts)
         # `on_group` may raise. The driver must be stopped even then, because it has threads.
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
             for n, columns in sampled:
@@ -125,9 +127,9 @@ class JetStreamBackend(EngineBackend):
         prompts: Prompts,
         options: SamplingOptions,
         *,
+        more: More | None = None,
         unfinished: UnfinishedGroups | None = None,
         on_group: OnGroup | None = None,
-        expected_tokens_N: np.ndarray | None = None,
     ) -> Rollout:
         """Raises UserError: JetStream cannot leave samples unfinished."""
         raise UserError(

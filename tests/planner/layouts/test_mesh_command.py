@@ -106,7 +106,7 @@ def test_what_the_user_can_mend_is_one_line(args, message):
     ("topology", "message"),
     [
         ("v5p:4x4x8", "p*t*d = 8 devices, --topology v5p:4x4x8 has 128"),
-        ("v99:1x1", "'v99:1x1' cannot be compiled for"),
+        ("v99:1x1", "chip 'v99' is not one of v4, v5e"),
     ],
 )
 def test_a_topology_that_does_not_fit(topology, message):

@@ -1,0 +1,202 @@
+"""Partial sampling, with the decode loop around an engine without a model: slots, ages, order of draws."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy
+
+from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
+from jaxrl.dataflows.samplers import Generation, PartialSampling
+from jaxrl.dataflows.step_timer import NoTimer
+from jaxrl.errors import UserError
+from jaxrl.rewards import FunctionGrader, Graders
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.rollout.samples import Sample, UnfinishedGroups
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
+from jaxrl.types import Prompts
+
+LONGEST = 300
+
+
+class FullRun:
+    """Steps of partial sampling that take `groups` groups each."""
+
+    def __init__(self, *, slots, groups, per_batch, G=4, max_staleness=8, mean=30, sigma=0.9, W=4):
+        config = EngineConfig(
+            slots=slots,
+            smallest_bucket=slots,
+            prefill_prompts=4,
+            tokens_per_dispatch=W,
+            max_prompt_tokens=4,
+            max_response_tokens=LONGEST,
+            stop_ids=(STOP,),
+        )
+        self.engine = FakeEngine(config, lognormal_lengths(mean, sigma=sigma))
+        backend = OfflineBackend(self.engine, lambda tokens: "")
+        backend.load({})
+        self.timer, self.policy = NoTimer(), SamplingPolicy(backend)
+        options = SamplingOptions(num_samples=G, seed=0, step=0, temperature=1.0)
+        generation = Generation(self.policy, options, self.timer)
+        graders = Graders.of(FunctionGrader(CountingGrader()))
+        rewards = Rewards(graders, OverlongPunishment(LONGEST, 0, 0.0), self.timer)
+        self.sampler = PartialSampling(
+            generation, rewards, prompts_per_batch=per_batch, max_staleness=max_staleness
+        )
+        self.prompts = NumberedPrompts(1)
+        self._groups = groups
+
+    def step(self):
+        """The groups of a step, with their versions and counts."""
+        missing = self._groups
+
+        def enough(group):
+            nonlocal missing
+            missing -= 1
+            return missing <= 0
+
+        sampled = self.sampler.sample(self.prompts, enough=enough)
+        self.policy.update()
+        self.timer.step += 1
+        ids = sampled.completions.prompts.ids_N.tolist()
+        versions = [v.tolist() for v in self.policy.rollouts[-1].versions]
+        return ids, versions, dict(sampled.counts)
+
+    def occupancy(self, begin=0) -> float:
+        """Share of the slots that decode, on average over all decoding steps since a dispatch."""
+        calls = self.engine.calls[begin:]
+        return sum(c.tokens for c in calls) / sum(c.steps * c.slots for c in calls)
+
+
+def test_all_slots_are_busy_in_every_step():
+    run = FullRun(slots=64, groups=32, per_batch=64, W=16)
+    for _ in range(5):
+        run.step()
+    assert run.occupancy() > 0.9
+    # The same samples as batches that are drained: the longest of a batch decode nearly alone.
+    drained = FullRun(slots=64, groups=32, per_batch=64, W=16)
+    for _ in range(5):
+        prompts = [next(drained.prompts) for _ in range(32)]
+        drained.policy.for_sampling()
+        batch = type(prompts[0]).concatenate(prompts)
+        drained.policy.generate(
+            batch, SamplingOptions(4, 0, 0, 1.0), expected_tokens_N=np.zeros(len(batch))
+        )
+    assert drained.occupancy() < 0.7
+
+
+def test_no_more_samples_decode_than_a_generation_batch_has():
+    run = FullRun(slots=256, groups=2, per_batch=4)
+    for _ in range(4):
+        run.step()
+    # Whole groups are drawn, so the last one may exceed 4 x 4 by 3.
+    assert max(call.active for call in run.engine.calls) <= 4 * 4 + 3
+
+
+runs = st.fixed_dictionaries(
+    {
+        "slots": st.sampled_from([4, 8, 24]),
+        "groups": st.integers(1, 5),
+        "per_batch": st.integers(1, 12),
+        "G": st.integers(1, 4),
+        "max_staleness": st.integers(1, 3),
+        "mean": st.sampled_from([5, 40]),
+        "sigma": st.sampled_from([0.1, 1.2]),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(runs, st.integers(2, 7))
+def test_no_token_is_older_than_the_limit_and_every_group_is_trained_on_or_dropped_once(
+    case, num_steps
+):
+    run = FullRun(**case)
+    trained, dropped, stale = [], 0, 0
+    for step in range(num_steps):
+        ids, versions, counts = run.step()
+        assert all(step - min(of_sample) <= case["max_staleness"] for of_sample in versions)
+        assert counts["rollout/stale_tokens"] == sum(v < step for v in itertools.chain(*versions))
+        trained += ids
+        dropped += counts["rollout/dropped_stale_groups"]
+        stale += counts["rollout/stale_tokens"]
+    left = run.policy.rollouts[-1].unfinished.prompts.ids_N.tolist()
+    drawn = [n for n, _, _ in run.policy.sampled]
+    assert drawn == list(range(len(drawn)))
+    assert len(set(trained + left)) == len(trained + left) and set(trained + left) <= set(drawn)
+    assert len(drawn) == len(trained) + len(left) + dropped
+
+
+def test_the_group_with_the_oldest_tokens_starts_first():
+    run = FullRun(slots=1, groups=1, per_batch=4)
+    samples = []
+    for n, version in enumerate([5, 3, None, 4]):
+        samples += [Sample(n, 0, 1), Sample(n, 1, 1)]
+        if version is not None:
+            half = np.full(1, -0.5, np.float32)
+            samples[-1].add_decoded(np.array([7], np.int32), half, half, version)
+    prompts = Prompts.concatenate([next(run.prompts) for _ in range(4)])
+    unfinished = UnfinishedGroups(prompts, 2, tuple(samples))
+    assert unfinished.oldest_version_N[[0, 1, 3]].tolist() == [5, 3, 4]
+    ended = []
+    run.policy.backend.resume(
+        prompts.take([]),
+        SamplingOptions(num_samples=2, seed=0, step=6, temperature=1.0),
+        unfinished=unfinished,
+        on_group=lambda group: ended.extend(group.prompts.ids_N.tolist()),
+    )
+    # With one slot they end as they start. Without tokens a group is as new as can be.
+    assert ended == [1, 3, 0, 2]
+
+
+def test_a_group_past_the_limit_is_dropped():
+    """One slot of two groups, by hand: a group of 100 tokens takes 13 dispatches of 8 tokens."""
+    lengths = {0: 100, 1: 4, 2: 4, 3: 4, 4: 4}
+    run = FullRun(slots=2, groups=1, per_batch=2, G=1, max_staleness=2, W=8)
+    run.engine._lengths = lambda ids, index: np.array([lengths.get(int(n), 4) for n in ids])
+    seen = [run.step() for _ in range(5)]
+    assert all(0 not in ids for ids, *_ in seen)
+    # Prompt 0 begins in step 0, may be trained on in step 2, and is gone in step 3.
+    assert [counts["rollout/dropped_stale_groups"] for *_, counts in seen] == [0, 0, 0, 1, 0]
+
+
+CASE = {"slots": 24, "groups": 3, "per_batch": 8, "max_staleness": 1, "mean": 40, "sigma": 1.2}
+
+
+def schedule(run: FullRun) -> list[tuple]:
+    """For each dispatch how many slots were active and what they decoded, and the prompts in their order."""
+    return [(c.steps, c.active, c.tokens) for c in run.engine.calls] + run.policy.sampled
+
+
+def test_the_order_of_draws_depends_on_dispatches_alone():
+    one, other = FullRun(**CASE), FullRun(**CASE)
+    assert [one.step() for _ in range(6)] == [other.step() for _ in range(6)]
+    assert schedule(one) == schedule(other)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_resumed_run_draws_and_drops_the_same(after):
+    whole = FullRun(**CASE)
+    for _ in range(after):
+        whole.step()
+    again = FullRun(**CASE)
+    record = pickle.loads(pickle.dumps(whole.sampler.record(whole.prompts)))
+    again.sampler.restore(record, again.prompts)
+    again.timer.step, again.policy.version = whole.timer.step, whole.policy.version
+    whole.engine.calls.clear()
+    whole.policy.sampled.clear()
+    expected = [whole.step() for _ in range(4)]
+    assert [again.step() for _ in range(4)] == expected
+    assert schedule(again) == schedule(whole)
+    assert any(counts["rollout/dropped_stale_groups"] for *_, counts in expected)
+
+
+def test_a_staleness_of_0_is_refused():
+    with pytest.raises(UserError, match=r"max_staleness.* 0 is below 1; use 1 to 1,000"):
+        RolloutConfig(partial=True, max_staleness=0)
