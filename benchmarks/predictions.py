@@ -2,38 +2,54 @@
 
     python benchmarks/predictions.py --part memory --topology v5p:2x2x2
     python benchmarks/predictions.py --part memory --topology h100:1x8
-    python benchmarks/predictions.py --part seconds --runs runs/grpo_tiny runs/ppo_tiny runs/dapo_tiny
+    taskset -c 3 python benchmarks/predictions.py --part measure --config configs/grpo_tiny.py \
+        --config.run.num_steps=8 --config.run.output=RUNS
+    taskset -c 3 python benchmarks/predictions.py --part seconds --runs RUNS/grpo_tiny RUNS/ppo_tiny
+    python benchmarks/predictions.py --part layers --layers 6 --model DIRECTORY --out SHALLOW
 
     memory      peak of the actor's update: predicted by the search's simulator, compiled for the topology
-    seconds     phases of runs on this machine's processor, after it was calibrated on the first of them
+    measure     trains on one core; the run's timers count seconds of the processor
+    seconds     phases of measured runs, after this machine was calibrated on the first of them
+    layers      writes the first layers of a model, whose run calibrates the machine for the whole model
 
 Memory is of configs/dapo_qwen7b.py in five layouts of eight devices. Bytes of reshardings are compared in
-tests/planner/test_predicted_resharding.py. Calibration takes two numbers from the first run: the share of the
-rate of products that its update reaches, and what a step of decoding takes beside its work. Mean lengths,
-padding and batches of dynamic sampling are those of the runs; the spread of lengths is assumed.
+tests/planner/layouts/test_predicted_resharding.py. Calibration takes three numbers from
+the first run: the shares of the measured rate of matmuls that its update and its forward pass reach, and what
+a step of decoding takes beside its work. Mean lengths, padding and batches of dynamic sampling are those of
+the runs; the spread of lengths is assumed. On one core the processor's seconds are those of a quiet machine,
+whatever else runs on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import os
 import pathlib
+import re
+import shutil
 import statistics
+import sys
+import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 
 # XLA complains of every host that is not there.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
+from safetensors.numpy import load_file, save_file
 
+from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
-from jaxrl.planner.hardware.calibration import calibrate
+from jaxrl.planner.hardware import calibration
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, read_topology
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -47,7 +63,9 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_programs import programs_of
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.rollout.buckets import bucket_sizes, round_up
+from jaxrl.tracking import timers
+from jaxrl.tracking.compared_runs import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2
@@ -138,33 +156,75 @@ PHASES = {
     "update_critic": "values, update of critic",
     "update_actor": "update of the actor",
 }
+# The first steps compile.
+_FIRST_STEPS = 3
+# A phase that took less was not there.
+_SMALLEST_S = 1e-3
+# Smaller weights stay in the caches of a core while it samples.
+_CACHED_BYTES = 32e6
+# The shortest that the engine prefills (`rollout.engine_sizes`).
+_SHORTEST_PROMPT = 64
+
+
+def measure(arguments: Sequence[str]) -> int:
+    """Trains as `jaxrl train` with timers that count seconds of the processor; returns the exit status."""
+    timers.time = types.SimpleNamespace(perf_counter=time.process_time)
+    return cli.run("train", ["predictions.py", *arguments])
+
+
+def keep_layers(source: pathlib.Path, layers: int, folder: pathlib.Path) -> None:
+    """Copies a Hugging Face directory with the first `layers` layers of its weights."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {
+        name: value
+        for name, value in weights.items()
+        if not (found := re.search(r"\.layers\.(\d+)\.", name)) or int(found[1]) < layers
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": layers}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What this machine reaches: matmuls differ between forward passes and updates."""
+
+    forward: Assumptions
+    update: Assumptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A run of a recipe named as its folder: medians of its steps."""
+    """A run of a recipe of `configs`, and the metrics of its steps."""
 
+    name: str
     config: Config
-    medians: Mapping[str, float]
+    steps: Sequence[Mapping[str, float]]
 
     @staticmethod
     def read(folder: pathlib.Path) -> Ran:
-        """From `<folder>/seed0`."""
-        config = load_config(Config, str(CONFIGS / f"{folder.name}.py"), {})
-        rows = read_metrics(folder / "seed0" / "rl" / "metrics.jsonl")
-        # The first steps compile.
-        steps = [row for row in rows if row["step"] > 5]
-        names = {name for row in steps for name in row}
+        """From `<folder>/seed0`; the folder has the name of the recipe."""
+        (run,) = read_runs([folder / "seed0"])
+        layers = {"model.num_layers": run.settings["model.num_layers"], "weights": ""}
+        config = load_config(Config, str(CONFIGS / f"{folder.name}.py"), layers)
+        train = config.train.with_shared_prompts(
+            platform="cpu",
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            num_samples=config.rollout.num_samples,
+            allowed=True,
+        )
         return Ran(
-            config,
-            {n: statistics.median(row[n] for row in steps if n in row) for n in names},
+            f"{folder.name}, {config.model.num_layers} layers",
+            dataclasses.replace(config, train=train),
+            [row for row in run.stages["rl"] if row["step"] > _FIRST_STEPS],
         )
 
-    @property
-    def work(self) -> Workload:
+    def work(self, step: Mapping[str, float]) -> Workload:
         """Of a step, with the lengths that it had."""
-        config, medians = self.config, self.medians
-        prompt, response = (medians[f"{name}_length/mean"] for name in ("prompt", "response"))
+        config = self.config
+        prompt, response = (step[f"{name}_length/mean"] for name in ("prompt", "response"))
         return dataclasses.replace(
             load_of(config).work,
             prompt_lengths=LengthDistribution(prompt, config.data.max_prompt_tokens),
@@ -174,75 +234,126 @@ class Ran:
             sampled_per_kept=1.0,
         )
 
-    def predicted(self, cluster: Cluster, assume: Assumptions) -> dict[str, float]:
-        """Seconds by phase."""
-        config, work = self.config, self.work
-        one, full = Strategy(1, 1, 1), 1 / (1 - self.medians["perf/padding"])
-        passes = PassSimulator(cluster, work, assume)
-        # Dynamic sampling takes one batch after the other.
-        batches = self.medians.get("train/num_gen_batches", 1.0)
-        dynamic = find_dataflow(config.algorithm.dataflow).dynamic_sampling
-        prompts = config.rollout.generation_prompts if dynamic else config.rollout.num_prompts
-        sampled = dataclasses.replace(work, prompts=prompts)
-        engine = GenerationSimulator(cluster, sampled, assume)
+    def measured(self, phase: str) -> float:
+        """Median of the seconds of a phase; 0 if it was not timed."""
+        found = [s for step in self.steps if (s := step.get(f"timing_s/{phase}")) is not None]
+        return statistics.median(found) if found else 0.0
+
+    def off_by(self, phase: str, cluster: Cluster, rates: Rates) -> float:
+        """Median over the steps of predicted over measured seconds, less 1.
+
+        Dynamic sampling takes one batch or two, and a few steps compile a program of another size.
+        """
+        ratios = [
+            self._predicted(step, cluster, rates)[phase] / seconds
+            for step in self.steps
+            if (seconds := step.get(f"timing_s/{phase}")) is not None
+        ]
+        return statistics.median(ratios) - 1
+
+    def _predicted(
+        self, step: Mapping[str, float], cluster: Cluster, rates: Rates
+    ) -> dict[str, float]:
+        config, work = self.config, self.work(step)
+        one, full = Strategy(1, 1, 1), 1 / (1 - step["perf/padding"])
+        forward = PassSimulator(cluster, work, rates.forward)
+        update = PassSimulator(cluster, work, rates.update)
         critic = dataclasses.replace(config.model, num_scores=1)
-        forward = passes.inference(config.model, one).total_s * full
+        values = forward.inference(critic, one).total_s + update.training(critic, one).total_s
+        logprobs = forward.inference(config.model, one).total_s * full
         # The first minibatch gets its log-probabilities from the update.
         shared = (
             1
             - shares_forward(config.algorithm, config.train.load_balancing_coef)
             / config.algorithm.updates_per_step
         )
-        slots = GenerationStrategy(1, 1, config.rollout.slots)
-        found = {
-            "gen": batches * engine.generation(config.model, one, slots).total_s,
-            "old_log_prob": forward * shared,
-            "ref": forward,
+        return {
+            "gen": self._sampling_s(step, cluster, rates),
+            "old_log_prob": logprobs * shared,
+            "ref": logprobs,
             # Values are asked for before, and waited for here.
-            "update_critic": full
-            * (passes.inference(critic, one).total_s + passes.training(critic, one).total_s),
-            "update_actor": passes.training(config.model, one).total_s * full,
+            "update_critic": full * values,
+            "update_actor": update.training(config.model, one).total_s * full,
         }
-        return {name: s for name, s in found.items() if self.measured(name) > 1e-3}
 
-    def measured(self, phase: str) -> float:
-        """Seconds."""
-        return self.medians.get(f"timing_s/{phase}", 0.0)
+    def _sampling_s(self, step: Mapping[str, float], cluster: Cluster, rates: Rates) -> float:
+        config = self.config
+        # Dynamic sampling takes one batch after the other.
+        batches = step.get("train/num_gen_batches", 1.0)
+        dynamic = find_dataflow(config.algorithm.dataflow).dynamic_sampling
+        prompts = config.rollout.generation_prompts if dynamic else config.rollout.num_prompts
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        padded = bucket_sizes(longest, _SHORTEST_PROMPT)
+        length = round_up(padded, math.ceil(step["prompt_length/mean"]))
+        sampled = dataclasses.replace(
+            self.work(step), prompts=prompts, prompt_lengths=LengthDistribution.exactly(length)
+        )
+        engine = GenerationSimulator(cluster, sampled, rates.forward)
+        assert isinstance(config.rollout.slots, int)
+        slots = GenerationStrategy(1, 1, config.rollout.slots)
+        return batches * engine.generation(config.model, Strategy(1, 1, 1), slots).total_s
 
 
-def calibrated(run: Ran, cluster: Cluster) -> Assumptions:
-    """What a run says of this machine: a rate of products, and seconds of a decoding step."""
+def calibrated(run: Ran, cluster: Cluster) -> Rates:
+    """Three numbers from a run: rates of matmuls of its updates and of its reference, and one of decoding.
+
+    Without a reference both rates are that of the updates. The number of decoding is the overhead of a step
+    for a model that caches hold, and else the rate at which weights are read: a CPU copies those of each
+    layer before it multiplies them.
+    """
     plain = dataclasses.replace(
-        assumptions_of(run.config, cluster.accelerator).for_measured_rates(),
-        hosts_step_s=0.0,
-        call_s=0.0,
+        assumptions_of(run.config, cluster.accelerator).for_measured_rates(), hosts_step_s=0.0
     )
-    share = run.predicted(cluster, plain)["update_actor"] / run.measured("update_actor")
-    plain = dataclasses.replace(plain, flops_rate=min(1.0, share))
-    work = run.predicted(cluster, plain)["gen"]
-    slower = dataclasses.replace(plain, hosts_step_s=1.0)
-    steps = run.predicted(cluster, slower)["gen"] - work
-    return dataclasses.replace(plain, hosts_step_s=max(0.0, run.measured("gen") - work) / steps)
+
+    def solved(rates: Rates, name: str, phase: str, low: float, high: float) -> Rates:
+        """The rates with the value for which a phase takes its measured seconds, by bisection."""
+
+        def with_value(value: float) -> Rates:
+            changed = {name: value}
+            return Rates(
+                dataclasses.replace(rates.forward, **changed),
+                rates.update
+                if phase != "update_actor"
+                else dataclasses.replace(rates.update, **changed),
+            )
+
+        def off_by(value: float) -> float:
+            return run.off_by(phase, cluster, with_value(value))
+
+        falls = off_by(low) > off_by(high)
+        for _ in range(30):
+            middle = (low + high) / 2
+            is_slow = off_by(middle) > 0
+            low, high = (middle, high) if is_slow == falls else (low, middle)
+        return with_value((low + high) / 2)
+
+    rates = solved(Rates(plain, plain), "flops_rate", "update_actor", 1e-3, 1.0)
+    if run.measured("ref") > _SMALLEST_S:
+        rates = solved(rates, "flops_rate", "ref", 1e-3, 1.0)
+    if run.config.model.num_params * plain.compute_bytes < _CACHED_BYTES:
+        return solved(rates, "hosts_step_s", "gen", 0.0, 1.0)
+    return solved(rates, "weights_rate", "gen", 1e-3, 1.0)
 
 
 def show_seconds(folders: Sequence[pathlib.Path]) -> None:
     """Prints what each run took beside what the first one's calibration predicts."""
-    here = calibrate("here")
-    cluster = Cluster(dataclasses.replace(here, devices_per_host=1), (1, 1))
+    calibration.time = types.SimpleNamespace(perf_counter=time.process_time)
     runs = [Ran.read(folder) for folder in folders]
-    assume = calibrated(runs[0], cluster)
+    here = calibration.calibrate("here")
+    cluster = Cluster(dataclasses.replace(here, devices_per_host=1), (1, 1))
+    rates = calibrated(runs[0], cluster)
     print(
-        f"{here.float32_tflops * 1e3:.0f} GFLOP/s, {here.memory_gbs:.1f} GB/s; from {folders[0].name}: "
-        f"{assume.flops_rate:.2f} of the products, {assume.hosts_step_s * 1e3:.2f} ms a decoding step"
+        f"{here.float32_tflops * 1e3:.0f} GFLOP/s, {here.memory_gbs:.1f} GB/s; from {runs[0].name}: "
+        f"{rates.update.flops_rate:.2f} of the matmuls in updates, {rates.forward.flops_rate:.2f} forward, "
+        f"{rates.forward.weights_rate:.2f} of the memory for weights, "
+        f"{rates.forward.hosts_step_s * 1e3:.2f} ms a decoding step"
     )
-    print("run, phase: predicted, measured (s), off by")
-    for folder, run in zip(folders, runs, strict=True):
-        for phase, predicted in run.predicted(cluster, assume).items():
-            measured = run.measured(phase)
-            off = predicted / measured - 1
-            print(
-                f"{folder.name:12} {PHASES[phase]:24} {predicted:7.3f} {measured:7.3f} {off:+7.1%}"
-            )
+    print("run, phase: processor seconds of a step, median; prediction off by, median of the steps")
+    for run in runs:
+        for phase, title in PHASES.items():
+            if (measured := run.measured(phase)) > _SMALLEST_S:
+                off = run.off_by(phase, cluster, rates)
+                print(f"{run.name:24} {title:24} {measured:7.3f} {off:+7.1%}")
 
 
 def main() -> None:
@@ -250,17 +361,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("memory", "seconds"), required=True)
+    parts = ("memory", "measure", "seconds", "layers")
+    parser.add_argument("--part", choices=parts, required=True)
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--runs", type=pathlib.Path, nargs="+", default=[])
-    args = parser.parse_args()
+    for name in ("--model", "--out"):
+        parser.add_argument(name, type=pathlib.Path)
+    parser.add_argument("--layers", type=int, default=6)
+    args, of_training = parser.parse_known_args()
+    if args.part in ("measure", "seconds") and len(os.sched_getaffinity(0)) > 1:
+        parser.error(
+            f"--part {args.part} counts seconds of one core; put `taskset -c 0` before python"
+        )
+    if args.part == "measure":
+        sys.exit(measure(of_training))
+    if of_training:
+        parser.error(f"{of_training[0]} is for --part measure")
     jax.config.update("jax_platforms", "cpu")
     if args.part == "memory":
         show_memory(read_topology(args.topology))
-    elif args.runs:
+    elif args.part == "layers" and args.model and args.out:
+        keep_layers(args.model, args.layers, args.out)
+    elif args.part == "seconds" and args.runs:
         show_seconds(args.runs)
     else:
-        parser.error("--part seconds compares runs that are there; name their folders with --runs")
+        parser.error("--part seconds needs --runs, and --part layers needs --model and --out")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from jaxrl.planner.planned_roles import (
     meshes_on,
     planned_roles,
 )
+from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.slot_choice import with_compiled_slots
 from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
 from jaxrl.planner.step_programs import programs_of
@@ -41,6 +42,7 @@ def compile_plan(
     topology: Topology,
     *,
     lengths: StepLengths | None = None,
+    system: System = OURS,
     save: pathlib.Path | None = None,
     watch: Watch = lambda _: None,
 ) -> Plan:
@@ -50,6 +52,7 @@ def compile_plan(
       config: config of the run.
       topology: devices to compile for.
       lengths: lengths of texts; None assumes them.
+      system: the system whose fixed costs a step has.
       save: folder for the executables; None does not save them.
       watch: function called with each program after its compilation.
 
@@ -59,7 +62,7 @@ def compile_plan(
     roles = roles_on(config, topology, watch=watch)
     for pool in roles.pools.values():
         _check_buffers(pool, roles.resident_buffers(pool), topology)
-    load = load_of(config, lengths)
+    load = load_of(config, lengths, system)
     pools = tuple(
         _planned(roles, pool, topology, load, save=save, watch=watch)
         for pool in roles.pools.values()

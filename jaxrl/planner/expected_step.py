@@ -60,7 +60,7 @@ def expected_step(
     else:
         generation = _generation(planned.pool_of("actor").layout_of("actor"), planned.engine)
         roles["actor"] = dataclasses.replace(roles["actor"], generation=generation)
-    assumptions = assumptions_of(planned.config, cluster.accelerator)
+    assumptions = assumptions_of(planned.config, cluster.accelerator, load.system)
     simulator = StepSimulator(cluster, load.work, assumptions)
     stages = simulator.step(tasks, planned.models.by_role, roles, replay=True)
     generation, preparation, training = stages

@@ -43,6 +43,7 @@ from jaxrl.planner.hardware.topologies import check_topology, read_topology
 from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
+from jaxrl.planner.simulation.systems import OURS, SYSTEMS
 from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
 from jaxrl.planner.trace_plan import trace_plan
 
@@ -91,6 +92,7 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
         "--response-tokens": args.response_tokens,
         "--cut-off": args.cut_off is not None,
         "--lengths": args.lengths,
+        "--as": args.system != OURS.name,
     }
     for name, given in unused.items():
         if given:
@@ -102,11 +104,12 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
 
 def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     kind, shape = check_topology(args.topology)
-    cluster, run = Cluster(kind, shape), _measured(args, config)
+    cluster, run, system = Cluster(kind, shape), _measured(args, config), SYSTEMS[args.system]
+    system.check_runs_on(cluster)
     lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
     lengths = run.lengths if run else lengths
     if args.search or config.mesh.layout == "auto":
-        found, proposed = propose(config, cluster, lengths=lengths)
+        found, proposed = propose(config, cluster, lengths=lengths, system=system)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
@@ -117,10 +120,12 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
                 f"--save {args.save} keeps executables, and --trace or a kind from a file compiles nothing; "
                 "leave one of them out"
             )
-        plan = trace_plan(config, cluster, lengths=lengths)
+        plan = trace_plan(config, cluster, lengths=lengths, system=system)
     else:
         topology = read_topology(args.topology)
-        plan = compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
+        plan = compile_plan(
+            config, topology, lengths=lengths, system=system, save=args.save, watch=_progress
+        )
     return dataclasses.replace(plan, measured=run)
 
 
@@ -176,6 +181,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--lengths",
         type=pathlib.Path,
         help="folder of a run, whose lengths are used, and whose measured seconds are compared",
+    )
+    parser.add_argument(
+        "--as",
+        dest="system",
+        choices=SYSTEMS,
+        default=OURS.name,
+        help="the system whose fixed costs a predicted step has, to hold predictions against its paper",
     )
     parser.add_argument(
         "--trace",

@@ -33,6 +33,7 @@ from jaxrl.planner.compiled.traffic import Traffic
 from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
+from jaxrl.planner.simulation.systems import OURS
 from jaxrl.planner.step_times import StepTimes, TaskTime
 
 # Devices that the totals of a traced plan are compared with, by ascending memory.
@@ -105,8 +106,10 @@ def table(plan: Plan, *, plain: bool = False) -> Table:
 
 def times_table(times: StepTimes, *, plain: bool = False) -> Table:
     """Expected seconds of a step and their lower bounds, by phase, role and cause."""
+    named = times.load.system
+    system = "" if named is OURS else f" with the fixed costs of {named.name} ({named.title})"
     found = Table(
-        title=f"a step on {times.cluster.name}: {times.load.lengths.text}",
+        title=f"a step on {times.cluster.name}{system}: {times.load.lengths.text}",
         title_justify="left",
         box=box.ASCII2 if plain else box.ROUNDED,
     )

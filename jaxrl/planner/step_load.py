@@ -17,6 +17,7 @@ from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.attention import pick_implementation
 from jaxrl.models.kernels.paged_attention import pick_decode_implementation
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
@@ -63,12 +64,14 @@ class StepLoad:
       lengths: the lengths of `work`, with their source.
       greedy: whether each prompt also gets a greedy answer.
       truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
+      system: the system whose fixed costs the step has.
     """
 
     work: Workload
     lengths: StepLengths
     greedy: bool = False
     truncated: bool = False
+    system: System = OURS
 
     @property
     def prompts(self) -> int:
@@ -150,8 +153,8 @@ def assumed_lengths(
     return StepLengths(prompts, responses, "as given" if response_tokens else "assumed")
 
 
-def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
-    """The work of a step of a config; `lengths` are the assumed ones by default."""
+def load_of(config: Config, lengths: StepLengths | None = None, system: System = OURS) -> StepLoad:
+    """The work of a step of a config in a system; `lengths` are the assumed ones by default."""
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
     lengths = lengths or assumed_lengths(config)
     sampled = rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts
@@ -168,22 +171,23 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
+        shares_prompts=config.train.shares_prompts,
         paged=rollout.cache == "paged",
         always_full=rollout.partial,
         max_staleness=rollout.max_staleness,
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-    return StepLoad(
-        work, lengths, dataflow.greedy_baseline, truncated or rollout.repetition_penalty != 1
-    )
+    truncated = truncated or rollout.repetition_penalty != 1
+    return StepLoad(system.work(work), lengths, dataflow.greedy_baseline, truncated, system)
 
 
-def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
+def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> Assumptions:
     """The assumptions of the simulation with the settings of a recipe; critics train like the actor.
 
     Args:
       config: config of the run.
       kind: kind of its devices.
+      system: the system whose fixed costs they have.
 
     Raises:
       UserError: the attention that the recipe names does not run on these devices.
@@ -205,7 +209,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         rollout.decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
-    return Assumptions(
+    ours = Assumptions(
         skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
@@ -216,3 +220,4 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         remat="none" if train.remat == "none" else "full",
         logits_tokens=train.logprob_chunk_tokens,
     )
+    return system.assumptions(ours)

@@ -102,6 +102,7 @@ class StepTimes:
             "steps": self.num_steps,
             "chip_hours": self.chip_hours(self.step_s),
             "at_least_chip_hours": self.chip_hours(self.at_least_s),
+            "system": self.load.system.name,
             "lengths": self.load.lengths.text,
             "phases": [self._task_json(task) for task in self.tasks],
         }

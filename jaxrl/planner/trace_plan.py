@@ -40,6 +40,7 @@ from jaxrl.planner.planned_roles import (
     check_num_devices,
     planned_roles,
 )
+from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
 from jaxrl.planner.step_programs import programs_of
@@ -53,7 +54,11 @@ ASSUMED_MEMORY = 80 * 10**9
 
 
 def trace_plan(
-    config: Config, cluster: Cluster | None = None, *, lengths: StepLengths | None = None
+    config: Config,
+    cluster: Cluster | None = None,
+    *,
+    lengths: StepLengths | None = None,
+    system: System = OURS,
 ) -> Plan:
     """Traces a recipe without its devices and data, and counts the memory that it needs.
 
@@ -61,6 +66,7 @@ def trace_plan(
       config: config of the run.
       cluster: devices to predict seconds for; None predicts none.
       lengths: lengths of texts; None assumes them.
+      system: the system whose fixed costs a step has.
 
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
@@ -78,7 +84,7 @@ def trace_plan(
     roles = planned_roles(config, algorithm, meshes)
     if cluster is not None:
         check_num_devices(tuple(roles.pools.values()), cluster.name, cluster.num_devices)
-    load = load_of(config, lengths)
+    load = load_of(config, lengths, system)
     traced = tuple(_traced(roles, load))
     updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
     pools = tuple(

@@ -24,6 +24,7 @@ from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping, RoleMapping
 from jaxrl.planner.search.search import search_mapping_of_common_rows
 from jaxrl.planner.simulation.step_tasks import TASKS
+from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.step_load import StepLengths, assumptions_of, load_of
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.cross_checks import roles_of
@@ -31,13 +32,16 @@ from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 
 
-def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None = None) -> Mapping:
+def search_for(
+    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, system: System = OURS
+) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
     Args:
       config: config of the run.
       cluster: cluster to run on.
       lengths: lengths of texts; None assumes them.
+      system: the system whose fixed costs a step has.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -53,20 +57,20 @@ def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None 
         )
     # The search sets rows and microbatches itself.
     work = dataclasses.replace(
-        load_of(config, lengths).work, microbatch_rows=0, pipeline_microbatches=0
+        load_of(config, lengths, system).work, microbatch_rows=0, pipeline_microbatches=0
     )
     return search_mapping_of_common_rows(
         dataflow,
         role_models(config, roles).by_role,
         work,
         cluster,
-        assumptions=assumptions_of(config, cluster.accelerator),
+        assumptions=assumptions_of(config, cluster.accelerator, system),
         tasks=tasks_of_run(algorithm_of(config), config),
     )
 
 
 def propose(
-    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None
+    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, system: System = OURS
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
@@ -75,7 +79,7 @@ def propose(
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
-    found = search_for(config, cluster, lengths=lengths)
+    found = search_for(config, cluster, lengths=lengths, system=system)
     proposed = with_mapping(config, found)
     try:
         meshes = abstract_meshes(proposed)
@@ -85,7 +89,7 @@ def propose(
         raise UserError(
             f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"
         ) from error
-    expected = expected_step(planned, cluster, load_of(proposed, lengths))
+    expected = expected_step(planned, cluster, load_of(proposed, lengths, system))
     return dataclasses.replace(found, breakdown=expected), proposed
 
 

@@ -32,6 +32,8 @@ class Assumptions:
       call_s: fixed seconds of a program call until its first result is on the host: a forward pass, all
         updates of a step, a prefill batch, a dispatch of the engine. Measured with 800 arrays on a CPU; a
         guess for accelerators.
+      pass_s: further fixed seconds of each forward pass and of each update. 0 for our system, whose passes
+        are programs (`systems.py` has others).
       host_s: host seconds per dispatch for each slot of all replicas. Our engine's host works on arrays of
         all slots: measured as 0.8 ms at 4,096 slots.
       slot_host_s: host seconds per dispatch for each slot of a replica, if each replica has a host of its own
@@ -68,6 +70,7 @@ class Assumptions:
     torus_step_s: Annotated[float, at_least(0)] = 0.3e-3
     hosts_step_s: Annotated[float, at_least(0)] = 2e-3
     call_s: Annotated[float, at_least(0)] = 1.25e-3
+    pass_s: Annotated[float, at_least(0)] = 0.0
     host_s: Annotated[float, at_least(0)] = 0.8e-3 / 4096
     slot_host_s: Annotated[float, at_least(0)] = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

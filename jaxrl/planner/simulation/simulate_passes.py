@@ -82,7 +82,7 @@ class PassSimulator:
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
             **self._tensor_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
-            "program call": self._assume.call_s,
+            "program call": self._assume.call_s + self._assume.pass_s,
         }
         return CostBreakdown(
             seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
@@ -108,7 +108,7 @@ class PassSimulator:
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (tensor | data).items()},
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
-            "program call": assume.call_s,
+            "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
         resident = self._weights(model, strategy, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
@@ -130,7 +130,7 @@ class PassSimulator:
         """The flushes of the busiest replica, in a pass that is divided into `parts` minibatches."""
         work = self._work
         each = math.ceil(math.ceil(sequences / parts) / strategy.d)
-        tokens = each * work.mean_tokens
+        tokens = each * work.packed_tokens
         rows = max(1, work.microbatch_rows // strategy.row_parts)
         size = min(max(rows * work.microbatch_tokens, work.mean_tokens), tokens)
         # With one microbatch a pipeline is no faster than one stage.
@@ -144,10 +144,12 @@ class PassSimulator:
     def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Seconds of matmuls and attention; with few tokens those of reading the weights."""
         numbers, work = model_numbers(model), self._work
-        sequences = flushes.tokens / work.mean_tokens
-        attention = sequences * mean_attention_flops(
-            model, work.mean_tokens, work.mean_square_tokens
-        )
+        prompt = work.prompt_lengths
+        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
+        # Attention inside a prompt is computed once for each copy.
+        once = mean_attention_flops(model, prompt.mean, prompt.mean_square)
+        attention -= (1 - work.prompt_copies) * once
+        attention *= flushes.tokens / work.packed_tokens
         if not self._assume.skips_segments:
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
             tokens = max(float(work.microbatch_tokens), work.mean_tokens)

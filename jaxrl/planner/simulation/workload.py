@@ -171,6 +171,7 @@ class Workload:
       pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
+      shares_prompts: whether a packed row holds a prompt once for all its answers there.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
       paged: whether the cache has pages, so that more slots fit than at full length.
       always_full: whether prompts are drawn as slots fall free, and unfinished groups continue in the next
@@ -190,6 +191,7 @@ class Workload:
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
+    shares_prompts: bool = False
     max_slots: Annotated[int, count(1)] = 1024
     paged: bool = False
     always_full: bool = False
@@ -212,6 +214,19 @@ class Workload:
     def mean_tokens(self) -> float:
         """Mean tokens of a prompt and its response."""
         return self.prompt_lengths.mean + self.response_lengths.mean
+
+    @property
+    def prompt_copies(self) -> float:
+        """Mean copies of a prompt in packed rows for each of its responses: 1 unless prompts are shared."""
+        if not self.shares_prompts:
+            return 1.0
+        room = (self.microbatch_tokens - self.prompt_lengths.mean) // self.response_lengths.mean
+        return math.ceil(self.samples / max(1.0, room)) / self.samples
+
+    @property
+    def packed_tokens(self) -> float:
+        """Mean tokens of packed rows for each response, with its part of the prompt."""
+        return self.prompt_copies * self.prompt_lengths.mean + self.response_lengths.mean
 
     @property
     def longest_tokens(self) -> int:

@@ -282,6 +282,25 @@ def test_the_host_looks_at_the_slots_of_all_replicas():
     assert Assumptions().host_s * 4096 == pytest.approx(0.8e-3)
 
 
+def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
+    # Four answers of 32 tokens after a prompt of 64: rows of 160 hold three of them, so two copies.
+    lengths = {
+        "prompt_lengths": LengthDistribution.exactly(64),
+        "response_lengths": LengthDistribution.exactly(32),
+    }
+    alone = toy_work(prompts=4, samples=4, microbatch_tokens=160, **lengths)
+    shared = dataclasses.replace(alone, shares_prompts=True)
+    assert (alone.packed_tokens, shared.packed_tokens) == (96, 64)
+    one = Strategy(1, 1, 1)
+    # Matmuls of 16 x 64 tokens; attention of eight prompts and sixteen answers that also see their prompt.
+    numbers = model_numbers(MODEL)
+    pairs = 8 * 64 * 65 / 2 + 16 * (32 * 64 + 32 * 33 / 2)
+    flops = 16 * 64 * numbers.token_flops + pairs * numbers.pair_flops
+    found = PassSimulator(CLUSTER, shared, PLAIN).training(MODEL, one).seconds["compute"]
+    assert found == pytest.approx(3 * flops / 1e12)
+    assert found < PassSimulator(CLUSTER, alone, PLAIN).training(MODEL, one).seconds["compute"]
+
+
 # Generation
 
 
