@@ -23,6 +23,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.stop_strings import StopSearch
 
 VOCABULARY = 8_192
 
@@ -54,7 +55,7 @@ def loops_of(layers: int, width: int, prompt_tokens: int) -> dict[str, DecodeLoo
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig(train="1-1-1")), jax.devices()[:1])
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     return {
-        name: DecodeLoop(engine, params, str, reuse_prefixes=reuse)
+        name: DecodeLoop(engine, params, StopSearch(str), reuse_prefixes=reuse)
         for name, reuse in (("without", False), ("with", True))
     }
 

@@ -40,6 +40,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.speculation import AnswerTexts
+from jaxrl.rollout.stop_strings import StopSearch
 
 _LISTS = [
     "\n".join(f"{i}. {name} sold {i * n % 90 + 10} boxes in {town}." for i in range(1, 16))
@@ -104,7 +105,9 @@ class Bench:
 
     def run(self, drafted, seed, texts=None):
         engine = self.engines[drafted]
-        loop = DecodeLoop(engine, self.params, self.tokenizer.decode, streams=True, texts=texts)
+        loop = DecodeLoop(
+            engine, self.params, StopSearch(self.tokenizer.decode), streams=True, texts=texts
+        )
         tasks = [
             SampleTask(
                 Sample(n, i, 0),

@@ -58,4 +58,4 @@ class GenerativeJudge:
             answers=("",) * len(texts),
             sources=("judge",) * len(texts),
         )
-        return self.backend.generate(prompts, _GREEDY).texts
+        return tuple(self.backend.generate(prompts, _GREEDY).texts)

@@ -20,6 +20,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Slots
+from jaxrl.rollout.stop_strings import StopSearch
 
 # Pages of 16 tokens.
 BASE = dataclasses.replace(
@@ -49,7 +50,7 @@ def loop_of(engine: Engine, scale=1.0, **options) -> DecodeLoop:
     _, shapes, axes = decoder_graph(MODEL)
     scaled = jax.tree.map(lambda w: w * np.float32(scale), weights())
     params = jax.device_put(scaled, shardings(axes, shapes, GENERATE_RULES, engine.mesh))
-    return DecodeLoop(engine, params, decode, **options)
+    return DecodeLoop(engine, params, StopSearch(decode), **options)
 
 
 def task_of(prompt, index=0, max_tokens=24) -> SampleTask:

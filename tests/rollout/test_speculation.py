@@ -55,7 +55,7 @@ def backend_of(layout=("1-1-1",), *, model=MODEL, **changes) -> OfflineBackend:
     mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
     graph, shapes, axes = decoder_graph(model)
     engine = Engine(model, graph, mesh, dataclasses.replace(BASE, **changes))
-    backend = OfflineBackend(engine, decode)
+    backend = OfflineBackend(engine, functools.partial(map, decode))
     backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
     return backend
 
