@@ -82,7 +82,7 @@ class EngineBackend:
 
         If `weights_dtype` is set, projections that are not in 8 bits yet are rounded to it.
         """
-        self._params = self.engine.stored(params)
+        self._params = self.engine.stored(params) if self.weights_dtype else params
 
     def unload(self) -> Params | None:
         """Returns the weights and releases them; None if none are loaded."""

@@ -149,9 +149,7 @@ class Engine:
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
 
     def stored(self, params: Params) -> Params:
-        """Rounds projections to `weights_dtype`, if it is set and they are in a wider type."""
-        if not self.config.weights_dtype:
-            return params
+        """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""
         return jax.tree.map(stored_in_place, self.weight_types, params)
 
     @property
