@@ -18,7 +18,7 @@ from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
+from jaxrl.planner.plan import Plan, Target, planned_pools, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     check_num_devices,
@@ -60,18 +60,20 @@ def compile_plan(
     for pool in roles.pools.values():
         _check_buffers(pool, roles.resident_buffers(pool), topology)
     load = load_of(config, lengths)
-    pools = tuple(
-        _planned(roles, pool, topology, load, save=save, watch=watch)
-        for pool in roles.pools.values()
-    )
+    contents = {
+        name: _contents(roles, pool, topology, load, save=save, watch=watch)
+        for name, pool in roles.pools.items()
+    }
+    cluster = Cluster.parse(topology.name)
     plan = Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=pools,
+        pools=planned_pools(tuple(roles.pools.values()), cluster, contents),
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=Target(topology, config.train.dtype),
+        settings=settings_of(roles.config),
     )
     programs = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
-    times = step_times(roles, Cluster.parse(topology.name), load, programs)
+    times = step_times(roles, cluster, load, programs)
     return dataclasses.replace(plan, times=times)
 
 
@@ -100,7 +102,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     return roles
 
 
-def _planned(
+def _contents(
     roles: PlannedRoles,
     pool: Pool,
     topology: Topology,
@@ -108,7 +110,8 @@ def _planned(
     *,
     save: pathlib.Path | None,
     watch: Watch,
-) -> PlannedPool:
+) -> tuple[list[ResidentBuffers], list[CompiledProgram]]:
+    """The resident buffers of a pool, and its compiled programs."""
     buffers = roles.resident_buffers(pool)
     compiled = []
     for role, program, mesh in programs_of(roles, load):
@@ -117,8 +120,7 @@ def _planned(
             watch(compiled[-1])
             # Frees the traced program, which is large for large models and not needed again.
             jax.clear_caches()
-    names = layout_names(pool)
-    return PlannedPool(pool.name, names, pool.num_devices, tuple(buffers), tuple(compiled))
+    return buffers, compiled
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:

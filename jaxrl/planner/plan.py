@@ -12,16 +12,29 @@ predictions and are marked as such.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxrl.config.config_tree import flatten_config
+from jaxrl.config.schema import Config
+from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.sharding_strategies import HYBRID
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.roofline import Seconds, seconds_of
+from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.layouts.drawing import in_words, phase_groups
 from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
 from jaxrl.planner.step_times import StepTimes
+
+# Version of the JSON format; `jaxrl plan --compare` reads files of this version only.
+VERSION = 1
+_SAMPLERS = frozenset({"actor", "rollout", "judge"})
+# Settings that a saved plan keeps: those that change memory or seconds of a step.
+_SECTIONS = ("model.", "mesh.", "placement", "rollout.", "train.", "algorithm.", "optim.", "data.max")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +47,9 @@ class PlannedPool:
       num_devices: number of devices.
       resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
       programs: compiled programs of its roles; empty in a traced plan.
+      roles: names of its roles.
+      devices: positions of its devices among those of the cluster; empty if no devices are named.
+      groups: (kind, device groups in words) of each layout; the pool's first device is G1.
     """
 
     name: str
@@ -41,6 +57,9 @@ class PlannedPool:
     num_devices: int
     resident_buffers: tuple[ResidentBuffers, ...]
     programs: tuple[CompiledProgram, ...] = ()
+    roles: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    groups: tuple[tuple[str, str], ...] = ()
 
     def bytes_in(self, phase: str) -> int:
         """Bytes per device while "sampling" or "learning", without temporaries of compiled programs."""
@@ -61,6 +80,19 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another mapping that the search found.
+
+    Attributes:
+      name: description of its pools and layouts.
+      slower: its expected seconds of a step over those of the planned mapping, minus 1.
+    """
+
+    name: str
+    slower: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The resources that a run needs. `plan_tables.show` prints it.
 
@@ -72,6 +104,9 @@ class Plan:
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
       measured: a run to compare with; None without one.
+      settings: settings that change memory or seconds, by dotted name; "auto" is replaced by what was chosen.
+      alternatives: other mappings that are nearly as fast; None without a search.
+      price_per_hour: price of a device for an hour, in any currency; None if none was given.
     """
 
     title: str
@@ -81,6 +116,16 @@ class Plan:
     target: Target | None = None
     times: StepTimes | None = None
     measured: MeasuredRun | None = None
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] | None = None
+    price_per_hour: float | None = None
+
+    @property
+    def price(self) -> float | None:
+        """Price of the expected run; None without a price per hour or without seconds."""
+        if self.price_per_hour is None or self.times is None:
+            return None
+        return self.price_per_hour * self.times.chip_hours(self.times.step_s)
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -111,6 +156,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """All figures, in bytes and seconds."""
         found: dict[str, Any] = {
+            "version": VERSION,
             "title": self.title,
             "fits": self.fits,
             "notes": [list(note) for note in self.notes],
@@ -120,6 +166,10 @@ class Plan:
             found |= self._target_json(self.target)
         if self.times is not None:
             found["predicted"] = self.times.as_json()
+        if self.price_per_hour is not None:
+            found |= {"price_per_hour": self.price_per_hour, "price": self.price}
+        if self.alternatives is not None:
+            found["alternatives"] = [dataclasses.asdict(each) for each in self.alternatives]
         if self.measured is not None:
             found["measured"] = {
                 "run": self.measured.name,
@@ -128,6 +178,7 @@ class Plan:
                 "step_s": self.measured.step_s,
                 "differing_settings": list(self.measured.differing),
             }
+        found["settings"] = dict(self.settings)
         return found | {"pools": [self._pool_json(pool) for pool in self.pools]}
 
     def _target_json(self, target: Target) -> dict[str, Any]:
@@ -144,6 +195,9 @@ class Plan:
             "name": pool.name,
             "layout": pool.layout,
             "devices": pool.num_devices,
+            "positions": list(pool.devices),
+            "roles": list(pool.roles),
+            "groups": [list(each) for each in pool.groups],
             "resident_buffers": [dataclasses.asdict(held) for held in pool.resident_buffers],
             "bytes": {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")},
             "programs": [self._program_json(program) for program in pool.programs],
@@ -166,15 +220,75 @@ class Plan:
         }
 
 
-def layout_names(pool: Pool) -> str:
+class _Position(NamedTuple):
+    """A device of a cluster, as `take_devices` reads it."""
+
+    id: int
+    process_index: int
+
+
+def planned_pools(
+    pools: Sequence[Pool],
+    cluster: Cluster | None,
+    contents: Mapping[str, tuple[Sequence[ResidentBuffers], Sequence[CompiledProgram]]],
+) -> tuple[PlannedPool, ...]:
+    """Describes pools: their devices, the device groups of their layouts, and what they hold.
+
+    Args:
+      pools: pools of the run.
+      cluster: devices of the run; None if none are named.
+      contents: resident buffers and compiled programs, by name of the pool.
+    """
+    positions: dict[str, tuple[int, ...]] = {}
+    if cluster is not None:
+        per_host = cluster.host_devices
+        devices = [_Position(n, n // per_host) for n in range(cluster.num_devices)]
+        placed = take_devices(pools, devices).pools
+        positions = {each.name: tuple(d.id for d in each.devices) for each in placed}
+    return tuple(
+        PlannedPool(
+            pool.name,
+            _layout_names(pool),
+            pool.num_devices,
+            *map(tuple, contents[pool.name]),
+            roles=pool.roles,
+            devices=positions.get(pool.name, ()),
+            groups=tuple(_groups(pool)),
+        )
+        for pool in pools
+    )
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """The settings of a config that a plan keeps, as text, by dotted name."""
+    values = flatten_config(config).items()
+    return {name: repr(value) for name, value in values if name.startswith(_SECTIONS)}
+
+
+def _groups(pool: Pool) -> Iterator[tuple[str, str]]:
+    """(layout's roles and kind, groups in words) of the layouts of a pool."""
+    by_layout = _roles_by_layout(pool)
+    for layout, roles in by_layout.items():
+        whose = f"{' and '.join(roles)}, " if len(by_layout) > 1 else ""
+        for kind, found in phase_groups(HYBRID, abstract_mesh(layout)):
+            if kind.startswith("training") or not _SAMPLERS.isdisjoint(roles):
+                yield f"{whose}{kind}", in_words(found)
+
+
+def _layout_names(pool: Pool) -> str:
     """Describes how the roles of a pool are sharded."""
-    by_layout: dict[ParallelLayout, list[str]] = {}
-    for role, layout in pool.layouts.items():
-        by_layout.setdefault(layout, []).append(role)
+    by_layout = _roles_by_layout(pool)
     shown = []
     for layout, roles in by_layout.items():
         whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
-        samples = not {"actor", "rollout", "judge"}.isdisjoint(roles)
+        samples = not _SAMPLERS.isdisjoint(roles)
         generation = f", generation {generate_name(layout)}" if samples else ""
         shown.append(f"{whose}training {train_name(layout)}{generation}")
     return "; ".join(shown)
+
+
+def _roles_by_layout(pool: Pool) -> dict[ParallelLayout, list[str]]:
+    found: dict[ParallelLayout, list[str]] = {}
+    for role, layout in pool.layouts.items():
+        found.setdefault(layout, []).append(role)
+    return found
