@@ -34,7 +34,16 @@ from jaxrl.planner.step_times import StepTimes
 VERSION = 1
 _SAMPLERS = frozenset({"actor", "rollout", "judge"})
 # Settings that a saved plan keeps: those that change memory or seconds of a step.
-_SECTIONS = ("model.", "mesh.", "placement", "rollout.", "train.", "algorithm.", "optim.", "data.max")
+_SECTIONS = (
+    "model.",
+    "mesh.",
+    "placement",
+    "rollout.",
+    "train.",
+    "algorithm.",
+    "optim.",
+    "data.max",
+)
 
 
 @dataclasses.dataclass(frozen=True)

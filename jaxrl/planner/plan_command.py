@@ -4,6 +4,7 @@
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8 --trace             traces, simulates
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
+    jaxrl plan --compare h100.json v5p.json                                              compares two plans
 
 A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
 `jaxrl train --dry_run` prints the same. With --topology the seconds of a step are predicted too: simulated,
@@ -36,15 +37,18 @@ from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner import plan_tables
+from jaxrl.planner.compare_plans import compare_plans
 from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
 from jaxrl.planner.plan import Plan
+from jaxrl.planner.plan_page import write_plan_page
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
 from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.tracking.durable import disk_errors, ensure_writable
 
 _DOES_NOT_FIT = 1
 
@@ -58,9 +62,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
         args = parser.parse_args(rest)
+        _check_page(args.html)
+        if args.compare:
+            compare_plans(args.compare, args.html)
+            return 0
+        if not args.config:
+            raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
         config = command_line.load_config(Config, args.config, overrides)
         # The planner has its own cache of compiled programs, with the figures read from them.
-        with compiled_programs_not_kept():
+        with compiled_programs_not_kept(), disk_errors("."):
             plan = run(args, config)
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -70,17 +80,32 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> Plan:
     """Makes the plan, prints it, and writes the requested files."""
-    for name in ("topology", "html", "save", "lengths"):
+    for name in ("topology", "save", "lengths"):
         if getattr(args, name) is not None:
             check_path(f"--{name}", getattr(args, name))
+    price = args.price_per_hour
+    if price is not None and not 0 < price < 1e9:
+        raise UserError(
+            f"--price-per-hour {price:g} is no price; give the price of one device for an hour, above 0"
+        )
     plan = _on_topology(args, config) if args.topology else _traced(args, config)
     if args.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
         plan_tables.show(plan)
     if args.html:
-        _write(args.html, plan_tables.as_html(plan))
+        write_plan_page(args.html, plan)
     return plan
+
+
+def _check_page(path: pathlib.Path | None) -> None:
+    """Raises UserError if the page cannot be written, before minutes of compiling."""
+    if path is None:
+        return
+    check_path("--html", path)
+    if path.is_dir():
+        raise UserError(f"--html {path} is a directory; name a file")
+    ensure_writable(path.parent)
 
 
 def _traced(args: argparse.Namespace, config: Config) -> Plan:
@@ -91,6 +116,7 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
         "--response-tokens": args.response_tokens,
         "--cut-off": args.cut_off is not None,
         "--lengths": args.lengths,
+        "--price-per-hour": args.price_per_hour is not None,
     }
     for name, given in unused.items():
         if given:
@@ -121,7 +147,7 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     else:
         topology = read_topology(args.topology)
         plan = compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
-    return dataclasses.replace(plan, measured=run)
+    return dataclasses.replace(plan, measured=run, price_per_hour=args.price_per_hour)
 
 
 def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:
@@ -139,15 +165,6 @@ def _progress(program: CompiledProgram) -> None:
     print(f"{program.role} {program.name}: {took}", file=sys.stderr, flush=True)
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(
-            f"--html {path} cannot be written ({error.strerror}); name another file"
-        ) from error
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=pathlib.Path(program).name,
@@ -155,7 +172,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="--config.NAME=VALUE changes a setting, as for training",
     )
-    parser.add_argument("--config", required=True, help="the recipe, with its layout after a colon")
+    parser.add_argument("--config", help="the recipe, with its layout after a colon")
+    parser.add_argument(
+        "--compare",
+        type=pathlib.Path,
+        nargs=2,
+        metavar="PLAN",
+        help="two files that --json printed: shows both side by side, and plans nothing",
+    )
     parser.add_argument(
         "--topology",
         default="",
@@ -178,6 +202,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="folder of a run, whose lengths are used, and whose measured seconds are compared",
     )
     parser.add_argument(
+        "--price-per-hour",
+        type=float,
+        help="price of one device for an hour, in any currency; prints the price of the run",
+    )
+    parser.add_argument(
         "--trace",
         action="store_true",
         help="compiles nothing: counts memory from shapes, and simulates a step on the topology",
@@ -190,7 +219,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="prints JSON instead of tables, in bytes and seconds"
     )
-    parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")
+    parser.add_argument(
+        "--html", type=pathlib.Path, help="writes a page: what is rented, seconds, memory"
+    )
     parser.add_argument(
         "--save", type=pathlib.Path, help="folder that keeps the executables, for the pod"
     )

@@ -60,7 +60,9 @@ class Cluster:
         kind = self.accelerator
         if kind.arrangement == "hosts":
             return self.shape[1]
-        return min(_TPU_HOST_CHIPS, math.prod(self.shape)) * self.num_devices // math.prod(self.shape)
+        return (
+            min(_TPU_HOST_CHIPS, math.prod(self.shape)) * self.num_devices // math.prod(self.shape)
+        )
 
     @functools.cached_property
     def pool_sizes(self) -> tuple[int, ...]:
