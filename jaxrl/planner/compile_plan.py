@@ -57,23 +57,24 @@ def compile_plan(
       UserError: settings contradict each other, do not divide, or need more memory than there is.
     """
     roles = roles_on(config, topology, watch=watch)
-    for pool in roles.pools.values():
-        _check_buffers(pool, roles.resident_buffers(pool), topology)
+    buffers = {name: roles.resident_buffers(pool) for name, pool in roles.pools.items()}
+    for name, pool in roles.pools.items():
+        _check_buffers(pool, buffers[name], topology)
     load = load_of(config, lengths)
-    contents = {
-        name: _contents(roles, pool, topology, load, save=save, watch=watch)
+    programs = {
+        name: _compiled(roles, pool, buffers[name], topology, load, save=save, watch=watch)
         for name, pool in roles.pools.items()
     }
     cluster = Cluster.parse(topology.name)
     plan = Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=planned_pools(tuple(roles.pools.values()), cluster, contents),
+        pools=planned_pools(tuple(roles.pools.values()), cluster, buffers, programs),
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=Target(topology, config.train.dtype),
         settings=settings_of(roles.config),
     )
-    programs = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
-    times = step_times(roles, cluster, load, programs)
+    seconds = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
+    times = step_times(roles, cluster, load, seconds)
     return dataclasses.replace(plan, times=times)
 
 
@@ -102,17 +103,16 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     return roles
 
 
-def _contents(
+def _compiled(
     roles: PlannedRoles,
     pool: Pool,
+    buffers: Sequence[ResidentBuffers],
     topology: Topology,
     load: StepLoad,
     *,
     save: pathlib.Path | None,
     watch: Watch,
-) -> tuple[list[ResidentBuffers], list[CompiledProgram]]:
-    """The resident buffers of a pool, and its compiled programs."""
-    buffers = roles.resident_buffers(pool)
+) -> list[CompiledProgram]:
     compiled = []
     for role, program, mesh in programs_of(roles, load):
         if roles.pool_of(role) == pool:
@@ -120,7 +120,7 @@ def _contents(
             watch(compiled[-1])
             # Frees the traced program, which is large for large models and not needed again.
             jax.clear_caches()
-    return buffers, compiled
+    return compiled
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:

@@ -28,6 +28,7 @@ from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.layouts.drawing import in_words, phase_groups
 from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
+from jaxrl.planner.search.mapping import Alternative
 from jaxrl.planner.step_times import StepTimes
 
 # Version of the JSON format; `jaxrl plan --compare` reads files of this version only.
@@ -86,19 +87,6 @@ class Target:
 
     topology: Topology
     dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another mapping that the search found.
-
-    Attributes:
-      name: description of its pools and layouts.
-      slower: its expected seconds of a step over those of the planned mapping, minus 1.
-    """
-
-    name: str
-    slower: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +227,16 @@ class _Position(NamedTuple):
 def planned_pools(
     pools: Sequence[Pool],
     cluster: Cluster | None,
-    contents: Mapping[str, tuple[Sequence[ResidentBuffers], Sequence[CompiledProgram]]],
+    buffers: Mapping[str, Sequence[ResidentBuffers]],
+    programs: Mapping[str, Sequence[CompiledProgram]] | None = None,
 ) -> tuple[PlannedPool, ...]:
     """Describes pools: their devices, the device groups of their layouts, and what they hold.
 
     Args:
       pools: pools of the run.
       cluster: devices of the run; None if none are named.
-      contents: resident buffers and compiled programs, by name of the pool.
+      buffers: resident buffers, by name of the pool.
+      programs: compiled programs, by name of the pool; None for a traced plan.
     """
     positions: dict[str, tuple[int, ...]] = {}
     if cluster is not None:
@@ -259,7 +249,8 @@ def planned_pools(
             pool.name,
             _layout_names(pool),
             pool.num_devices,
-            *map(tuple, contents[pool.name]),
+            tuple(buffers[pool.name]),
+            tuple(programs[pool.name]) if programs else (),
             roles=pool.roles,
             devices=positions.get(pool.name, ()),
             groups=tuple(_groups(pool)),

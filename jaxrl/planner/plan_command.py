@@ -51,6 +51,8 @@ from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 
 _DOES_NOT_FIT = 1
+# Share of the seconds of a step; the page says the same.
+_ALTERNATIVES_WITHIN = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,8 +133,10 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     cluster, run = Cluster(kind, shape), _measured(args, config)
     lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
     lengths = run.lengths if run else lengths
+    alternatives = None
     if args.search or config.mesh.layout == "auto":
-        found, proposed = propose(config, cluster, lengths=lengths)
+        found, proposed = propose(config, cluster, lengths=lengths, within=_ALTERNATIVES_WITHIN)
+        alternatives = found.alternatives
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
@@ -147,7 +151,9 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     else:
         topology = read_topology(args.topology)
         plan = compile_plan(config, topology, lengths=lengths, save=args.save, watch=_progress)
-    return dataclasses.replace(plan, measured=run, price_per_hour=args.price_per_hour)
+    return dataclasses.replace(
+        plan, measured=run, price_per_hour=args.price_per_hour, alternatives=alternatives
+    )
 
 
 def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:

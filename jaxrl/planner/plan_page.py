@@ -40,7 +40,7 @@ _REMEDIES: Mapping[str, str] = {
     "prefill": "faster matmuls, or shorter prompts",
     "resharding": "faster links, or layouts of training and generation that are more alike",
     "compute": "faster matmuls, or more devices",
-    "layers computed again": "train.remat=none, if its activations fit",
+    "layers computed again": "train.remat=none, if the activations fit",
     "pipeline bubble": "more train.pipeline_microbatches, or fewer stages",
     "weights gathered": "a faster network, fewer devices in mesh.fsdp, or larger microbatches",
     "gradients summed": "a faster network, or fewer and larger microbatches",
@@ -95,6 +95,9 @@ def write_plan_page(path: pathlib.Path, plan: Plan) -> None:
         cards=list(_cards(plan)),
         assumed=_assumed(plan),
         memory=list(_memory(plan)),
+        memory_note="of each program"
+        if plan.target
+        else "counted from shapes; compiling adds temporaries",
         seconds=list(_seconds(times)) if times else [],
         pools=[(number % NUM_COLORS, pool) for number, pool in enumerate(plan.pools)],
         hosts=_hosts(times.cluster, plan.pools) if times else [],
@@ -109,7 +112,8 @@ def write_plan_page(path: pathlib.Path, plan: Plan) -> None:
 
 def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
     """(label, value) of the headline numbers."""
-    yield "devices", f"{sum(pool.num_devices for pool in plan.pools):,}"
+    devices = f"{sum(pool.num_devices for pool in plan.pools):,}"
+    yield "devices", f"{devices} {plan.times.cluster.accelerator.name}" if plan.times else devices
     if plan.target is not None:
         tightest = min(plan.programs, key=lambda program: program.spare)
         fits = "fits" if plan.fits else "does not fit"
@@ -119,10 +123,10 @@ def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
     hours = times.step_s * times.num_steps / 3600
     yield "a step, predicted", plan_tables.seconds_text(times.step_s)
     yield "at least", plan_tables.seconds_text(times.at_least_s)
-    yield f"{times.num_steps:,} steps", f"{hours:,.1f} hours"
+    yield f"hours of {times.num_steps:,} steps", f"{hours:,.1f}"
     yield "chip-hours", f"{times.chip_hours(times.step_s):,.0f}"
     if plan.price is not None:
-        yield f"price, at {plan.price_per_hour:g} per chip-hour", f"{plan.price:,.0f}"
+        yield f"price, at {plan.price_per_hour:g} an hour", f"{plan.price:,.0f}"
 
 
 def _assumed(plan: Plan) -> list[tuple[str, str]]:
@@ -205,10 +209,11 @@ def _task_bar(task: TaskTime, longest: float, colors: Mapping[str, int]) -> Bar:
     segments = [
         Segment(cause, shown(seconds), max(0.0, seconds * scale), colors[cause])
         for cause, seconds in costs.seconds.items()
-        if abs(seconds) >= plan_tables.SMALLEST_SHARE * costs.total_s
+        if seconds > 0 and seconds >= plan_tables.SMALLEST_SHARE * costs.total_s
     ]
     bound = f", bound by {task.bound}" if task.bound else ""
     notes = [f"at least {shown(task.at_least_s)}{bound}"]
+    notes += [f"{cause}: {shown(-s)}" for cause, s in costs.seconds.items() if s < 0]
     if costs.idle_s:
         notes.append(f"idle slots, part of these: {shown(costs.idle_s)}")
     value, mark = shown(costs.total_s), 100 * task.at_least_s / longest
@@ -261,13 +266,15 @@ def _total(tasks: Iterable[TaskTime]) -> float:
     return sum(task.expected.total_s for task in tasks)
 
 
-def _causes(tasks: Iterable[TaskTime]) -> Iterator[tuple[str, float, str]]:
+def _causes(tasks: Sequence[TaskTime]) -> Iterator[tuple[str, float, str]]:
     """(cause, seconds, remedy) of the causes that something lowers."""
+    several = len(tasks) > 1
     for task in tasks:
+        of_role = f"{task.role}, " if several else ""
         for cause, seconds in task.expected.seconds.items():
             if cause in _REMEDIES:
-                yield f"{task.role}, {cause}", seconds, _REMEDIES[cause]
-        yield f"{task.role}, idle slots", task.expected.idle_s, _IDLE
+                yield f"{of_role}{cause}", seconds, _REMEDIES[cause]
+        yield f"{of_role}idle slots", task.expected.idle_s, _IDLE
 
 
 def _tables(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
+from jaxrl.planner.hardware.topologies import check_topology, shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,
@@ -139,9 +140,10 @@ def check_num_devices(pools: Sequence[Pool], name: str, num_devices: int) -> Non
     """Raises UserError if pools that take all devices need another number than `name` has."""
     wanted = sum(pool.num_devices for pool in pools)
     if wanted != num_devices and takes_all(pools):
+        kind, _ = check_topology(name)
         raise UserError(
-            f"{name} has {num_devices} devices, layout {pools[0].layout.name} needs {wanted} (p*t*d); choose "
-            f"a topology of {wanted} devices, or change mesh.train"
+            f"{name} has {num_devices} devices, layout {pools[0].layout.name} needs {wanted} (p*t*d); change "
+            f"mesh.train, or choose {shapes_of_at_least(kind, wanted)}"
         )
 
 

@@ -82,7 +82,7 @@ def trace_plan(
     traced = tuple(_traced(roles, load))
     updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
     buffers = {
-        name: ((*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)), ())
+        name: (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates))
         for name, pool in roles.pools.items()
     }
     notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen, memory))

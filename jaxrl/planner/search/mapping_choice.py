@@ -31,13 +31,16 @@ from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 
 
-def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None = None) -> Mapping:
+def search_for(
+    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, within: float = 0.0
+) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
     Args:
       config: config of the run.
       cluster: cluster to run on.
       lengths: lengths of texts; None assumes them.
+      within: finds alternatives that are slower by at most this share.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -62,11 +65,12 @@ def search_for(config: Config, cluster: Cluster, *, lengths: StepLengths | None 
         cluster,
         assumptions=assumptions_of(config, cluster.accelerator),
         tasks=tasks_of_run(algorithm_of(config), config),
+        within=within,
     )
 
 
 def propose(
-    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None
+    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, within: float = 0.0
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
@@ -75,7 +79,7 @@ def propose(
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
-    found = search_for(config, cluster, lengths=lengths)
+    found = search_for(config, cluster, lengths=lengths, within=within)
     proposed = with_mapping(config, found)
     try:
         meshes = abstract_meshes(proposed)
