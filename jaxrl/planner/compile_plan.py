@@ -88,7 +88,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     """
     algorithm = algorithm_of(config)
     pools = pools_of(config, algorithm.roles)
-    check_num_devices(pools, topology.name, len(topology.devices))
+    check_num_devices(pools, topology.name, topology.accelerator, len(topology.devices))
     meshes = meshes_on(config, topology.devices)
 
     def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:

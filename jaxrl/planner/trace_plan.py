@@ -77,7 +77,9 @@ def trace_plan(
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
     if cluster is not None:
-        check_num_devices(tuple(roles.pools.values()), cluster.name, cluster.num_devices)
+        check_num_devices(
+            tuple(roles.pools.values()), cluster.name, cluster.accelerator, cluster.num_devices
+        )
     load = load_of(config, lengths)
     traced = tuple(_traced(roles, load))
     updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
