@@ -39,7 +39,8 @@ def compare_plans(paths: Sequence[pathlib.Path], page: pathlib.Path | None = Non
     """
     plans = [_read(path) for path in paths]
     names = [str(path) for path in paths]
-    figures, settings = list(_figures(plans)), list(_settings(plans))
+    columns = [_column(path, plan) for path, plan in zip(paths, plans, strict=True)]
+    figures, settings = list(_side_by_side(columns)), list(_settings(plans))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table("predicted", names, figures))
     if settings:
@@ -77,16 +78,27 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _figures(plans: Sequence[dict[str, Any]]) -> Iterator[_Row]:
-    """Names and figures, without rows that no plan has."""
-    columns = [dict(_of_plan(plan)) for plan in plans]
+def _column(path: pathlib.Path, plan: dict[str, Any]) -> dict[str, str]:
+    """The figures of a plan by name."""
+    try:
+        return dict(_of_plan(plan))
+    except KeyError as error:
+        raise UserError(f"--compare {path} lacks {error}; make the plan again") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"--compare {path} is no plan that jaxrl wrote ({error}); make the plan again"
+        ) from error
+
+
+def _side_by_side(columns: Sequence[dict[str, str]]) -> Iterator[_Row]:
+    """Rows with a value of each plan, or "" if it has none."""
     for name in dict.fromkeys(name for column in columns for name in column):
         yield name, [column.get(name, "") for column in columns]
 
 
 def _of_plan(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value) of a plan. A file that was edited may lack any of them."""
-    yield "recipe", str(plan.get("title", ""))
+    """(name, value) of a plan."""
+    yield "recipe", str(plan["title"])
     times = plan.get("predicted") or {}
     if times:
         yield "topology", str(times["topology"])
@@ -130,11 +142,10 @@ def _memory(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _settings(plans: Sequence[dict[str, Any]]) -> Iterator[_Row]:
     """The settings that differ."""
-    columns = [plan.get("settings") or {} for plan in plans]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        values = [str(column.get(name, "")) for column in columns]
+    columns = [dict(plan.get("settings") or {}) for plan in plans]
+    for name, values in _side_by_side(columns):
         if len(set(values)) > 1:
-            yield name, values
+            yield name, [str(value) for value in values]
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[_Row]) -> Table:

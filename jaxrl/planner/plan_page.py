@@ -220,12 +220,16 @@ def _task_bar(task: TaskTime, longest: float, colors: Mapping[str, int]) -> Bar:
     return Bar(f"{task.stage}, {task.role}", value, segments, notes, min(mark, 100.0))
 
 
-def _hosts(cluster: Cluster, pools: Sequence[PlannedPool]) -> list[list[tuple[int, int | None]]]:
-    """Devices of each host: (position, colour of its pool or None if it is idle)."""
-    owners = {n: i % NUM_COLORS for i, pool in enumerate(pools) for n in pool.devices}
+def _hosts(cluster: Cluster, pools: Sequence[PlannedPool]) -> list[list[tuple[str, int | None]]]:
+    """Devices of each host: (number in its pool, colour of the pool), or ("", None) if it is idle."""
+    owners: dict[int, tuple[str, int | None]] = {
+        position: (f"G{number + 1}", index % NUM_COLORS)
+        for index, pool in enumerate(pools)
+        for number, position in enumerate(pool.devices)
+    }
     per_host, drawn = cluster.host_devices, min(cluster.num_devices, _MOST_DRAWN)
     return [
-        [(n, owners.get(n)) for n in range(first, min(first + per_host, drawn))]
+        [owners.get(n, ("", None)) for n in range(first, min(first + per_host, drawn))]
         for first in range(0, drawn, per_host)
     ]
 
