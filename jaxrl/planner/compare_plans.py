@@ -19,6 +19,7 @@ from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.planner import plan_tables
 from jaxrl.planner.plan import VERSION
+from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.page import write_page
 
 # (name, a value of each plan)
@@ -120,10 +121,10 @@ def _of_plan(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "a step", plan_tables.seconds_text(times["step_s"])
     yield "at least", plan_tables.seconds_text(times["at_least_s"])
     hours = times["step_s"] * times["steps"] / 3600
-    yield f"hours of {times['steps']:,} steps", f"{hours:,.1f}"
-    yield "chip-hours", f"{times['chip_hours']:,.0f}"
+    yield f"hours of {times['steps']:,} steps", number(hours)
+    yield "chip-hours", number(times["chip_hours"])
     if plan.get("price") is not None:
-        price = f"{plan['price']:,.0f}, at {plan['price_per_hour']:g} per chip-hour"
+        price = f"{number(plan['price'])}, at {plan['price_per_hour']:g} per chip-hour"
         yield "price", price
 
 

@@ -18,6 +18,7 @@ from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.plan import Plan, PlannedPool
 from jaxrl.planner.step_times import StepTimes, TaskTime
+from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.page import write_page
 from jaxrl.tracking.report.svg import NUM_COLORS
 
@@ -99,7 +100,7 @@ def write_plan_page(path: pathlib.Path, plan: Plan) -> None:
         if plan.target
         else "counted from shapes; compiling adds temporaries",
         seconds=list(_seconds(times)) if times else [],
-        pools=[(number % NUM_COLORS, pool) for number, pool in enumerate(plan.pools)],
+        pools=[(n % NUM_COLORS, pool) for n, pool in enumerate(plan.pools)],
         hosts=_hosts(times.cluster, plan.pools) if times else [],
         hosts_left_out=_left_out(times.cluster) if times else 0,
         alternatives=[(each.name, f"{each.slower:+.1%}") for each in plan.alternatives or ()],
@@ -123,10 +124,10 @@ def _cards(plan: Plan) -> Iterator[tuple[str, str]]:
     hours = times.step_s * times.num_steps / 3600
     yield "a step, predicted", plan_tables.seconds_text(times.step_s)
     yield "at least", plan_tables.seconds_text(times.at_least_s)
-    yield f"hours of {times.num_steps:,} steps", f"{hours:,.1f}"
-    yield "chip-hours", f"{times.chip_hours(times.step_s):,.0f}"
+    yield f"hours of {times.num_steps:,} steps", number(hours)
+    yield "chip-hours", number(times.chip_hours(times.step_s))
     if plan.price is not None:
-        yield f"price, at {plan.price_per_hour:g} an hour", f"{plan.price:,.0f}"
+        yield f"price, at {plan.price_per_hour:g} an hour", number(plan.price)
 
 
 def _assumed(plan: Plan) -> list[tuple[str, str]]:
@@ -196,7 +197,7 @@ def _seconds(times: StepTimes) -> Iterator[Bar]:
     """A bar for every role in every phase, against the longest."""
     longest = max(task.expected.total_s for task in times.tasks) or 1.0
     causes = dict.fromkeys(cause for task in times.tasks for cause in task.expected.seconds)
-    colors = {cause: number % NUM_COLORS for number, cause in enumerate(causes)}
+    colors = {cause: n % NUM_COLORS for n, cause in enumerate(causes)}
     for task in times.tasks:
         yield _task_bar(task, longest, colors)
 
@@ -223,9 +224,9 @@ def _task_bar(task: TaskTime, longest: float, colors: Mapping[str, int]) -> Bar:
 def _hosts(cluster: Cluster, pools: Sequence[PlannedPool]) -> list[list[tuple[str, int | None]]]:
     """Devices of each host: (number in its pool, colour of the pool), or ("", None) if it is idle."""
     owners: dict[int, tuple[str, int | None]] = {
-        position: (f"G{number + 1}", index % NUM_COLORS)
+        position: (f"G{local + 1}", index % NUM_COLORS)
         for index, pool in enumerate(pools)
-        for number, position in enumerate(pool.devices)
+        for local, position in enumerate(pool.devices)
     }
     per_host, drawn = cluster.host_devices, min(cluster.num_devices, _MOST_DRAWN)
     return [

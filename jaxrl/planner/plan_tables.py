@@ -32,6 +32,7 @@ from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
 from jaxrl.planner.step_times import StepTimes, TaskTime
+from jaxrl.tracking.readable import number
 
 # Devices that the totals of a traced plan are compared with, by ascending memory.
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
@@ -106,8 +107,8 @@ def times_table(times: StepTimes, *, plain: bool = False) -> Table:
         found.add_column(name, justify="right")
     found.add_column("bound by")
     for stage in times.stages:
-        for number, task in enumerate(times.of_stage(stage)):
-            for row in _task_rows(stage if not number else "", task):
+        for i, task in enumerate(times.of_stage(stage)):
+            for row in _task_rows(stage if not i else "", task):
                 found.add_row(*row)
         found.add_section()
     found.add_row("a step", "", "", seconds_text(times.step_s), seconds_text(times.at_least_s), "")
@@ -158,7 +159,9 @@ def verdict(plan: Plan, times: StepTimes) -> list[str]:
     )
     lines.append(f"a step: {times.load.text}")
     if plan.price is not None:
-        lines.append(f"price: {plan.price:,.0f}, at {plan.price_per_hour:g} for a device and hour")
+        lines.append(
+            f"price: {number(plan.price)}, at {plan.price_per_hour:g} for a device and hour"
+        )
     if plan.target is not None:
         lines.append(f"compiled in {plan.compiled_s:,.0f} s")
     return lines

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 
+import jax
 import pytest
 from report_page import check_page
 
@@ -14,9 +15,12 @@ from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.compare_plans import compare_plans
+from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.plan import VERSION, Plan
+from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.plan import VERSION, Plan, Target
 from jaxrl.planner.plan_page import write_plan_page
 from jaxrl.planner.search.mapping import Alternative
 from jaxrl.planner.search.mapping_choice import propose
@@ -72,7 +76,7 @@ def test_the_page_says_what_is_rented_for_how_long_and_for_how_much(tmp_path):
     text, _ = page_of(plan, tmp_path)
     times = plan.times
     hours = times.step_s * 400 / 3600
-    assert "devices 128 h100" in text and f"hours of 400 steps {hours:,.1f}" in text
+    assert "devices 128 h100" in text and f"hours of 400 steps {hours:.0f}" in text
     assert f"price, at 2.5 an hour {hours * 128 * 2.5:,.0f}" in text
     assert "price" not in page_of(pod_plan(), tmp_path)[0]
     assert times.load.lengths.text in text
@@ -95,6 +99,27 @@ def test_a_device_that_is_too_small_is_named(tmp_path):
     text, bars = page_of(trace_plan(config, Cluster.parse("v5e:2x4")), tmp_path)
     assert "37.1 GB more than a device has" in text
     assert max(sum(bar) for bar in bars) == pytest.approx(100, abs=0.1)
+
+
+@pytest.mark.parametrize(("others", "lacking"), [(20, False), (60, True)])
+def test_a_compiled_plan_has_a_bar_of_each_program(others, lacking, tmp_path):
+    gb = 10**9
+    update = CompiledProgram(
+        *("actor", "update", "learning", 9 * gb, 20 * gb, 32 * gb, others * gb, 80 * gb),
+        *(1e15, 1e9, (), 128, 1.0, False),
+    )
+    plan = pod_plan()
+    topology = Topology("h100:16x8", accelerator("h100"), tuple(jax.devices()), 8)
+    pool = dataclasses.replace(plan.pools[0], programs=(update,))
+    target = Target(topology, "bfloat16")
+    text, bars = page_of(dataclasses.replace(plan, pools=(pool,), target=target), tmp_path)
+    there = topology.memory_bytes
+    track = max(there, (32 + others) * gb)
+    parts = [others, 9, 20, 3]
+    assert bars[-1] == pytest.approx([100 * n * gb / track for n in parts], abs=0.01)
+    assert "arguments 9.00 GB temporaries 20.00 GB results 3.00 GB" in text
+    assert ("does not fit" in text) == lacking
+    assert ("more than a device has" in text) == lacking
 
 
 def test_every_role_has_its_devices(tmp_path):
