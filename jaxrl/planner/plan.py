@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pools import Pool, take_devices
@@ -58,7 +59,8 @@ class PlannedPool:
       resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
       programs: compiled programs of its roles; empty in a traced plan.
       roles: names of its roles.
-      devices: positions of its devices among those of the cluster; empty if no devices are named.
+      devices: positions of its devices among those of the cluster; empty if no devices are named, or if the
+        pools do not divide over the hosts.
       groups: (kind, device groups in words) of each layout; the pool's first device is G1.
     """
 
@@ -116,6 +118,16 @@ class Plan:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     alternatives: tuple[Alternative, ...] | None = None
     price_per_hour: float | None = None
+
+    @property
+    def unplaced(self) -> str:
+        """A warning if the pools do not divide over the hosts; "" if they do or no devices are named."""
+        if self.times is None or all(pool.devices for pool in self.pools):
+            return ""
+        return (
+            f"the pools do not divide over the hosts of {self.times.cluster.name}: a run with a process on "
+            "each host refuses them; give each pool an equal part of every host"
+        )
 
     @property
     def price(self) -> float | None:
@@ -238,12 +250,7 @@ def planned_pools(
       buffers: resident buffers, by name of the pool.
       programs: compiled programs, by name of the pool; None for a traced plan.
     """
-    positions: dict[str, tuple[int, ...]] = {}
-    if cluster is not None:
-        per_host = cluster.host_devices
-        devices = [_Position(n, n // per_host) for n in range(cluster.num_devices)]
-        placed = take_devices(pools, devices).pools
-        positions = {each.name: tuple(d.id for d in each.devices) for each in placed}
+    positions = {} if cluster is None else _positions(pools, cluster)
     return tuple(
         PlannedPool(
             pool.name,
@@ -257,6 +264,17 @@ def planned_pools(
         )
         for pool in pools
     )
+
+
+def _positions(pools: Sequence[Pool], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Devices of each pool if every host runs a process; empty if the pools do not divide over the hosts."""
+    hosts = [_Position(n, n // cluster.host_devices) for n in range(cluster.num_devices)]
+    try:
+        placed = take_devices(pools, hosts).pools
+    except UserError:
+        # Plan.unplaced says it: such pools run only if one process has all devices.
+        return {}
+    return {each.name: tuple(d.id for d in each.devices) for each in placed}
 
 
 def settings_of(config: Config) -> dict[str, str]:
